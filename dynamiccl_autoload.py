@@ -14,6 +14,8 @@ def autoload() -> None:
             from dynamiccl.envs.sim.emulated.backend import register
 
             register()
+        if _is_of_a_job_within():
+            del os.environ["DYNAMICCL_RUN"]
         if "DYNAMICCL_RUN" in os.environ:
             from dynamiccl.envs.nccl.probe.probe import install
 
@@ -25,3 +27,9 @@ def autoload() -> None:
             )
         except OSError:
             pass
+
+
+def _is_of_a_job_within() -> bool:
+    """Whether this process was started by a rank of the run's job: it may be of another job, which has no run."""
+    rank, _, run = os.environ.get("DYNAMICCL_WITHIN", "").partition(":")
+    return run != "" and run == os.environ.get("DYNAMICCL_RUN") and rank != str(os.getpid())

@@ -24,7 +24,7 @@ _EXTRAS = {"torch": "train", "stable_baselines3": "train", "sb3_contrib": "train
 #: agent/commands or, for those that begin with "lab", in agent/commands/lab.
 COMMANDS = {
     "Tune a job": ("tune", "doctor", "apply", "env", "stop"),
-    "Look at runs and recordings": ("show", "top", "advise"),
+    "Look at runs and recordings": ("show", "top", "advise", "plan"),
     "Judge and train policies, check a machine": ("bench", "lab gpu-check", "lab submit", "lab train"),
 }
 NAMES = tuple(name for names in COMMANDS.values() for name in names)

@@ -128,6 +128,13 @@ class NotAgreeing(Reason):
     OTHER_CALLS = (
         "the first {count} collectives of rank {rank} and rank {other} on their communicator are not the same"
     )
+    NO_CLOCK = (
+        "NCCL reports the collectives of rank {rank} late ({why}), so the ranks share no count: "
+        "NCCL decides alone on that communicator"
+    )
+    NO_ROOM = "no room for another table: the {n} communicators of a rank hold all tables that there are"
+    NOT_SWITCHED = "rank {rank} could not change its table as the others did: {error}"
+    TOO_MANY = "rank {rank}: too many process groups of this process are still being left"
     LATE_STORE = "a rank reached its limit before the job's store answered"
     NO_STORE = "rank {rank}: the job's store is gone ({error}); its tables stay as they are"
     NOT_CONNECTED = "no table changes until the job's store answers ({why})"

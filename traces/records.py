@@ -254,7 +254,7 @@ class Offer:
 COMM, OFFER, COLL, KERNEL, STEP, STATE = range(1, 7)
 #: Bits of ``flags``: both buffers are registered (OFFER), captured in a CUDA graph: asked once, replayed often (COLL),
 #: kernel times were taken in it (STEP).
-FLAG_REGISTERED, FLAG_CAPTURED, FLAG_SAMPLED = 1, 2, 4
+FLAG_REGISTERED, FLAG_CAPTURED, FLAG_SAMPLED, FLAG_LATE = 1, 2, 4, 8
 _HEAD: list[Any] = [
     ("stamp", "<u8"),  # position in the ring + 1 once the record is whole
     ("kind", "u1"),

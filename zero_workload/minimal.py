@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 
-from .comm import Collectives
+from .buffers.comm import Collectives
 
 
 class Stage1:

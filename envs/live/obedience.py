@@ -16,6 +16,8 @@ from ...traces.reasons import RowRefused
 from ...traces.records import (
     ALGOS,
     COLL_DTYPE,
+    FLAG_CAPTURED,
+    FLAG_LATE,
     FUNCS,
     PROTOS,
     UNSET,
@@ -39,6 +41,12 @@ OBEYED = 0.9
 PATIENCE = 100
 
 
+def _comparable(rows: Array) -> Array:
+    """Without replays of captured calls, of which NCCL does not tell on each rank, and without what is told of no known
+    call."""
+    return rows[rows["flags"] & (FLAG_CAPTURED | FLAG_LATE) == 0]
+
+
 class CallAudit:
     """Compares each collective over the ranks whose rings lie here, as their records come in."""
 
@@ -56,7 +64,7 @@ class CallAudit:
 
     def add(self, rows: Array, pid: int) -> None:
         """Take in COLL records of process ``pid``, shape (n,)."""
-        rows = rows[~np.isin(rows["func"], _POINT_TO_POINT)]
+        rows = _comparable(rows[~np.isin(rows["func"], _POINT_TO_POINT)])
         if not len(rows):
             return
         for comm_id, rank in np.unique(rows[["comm_id", "rank"]]):
@@ -127,6 +135,7 @@ class Obedience:
 
     def add(self, rows: Array) -> None:
         """Take in COLL records, shape (n,)."""
+        rows = _comparable(rows)
         for generation, (_, seen) in self._tables.items():
             if sum(map(len, seen)) < self.enough:
                 found = rows[rows["generation"] == generation]

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 from dynamiccl.envs.nccl.agreement import agreement as agreements
-from dynamiccl.envs.nccl.agreement.agreement import Agreement, TableMailbox
+from dynamiccl.envs.nccl.agreement.agreement import Agreement
+from dynamiccl.envs.nccl.agreement.mailbox import TableMailbox
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.rings import Ring
 from dynamiccl.envs.nccl.shm import RunFolder
@@ -75,6 +76,10 @@ class LightRank:
             make = {"release": release, "with_profiler": with_profiler}
             self._comms[comm] = Communicator(self.plugin.path, comm, size, 1, self.rank % size, **make)
         return self._comms[comm]
+
+    def destroy(self, comm: int) -> None:
+        """The job lets go of that communicator."""
+        self._comms.pop(comm).finalize()
 
     def call(self, comm: int = 7, n: int = 1, n_bytes: int = N_BYTES) -> None:
         """Enqueue so many all_gathers."""

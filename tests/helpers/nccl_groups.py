@@ -4,6 +4,7 @@ import ctypes
 
 from dynamiccl.envs.sim.emulated.nccl_caller import SHARDED
 from dynamiccl.traces.records import FUNCS
+from nccl_halves import EVENT_GROUP
 from nccl_releases import Communicator
 
 EVENT_P2P, EVENT_P2P_API = 4, 1024
@@ -29,38 +30,69 @@ class Groups(Communicator):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self._seq = dict.fromkeys(FUNCS, 0)
+        self.answers = []  # channels that questions were answered with
 
     def start_coll(self, func, seq, *how):
         self._seq[func] = seq + 1
         return super().start_coll(func, seq, *how)
 
-    def group(self, calls, cost, captured=False):
-        """One ncclGroupStart to ncclGroupEnd around ``calls``: asked with ``cost``, told, stopped; handles as told."""
-        handles = self.begin([call.func for call in calls], captured)
+    def group(self, calls, cost, captured=False, runs=True, moment=lambda: None):
+        """One ncclGroupStart to ncclGroupEnd around ``calls``: asked with ``cost``, told, stopped; handles as told.
+
+        Without ``runs`` it ends with ncclGroupSimulateEnd. ``moment()`` is called between questions and launch.
+        """
+        handles = self.begin([call.func for call in calls], captured, counts=[call.count for call in calls])
         ordered = []
         for func in dict.fromkeys(call.func for call in calls):
             found = [(call, handle) for call, handle in zip(calls, handles, strict=True) if call.func == func]
             # Largest first from 2.29 on: calls up to four times as large as the first are priced together, so all are.
             found.sort(key=lambda one: self.n_bytes(one[0]), reverse=self.release >= (2, 29))
-            sizes = [self.n_bytes(call) for call, _ in found]
-            sums = []
-            for n_bytes in sizes:
-                if sums and n_bytes < 4 * sums[-1][0]:
-                    sums[-1].append(n_bytes)
-                else:
-                    sums.append([n_bytes])
-            self.ask_aside(func, sum(size // self.n_ranks if func in SHARDED else size for size in sizes))
-            for together in sums:
-                self.tuner.ask(func, sum(together), cost.copy())
+            self._ask([self.n_bytes(call) for call, _ in found], func, cost)
             ordered += found
+        if not runs:
+            self.end([], group=False)
+            return []
+        moment()
         told = [one for one in ordered if one[0].func != "broadcast" or self.release < (2, 29)]
         self.launch([call for call, _ in ordered], launches=bool(told))
-        seen = []
-        for call, handle in told:
-            seen.append(self.tell(call, self._seq[call.func], 16, handle))
-            self._seq[call.func] += 1
+        seen = [self._tell_next(call, handle) for call, handle in told]
         self.end(seen)
         return seen
+
+    def _ask(self, sizes, func, cost):
+        sums = []
+        for n_bytes in sizes:
+            if sums and n_bytes < 4 * sums[-1][0]:
+                sums[-1].append(n_bytes)
+            else:
+                sums.append([n_bytes])
+        self.ask_aside(func, sum(size // self.n_ranks if func in SHARDED else size for size in sizes))
+        for together in sums:
+            self.answers.append(self.tuner.ask(func, sum(together), cost.copy()))
+
+    def _tell_next(self, call, handle):
+        self._seq[call.func] += 1
+        return self.tell(call, self._seq[call.func] - 1, 16, handle)
+
+    def captures(self, calls, cost):
+        """The calls go into a CUDA graph: they are asked about and launched, and told of at replays alone."""
+        self._graph = self.begin([call.func for call in calls], captured=True)
+        self._ask([self.n_bytes(call) for call in calls], calls[0].func, cost)
+        self.launch(calls, launches=self.profiler.version > 4)
+        self.end([])
+
+    def replays(self, calls):
+        """The graph runs: the thread of CUDA's tells of its calls, of which NCCL keeps no count, whenever it comes."""
+        version = self.profiler.version
+        for call in calls:
+            event = self.coll_event(call, self._seq[call.func], 16)
+            event.parent = self._graph[0] if version > 4 else None
+            self.host_stream.add(lambda event=event: self._replay(event), self.profiler.stop)
+
+    def _replay(self, event):
+        if self.profiler.version == 4:
+            event.parent = self.profiler.start(self.profiler.event(EVENT_GROUP))
+        return self.profiler.start(event)
 
     def send_recv(self):
         """A send and a receive in one group."""

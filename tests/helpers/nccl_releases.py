@@ -1,115 +1,39 @@
 """A miniature NCCL of every release: loads the plugin as that release does and calls it in its order.
 
-What it calls, and in which order, is what six releases were recorded to call (``tests/data/nccl_calls.json``).
+What it calls, and in which order, is what six releases were recorded to call (``tests/data/nccl_calls.json``). Where
+``nccl_late`` says so it tells of collectives later, from another thread.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint8, c_uint64, c_void_p
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from dynamiccl.envs.sim.emulated.nccl_caller import (
-    COLL,
-    DTYPE_OF_SIZE,
-    FUNC_NAMES,
-    KERNEL,
-    MASKS,
-    SHARDED,
-    check,
-    layout,
-    pointers,
-)  # fmt: skip
-from dynamiccl.traces.records import ALGOS, FUNCS, N_ALGOS, N_PROTOS, PROTOS
+from dynamiccl.envs.sim.emulated.nccl_caller import DTYPE_OF_SIZE, FUNC_NAMES, SHARDED
+from dynamiccl.traces.records import N_ALGOS, N_PROTOS
+from nccl_halves import (
+    DTYPE_BYTES,
+    EVENT_COLL,
+    EVENT_COLL_API,
+    EVENT_GROUP,
+    EVENT_GROUP_API,
+    EVENT_KERNEL_LAUNCH,
+    Call,
+    Profiler,
+    Tuner,
+    number,
+    versions,
+)
+from nccl_late import HostStream, Told
 
 #: First line of a program of its own that imports from this folder.
 REACH = f"import sys; sys.path.append({str(Path(__file__).parent)!r})\n"
-DTYPE_BYTES = {
-    "int8": 1,
-    "uint8": 1,
-    "int32": 4,
-    "uint32": 4,
-    "int64": 8,
-    "uint64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-}
-DTYPE_BYTES |= {"float32": 4, "float64": 8, "float8e4m3": 1, "float8e5m2": 1}
-
-# Which symbols a release tries, newest first; the first that the library exports is loaded.
-# 2.32.6 was read, not recorded: it looks for 7, whose functions are those of 6, and else wraps a 6.
-_TUNERS = {(2, 22): (3,), (2, 24): (4, 3), (2, 28): (5, 4, 3), (2, 30): (6, 5, 4, 3)}
-_TUNERS[2, 32, 6] = (7, 6, 5, 4, 3)
-_PROFILERS = {(2, 22): (), (2, 27): (4,), (2, 28): (5, 4), (2, 29): (6, 5, 4), (2, 31): (7, 6, 5, 4)}
-
-_INT4 = (c_int, c_int, c_int)
-_INFO = (c_void_p, c_int, c_size_t, c_int, c_void_p, c_int, c_int)
-_TUNER_INIT = {
-    3: ctypes.CFUNCTYPE(c_int, c_size_t, c_size_t, c_void_p, POINTER(c_void_p)),
-    5: ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_uint64, c_size_t, c_size_t, c_void_p, c_void_p, c_void_p),
-}
-_TUNER_INFO = {
-    3: ctypes.CFUNCTYPE(c_int, *_INFO, POINTER(c_int)),
-    4: ctypes.CFUNCTYPE(c_int, *_INFO, c_int, POINTER(c_int)),
-}
-_PROFILER_INIT = {
-    4: ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), POINTER(c_int), c_char_p, c_uint64, *_INT4, c_void_p),
-    5: ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_uint64, POINTER(c_int), c_char_p, *_INT4, c_void_p),
-}
-_START_EVENT = ctypes.CFUNCTYPE(c_int, c_void_p, POINTER(c_void_p), c_void_p)
-_STATE = ctypes.CFUNCTYPE(c_int, c_void_p, c_int, POINTER(c_uint64))
-_ONE_POINTER = ctypes.CFUNCTYPE(c_int, c_void_p)
-_CHUNK_SIZE = ctypes.CFUNCTYPE(c_int, c_void_p, c_int, c_size_t, c_int, c_int, c_int, POINTER(c_size_t))
-
-EVENT_GROUP, EVENT_COLL, EVENT_KERNEL_CH, KERNEL_CH_STOP = 1, 2, 64, 22
-EVENT_GROUP_API, EVENT_COLL_API, EVENT_KERNEL_LAUNCH = 256, 512, 2048
-# NCCL tells of an event whose bit is in the mask, and of these (4 and 1024 are sends) where one of the bits below is.
-_BELOW = {
-    EVENT_GROUP: 0xDF,
-    EVENT_COLL: 0xDA,
-    4: 0xDC,
-    EVENT_COLL_API: 0xDA,
-    1024: 0xDC,
-    EVENT_GROUP_API: 0xEDF,
-}
-
-
-# v4 is NCCL 2.27's; v5 and v6, of 2.28 on, have one layout.
-_CALL = {"func": c_char_p, "count": c_size_t, "datatype": c_char_p, "root": c_int, "stream": c_void_p}
-_BODY_V4 = layout(ctypes.Union, coll=layout(ctypes.Structure, **COLL), kernel=KERNEL, whole=c_uint8 * 80)
-_BODY_V5 = layout(
-    ctypes.Union,
-    coll=layout(ctypes.Structure, **COLL, parent_group=c_void_p),
-    call=layout(ctypes.Structure, **_CALL, graph_captured=ctypes.c_bool),
-    kernel=KERNEL,
-    whole=c_uint8 * 88,
-)
-_EVENT_V4 = layout(ctypes.Structure, type=c_uint8, parent=c_void_p, rank=c_int, body=_BODY_V4)
-_EVENT_V5 = layout(ctypes.Structure, type=c_uint64, parent=c_void_p, rank=c_int, body=_BODY_V5)
-assert ctypes.sizeof(_EVENT_V4) == 104 and ctypes.sizeof(_EVENT_V5) == 112
-
-
-def versions(release: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tuner and profiler versions that NCCL ``release`` ("2.29.7") tries, newest first. Raises ValueError."""
-    number = _number(release)
-    if len(number) < 2 or number < (2, 22):
-        raise ValueError(f"NCCL {release} is not a release that loads this plugin: 2.22 is the first")
-    return (
-        next(v for since, v in reversed(_TUNERS.items()) if number >= since),
-        next(v for since, v in reversed(_PROFILERS.items()) if number >= since),
-    )
-
-
-def _number(release: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in release.split(".")[:3])
-    except ValueError:
-        return ()
+#: Of a collective that was told: the plugin's handle, None where it wants none, or what will come of it.
+Handle = int | Told | None
 
 
 def choose(cost: np.ndarray[Any, Any]) -> tuple[int, int]:
@@ -117,144 +41,6 @@ def choose(cost: np.ndarray[Any, Any]) -> tuple[int, int]:
     flat = np.where(cost >= 0, cost, np.inf).ravel()
     best = int(flat.argmin())
     return divmod(best, cost.shape[1]) if np.isfinite(flat[best]) else (-1, -1)
-
-
-@dataclass(frozen=True)
-class Call:
-    """One collective that a program calls, and how NCCL runs it. ``count`` as in :meth:`Communicator.start_coll`."""
-
-    func: str
-    count: int
-    datatype: str = "int8"
-    n_channels: int = 1
-    algo: str = "ring"
-    proto: str = "simple"
-
-
-class Tuner:
-    """The tuner half of the plugin, as one communicator asks it."""
-
-    def __init__(self, library: ctypes.CDLL, release: str, comm_id: int, n_ranks: int, n_nodes: int) -> None:
-        self.version = _first(library, "ncclTunerPlugin_v", versions(release)[0])
-        n_functions = 5 if self.version > 5 else 4
-        _, init, info, finalize, *chunk = pointers(library, f"ncclTunerPlugin_v{self.version}", n_functions)
-        self._info: Callable[..., int] = _TUNER_INFO[min(self.version, 4)](info)
-        self._finalize = _ONE_POINTER(finalize)
-        self._chunk_size = _CHUNK_SIZE(chunk[0]) if chunk and chunk[0] else None
-        # Kept for every call, as in the profiler: ctypes objects are slow to make.
-        self._channels, self._cost = c_int(), np.empty((N_ALGOS, N_PROTOS), np.float32)
-        self._channels_ref, self._cost_at = byref(self._channels), self._cost.ctypes.data
-        self.context = c_void_p()
-        if self.version < 5:
-            check(_TUNER_INIT[3](init)(n_ranks, n_nodes, None, byref(self.context)))
-        else:
-            self._given = (
-                (c_int * 3)(n_nodes, 1, n_ranks),
-                (c_uint8 * 1152)(),
-            )  # NVLink domains, tuning constants
-            given = (ctypes.addressof(part) for part in self._given)
-            check(_TUNER_INIT[5](init)(byref(self.context), comm_id, n_ranks, n_nodes, None, *given))
-
-    def ask(
-        self, func: str, n_bytes: int, cost: np.ndarray[Any, Any], n_pipe_ops: int = 1, n_channels: int = 0
-    ) -> int:
-        """One question; ``cost`` (7, 3) float32 is changed in place. Returns the channel count."""
-        self._cost[:] = cost
-        self._channels.value = n_channels
-        registered = () if self.version == 3 else (0,)
-        head = (self.context, FUNCS.index(func), n_bytes, n_pipe_ops, self._cost_at, N_ALGOS, N_PROTOS)
-        check(self._info(*head, *registered, self._channels_ref))
-        cost[:] = self._cost
-        return self._channels.value
-
-    def ask_chunks(self, call: Call, n_bytes: int) -> None:
-        """Ask for the size of a chunk: of the first channel, those between and the last."""
-        if self._chunk_size is not None:
-            cell = ALGOS.index(call.algo), PROTOS.index(call.proto)
-            for _ in range(min(3, call.n_channels)):
-                size = byref(c_size_t(2**19))
-                check(self._chunk_size(self.context, FUNCS.index(call.func), n_bytes, *cell, 1, size))
-
-    def finalize(self) -> None:
-        """The communicator is destroyed."""
-        check(self._finalize(self.context))
-
-
-class Profiler:
-    """The profiler half of the plugin, as one communicator tells it; version 0 where there is none."""
-
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        wanted: tuple[int, ...],
-        comm_id: int,
-        shape: tuple[int, int, int],
-        name: str,
-    ) -> None:
-        """``shape``: nodes, ranks, this rank."""
-        self.version = _first(library, "ncclProfiler_v", wanted)
-        self._event_type = _EVENT_V4 if self.version == 4 else _EVENT_V5
-        self._context, self._handle, self._timer = c_void_p(), c_void_p(), c_uint64()
-        self._mask, self._kernel = c_int(0), self.event(EVENT_KERNEL_CH, rank=shape[-1])
-        if not self.version:
-            return
-        self._mask = MASKS.setdefault(library._name, self._mask)
-        _, init, start, stop, state, finalize = pointers(library, f"ncclProfiler_v{self.version}", 6)
-        self._start, self._stop = _START_EVENT(start), _ONE_POINTER(stop)
-        self._record_state, self._finalize = _STATE(state), _ONE_POINTER(finalize)
-        context, mask, label = byref(self._context), byref(self._mask), name.encode()
-        if self.version == 4:
-            check(_PROFILER_INIT[4](init)(context, mask, label, comm_id, *shape, None))
-        else:
-            check(_PROFILER_INIT[5](init)(context, comm_id, mask, label, *shape, None))
-
-    @property
-    def mask(self) -> int:
-        """Events that the plugin asks for at this moment, for the whole process."""
-        return int(self._mask.value)
-
-    def event(self, kind: int, **members: Any) -> Any:
-        """A new event of that kind, in this version's layout."""
-        return self._event_type(type=kind, **members)
-
-    def start(self, event: Any) -> int | None:
-        """Tell of an event; its handle, None where nobody asked for it."""
-        if not self.mask & (event.type | _BELOW.get(event.type, 0)):
-            return None
-        self._handle.value = None
-        check(self._start(self._context, byref(self._handle), byref(event)))
-        return self._handle.value
-
-    def stop(self, handle: int | None) -> None:
-        """The event is over."""
-        if handle is not None:
-            check(self._stop(handle))
-
-    def kernel(self, handle: int | None, channel: int, start_ns: int, stop_ns: int) -> None:
-        """Report one channel of a collective's kernel, as NCCL's proxy thread does for a sampled one."""
-        self.stop_kernel(self.start_kernel(handle, channel, start_ns), stop_ns)
-
-    def start_kernel(self, parent: int | None, channel: int, start_ns: int) -> int | None:
-        """The first half of :meth:`kernel`, told whatever the mask says by now; a handle for the second."""
-        if parent is None:  # not sampled when it was enqueued
-            return None
-        self._kernel.parent = parent
-        self._kernel.body.kernel = (channel, start_ns)
-        self._handle.value = None
-        check(self._start(self._context, byref(self._handle), byref(self._kernel)))
-        return self._handle.value
-
-    def stop_kernel(self, handle: int | None, stop_ns: int) -> None:
-        """The second half of :meth:`kernel`."""
-        if handle is not None:
-            self._timer.value = stop_ns
-            check(self._record_state(handle, KERNEL_CH_STOP, byref(self._timer)))
-            self.stop(handle)
-
-    def finalize(self) -> None:
-        """The communicator is destroyed."""
-        if self.version:
-            check(self._finalize(self._context))
 
 
 class Communicator:
@@ -274,9 +60,11 @@ class Communicator:
         """Initialise profiler and tuner in NCCL's order. Raises ValueError, OSError, CallerError."""
         library = ctypes.CDLL(os.fspath(plugin_path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
         profilers = versions(release)[1] if with_profiler else ()
-        self.comm_id, self.n_ranks, self.rank, self.release = comm_id, n_ranks, rank, _number(release)
+        self.comm_id, self.n_ranks, self.rank, self.release = comm_id, n_ranks, rank, number(release)
         self.profiler = Profiler(library, profilers, comm_id, (n_nodes, n_ranks, rank), name)
         self.tuner = Tuner(library, release, comm_id, n_ranks, n_nodes)
+        self.host_stream = HostStream.of((comm_id, rank)) if self.profiler.version > 4 else None
+        self._is_late = False  # the group under way is told later
         self.group_handle: int | None = (
             None  # handles of the group under way, and of the program's calls in it
         )
@@ -291,7 +79,8 @@ class Communicator:
         ``n_channels`` is what NCCL has in the variable before: 0, and it stays so unless the table says otherwise.
         ``captured``: the call goes into a CUDA graph.
         """
-        self.begin([func], captured)
+        self.begin([func], captured, counts=[n_bytes])
+        self._a_moment_passes()
         self.ask_aside(func, n_bytes // self.n_ranks if func in SHARDED else n_bytes)
         return self.tuner.ask(func, n_bytes, cost, n_channels=n_channels)
 
@@ -305,8 +94,8 @@ class Communicator:
         n_warps: int,
         algo: str,
         proto: str,
-    ) -> int | None:
-        """Tell the profiler that a collective is enqueued; a handle for :meth:`kernel` and :meth:`stop`, or None.
+    ) -> Handle:
+        """Tell the profiler that a collective is enqueued; a handle for :meth:`is_timed` and :meth:`stop`.
 
         ``count`` is NCCL's: elements of one rank for all_gather and reduce_scatter. ``datatype`` is a name
         ("bfloat16") or an element size in bytes. As NCCL does, an all_gather is reported as bytes.
@@ -316,28 +105,67 @@ class Communicator:
         self.launch([call])
         return self.tell(call, seq, n_warps, next(iter(self._calls), None))
 
-    def tell(self, call: Call, seq: int, n_warps: int, parent: int | None) -> int | None:
-        """Tell the profiler of a collective; ``parent`` is the program's call."""
-        version = self.profiler.version
-        if version == 4 and self.group_handle is None:
-            return None
+    def is_timed(self, handle: Handle) -> bool:
+        """Whether the plugin wants the times of that collective's kernel."""
+        return self.handle_of(handle) is not None
+
+    def handle_of(self, handle: Handle) -> int | None:
+        """The plugin's handle: by the time that the kernel runs, NCCL has told of the collective."""
+        if not isinstance(handle, Told):
+            return handle
+        if self.host_stream is not None:
+            self.host_stream.catches_up(handle)
+        return handle.handle
+
+    def catches_up(self) -> None:
+        """NCCL has told of all that was launched."""
+        if self.host_stream is not None:
+            self.host_stream.catches_up()
+
+    def _a_moment_passes(self) -> None:
+        if self.host_stream is not None:
+            self.host_stream.comes()
+
+    def coll_event(self, call: Call, seq: int, n_warps: int) -> Any:
+        """The event by which NCCL tells of a collective."""
         count, dtype = call.count, call.datatype
         if call.func == "all_gather":
             count, dtype = count * DTYPE_BYTES[dtype], "int8"
-        event = self.profiler.event(
-            EVENT_COLL, rank=self.rank, parent=self.group_handle if version == 4 else parent
-        )
+        event = self.profiler.event(EVENT_COLL, rank=self.rank)
         body = event.body.coll
         body.seq, body.func, body.count = seq, FUNC_NAMES[call.func], count
         body.datatype = b"nccl" + dtype.capitalize().encode()
         body.n_channels, body.n_warps = call.n_channels, n_warps
         body.algo, body.proto = call.algo.upper().encode(), call.proto.upper().encode()
-        if version > 4:
-            body.parent_group = self.group_handle
+        return event
+
+    def tell(self, call: Call, seq: int, n_warps: int, parent: int | None) -> Handle:
+        """Tell the profiler of a collective; ``parent`` is the program's call."""
+        event = self.coll_event(call, seq, n_warps)
+        event.parent = parent
+        if self._is_late and self.host_stream is not None:
+            return self.host_stream.add(lambda: self._tell_late(event), self.profiler.stop)
+        return self._start(event, self.group_handle)
+
+    def _tell_late(self, event: Any) -> int | None:
+        """On the thread of CUDA's, with a group of NCCL's own around it."""
+        return self._start(event, self.profiler.start(self.profiler.event(EVENT_GROUP)))
+
+    def _start(self, event: Any, group: int | None) -> int | None:
+        if self.profiler.version > 4:
+            event.body.coll.parent_group = group
+        elif group is None:  # 2.27 tells of none whose group has no handle
+            return None
+        else:
+            event.parent = group
         return self.profiler.start(event)
 
     def begin(
-        self, funcs: Sequence[str], captured: bool = False, kind: int = EVENT_COLL_API
+        self,
+        funcs: Sequence[str],
+        captured: bool = False,
+        kind: int = EVENT_COLL_API,
+        counts: Sequence[int] = (),
     ) -> list[int | None]:
         """The program's calls, as NCCL tells of them before it asks anything: their handles."""
         self._calls = [None] * len(funcs)
@@ -346,7 +174,8 @@ class Communicator:
         self._group_api = self.profiler.start(self.profiler.event(EVENT_GROUP_API))
         for i, func in enumerate(funcs):
             event = self.profiler.event(kind, parent=self._group_api)
-            event.body.call = (FUNC_NAMES[func], 1, b"ncclInt8", 0, None, captured)
+            count = counts[i] if counts else 1
+            event.body.call = (FUNC_NAMES[func], count, b"ncclInt8", 0, None, captured)
             self._calls[i] = self.profiler.start(event)
             self.profiler.stop(self._calls[i])
         return self._calls
@@ -368,12 +197,16 @@ class Communicator:
             if self.profiler.version > 4:
                 kernel = self.profiler.event(EVENT_KERNEL_LAUNCH, parent=self._group_api)
                 self.profiler.stop(self.profiler.start(kernel))
-            self.group_handle = self.profiler.start(self.profiler.event(EVENT_GROUP))
+            self._a_moment_passes()
+            self._is_late = self.host_stream is not None and self.host_stream.draws()
+            if not self._is_late:
+                self.group_handle = self.profiler.start(self.profiler.event(EVENT_GROUP))
 
-    def end(self, handles: Sequence[int | None], group: bool = True) -> None:
+    def end(self, handles: Sequence[Handle], group: bool = True) -> None:
         """Everything that was started is stopped; without ``group`` only what the program began."""
         for handle in handles:
-            self.profiler.stop(handle)
+            if not isinstance(handle, Told):  # that is stopped by who tells of it
+                self.profiler.stop(handle)
         if group:
             self.profiler.stop(self.group_handle)
             self.group_handle = None
@@ -385,15 +218,13 @@ class Communicator:
         whole = call.count * DTYPE_BYTES[call.datatype]
         return whole * self.n_ranks if call.func in SHARDED else whole
 
-    def stop(self, handle: int | None) -> None:
+    def stop(self, handle: Handle) -> None:
         """Tell the profiler that enqueueing is over (not that the collective is)."""
         self.end([handle])
 
     def finalize(self) -> None:
         """Destroy the communicator; further calls are not allowed."""
+        if self.host_stream is not None:
+            self.host_stream.ends()
         self.tuner.finalize()
         self.profiler.finalize()
-
-
-def _first(library: ctypes.CDLL, prefix: str, wanted: tuple[int, ...]) -> int:
-    return next((v for v in wanted if hasattr(library, f"{prefix}{v}")), 0)

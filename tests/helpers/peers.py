@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dynamiccl.zero_workload.layout import Settings
-from dynamiccl.zero_workload.parts import OptimizerOf
+from dynamiccl.zero_workload.buffers.settings import Settings
+from dynamiccl.zero_workload.engine.parts import OptimizerOf
 from torch import nn
 
 #: Peer -> the ZeRO stage that it is a peer of.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from dynamiccl.zero_workload.job.parallel import groups
-from dynamiccl.zero_workload.zero import Engine, zero
+from dynamiccl.zero_workload.engine import Engine, zero
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
 

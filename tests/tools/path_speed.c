@@ -1,6 +1,8 @@
 // What NCCL waits for in each collective: `path_speed RUN_FOLDER LIBRARY...` times the tuner's answer under a
-// table of 64 rows, and the profiler's note, in builds of the plugin, round by round in turn. Prints a line a
-// build: nanoseconds of an answer and of a note, medians of the rounds.
+// table of 64 rows, and the profiler's note, in builds of the plugin, round by round in turn. A note is all
+// that NCCL 2.29 tells of one collective: its group, its call, its launch and itself. Prints a line a build:
+// nanoseconds of an answer and of a note, medians of the rounds. With `ROUNDS` in the environment so many
+// rounds.
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,10 +17,10 @@ struct build {
   const struct nccl_tuner_v5* tuner;
   const struct nccl_profiler_v5* profiler;
   void *context, *told;
+  int mask;
   double answer[N_ROUNDS], note[N_ROUNDS];
 };
 
-static int mask;
 static double now_ns(void) {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -56,16 +58,23 @@ static void load(struct build* b, const char* path) {
   }
   b->tuner = dlsym(library, "ncclTunerPlugin_v5");
   b->profiler = dlsym(library, "ncclProfiler_v6");
-  int64_t (*stage)(const void*, size_t) = (int64_t (*)(const void*, size_t))dlsym(library, "dynamiccl_stage");
-  int64_t (*flip)(void) = (int64_t (*)(void))dlsym(library, "dynamiccl_flip");  // of earlier builds
-  int (*change)(uint64_t, uint64_t, uint64_t) =
-      (int (*)(uint64_t, uint64_t, uint64_t))dlsym(library, "dynamiccl_switch");
-  b->profiler->init(&b->told, 7, &mask, "timed", 1, 8, 0, NULL);
+  void* change = dlsym(library, "dynamiccl_switch");
+  uint32_t (*join)(void) = (uint32_t (*)(void))dlsym(library, "dynamiccl_join");  // not in earlier builds
+  void* stage = dlsym(library, "dynamiccl_stage");
+  b->profiler->init(&b->told, 7, &b->mask, "timed", 1, 8, 0, NULL);
   b->tuner->init(&b->context, 7, 8, 1, NULL, NULL, NULL);
   uint8_t message[sizeof(struct dccl_table_head) + N_ROWS * sizeof(struct dccl_rule)];
   for (uint32_t version = 2; version <= DCCL_TABLE_VERSION; version++) {
     const size_t size = make_table(version, message);
-    if (stage(message, size) == 1 && (change != NULL ? change(7, 0, 0) == 0 : flip() == 1)) return;
+    if (join != NULL) {
+      const uint32_t owner = join();
+      if (((int64_t (*)(uint32_t, const void*, size_t))stage)(owner, message, size) == 1 &&
+          ((int (*)(uint32_t, uint64_t, uint64_t, uint64_t))change)(owner, 7, 0, 0) == 0)
+        return;
+    } else if (((int64_t (*)(const void*, size_t))stage)(message, size) == 1 &&
+               ((int (*)(uint64_t, uint64_t, uint64_t))change)(7, 0, 0) == 0) {
+      return;
+    }
   }
   fprintf(stderr, "%s: refuses the table\n", path);
   exit(2);
@@ -88,19 +97,30 @@ static double time_answers(const struct build* b, double* forced) {
   return (now_ns() - began) / N_CALLS;
 }
 
+static void tell(const struct build* b, struct nccl_event_v5* e, void** handle) {
+  *handle = NULL;
+  b->profiler->start_event(b->told, handle, e);
+  if (*handle != NULL) b->profiler->stop_event(*handle);
+}
+
 static double time_notes(const struct build* b) {
-  struct nccl_event_v5 e = {.type = EVENT_COLL};
+  struct nccl_event_v5 group = {.type = EVENT_GROUP_API}, call = {.type = EVENT_COLL_API};
+  struct nccl_event_v5 launch = {.type = EVENT_KERNEL_LAUNCH}, e = {.type = EVENT_COLL};
+  call.coll_api = (struct nccl_coll_api_event){.func = "AllGather", .count = 2048, .datatype = "ncclFloat32"};
   e.coll = (struct nccl_coll_event){.func = "AllGather",
                                     .count = 8192,
                                     .datatype = "ncclInt8",
                                     .n_channels = 16,
                                     .algo = "RING",
                                     .proto = "SIMPLE"};
+  const bool tells_launches = b->mask & EVENT_KERNEL_LAUNCH;
   const double began = now_ns();
   for (int i = 0; i < N_CALLS; i++) {
     void* handle = NULL;
-    b->profiler->start_event(b->told, &handle, &e);
-    b->profiler->stop_event(handle);
+    tell(b, &group, &handle);
+    tell(b, &call, &e.parent);
+    if (tells_launches) tell(b, &launch, &handle);
+    tell(b, &e, &handle);
   }
   return (now_ns() - began) / N_CALLS;
 }
@@ -109,9 +129,9 @@ static int ascending(const void* a, const void* b) {
   return (*(const double*)a > *(const double*)b) - (*(const double*)a < *(const double*)b);
 }
 
-static double median(double* values) {
-  qsort(values, N_ROUNDS, sizeof *values, ascending);
-  return values[N_ROUNDS / 2];
+static double median(double* values, int n_rounds) {
+  qsort(values, (size_t)n_rounds, sizeof *values, ascending);
+  return values[n_rounds / 2];
 }
 
 int main(int argc, char** argv) {
@@ -120,15 +140,19 @@ int main(int argc, char** argv) {
   if (n < 1 || n > MOST) return 2;
   setenv("DYNAMICCL_RUN", argv[1], 1);
   for (int i = 0; i < n; i++) load(&builds[i], argv[2 + i]);
+  const char* rounds = getenv("ROUNDS");
+  const int n_rounds =
+      rounds != NULL && atoi(rounds) > 0 && atoi(rounds) < N_ROUNDS ? atoi(rounds) : N_ROUNDS;
   double forced = 0;
-  for (int round = 0; round < N_ROUNDS; round++) {
+  for (int round = 0; round < n_rounds; round++) {
     const double loop = time_answers(NULL, &forced);
     for (int i = 0; i < n; i++) {
       builds[i].answer[round] = time_answers(&builds[i], &forced) - loop;
       builds[i].note[round] = time_notes(&builds[i]);
     }
   }
-  if (forced != (double)n * N_ROUNDS * N_CALLS) return 1;  // each answer was the table's
-  for (int i = 0; i < n; i++) printf("%.1f %.1f\n", median(builds[i].answer), median(builds[i].note));
+  if (forced != (double)n * n_rounds * N_CALLS) return 1;  // each answer was the table's
+  for (int i = 0; i < n; i++)
+    printf("%.1f %.1f\n", median(builds[i].answer, n_rounds), median(builds[i].note, n_rounds));
   return 0;
 }

@@ -1,6 +1,6 @@
 """Every order of events in a small job: the two parts of protocol.py, the words of the plugin, and threads that train.
 
-A state is the store, each rank's plugin (count, limit and switches of each communicator, as comms.c has them), each
+A state is the store, each rank's plugin (count, limit and changes of each communicator, the buffers of tables), each
 rank's part in the round (what it was sent so far: the generators of protocol.py are played again from it), and one
 training thread for each communicator of a rank. ``explore`` visits all states that can be reached, with votes that come
 late or never, ranks that die and threads of the agreement that stop, and says what is wrong in one of them.
@@ -12,32 +12,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
 from dynamiccl.envs.nccl.agreement import protocol
 from dynamiccl.envs.nccl.agreement.protocol import CommVote, Decision, Vote
+from plugin_model import EMPTY, NO_LIMIT, Change, Clock, Table
+from protocol_scopes import CAPTURED, LARGE, Scope
 
-NO_LIMIT = 10**6
 MARKS = {16: 1}
-
-
-class Clock(NamedTuple):
-    """One communicator on one rank, as the plugin has it, and its training thread."""
-
-    count: int = 0
-    limit: int = NO_LIMIT
-    switches: tuple[tuple[int, int, int, int], ...] = ()  # from, until, trial, base
-    thread: str = "asks"  # asks -> answered -> told -> asks; "answered" has passed the limit
-    limiting: int = -1  # dynamiccl_limit has read this count and is about to set the limit
-
-    def table(self) -> int:
-        """The table that holds for the next collective."""
-        for since, until, trial, base in reversed(self.switches):
-            if self.count >= since:
-                return trial if self.count < until else base
-        return 0
 
 
 class Rank(NamedTuple):
@@ -46,7 +29,9 @@ class Rank(NamedTuple):
     clocks: tuple[Clock, ...]  # by its communicators
     round: int = 0  # in which it takes part, or took part last
     results: tuple[Any, ...] | None = None  # what its part was sent; None: in no round
-    staged: int = 0
+    staged: Table = EMPTY
+    buffers: tuple[int, ...] = ()  # generation of the table in each, from the second on
+    left: int = 0  # what the agreement of a group that was destroyed has still to do: to stage, to lift
     alive: bool = True  # its training threads run
     agrees: bool = True  # its agreement's thread runs
 
@@ -56,33 +41,20 @@ class World(NamedTuple):
     proposed: int = 0
     votes: tuple[Any, ...] = ()  # of the round proposed last, by rank: (limits by communicator)
     registers: tuple[Any, ...] = ()  # of each round: None, or the decision
-    answers: tuple[tuple[int, int, int], ...] = ()  # (communicator, collective, table) of each first answer
+    answers: tuple[tuple[int, int, int], ...] = ()  # (communicator, group, generation) of each first answer
 
 
-@dataclass(frozen=True)
-class Scope:
-    """A small job. ``trials``: of each round, how many steps its table is tried for, 0 = to stay."""
-
-    members: tuple[tuple[int, ...], ...]  # ranks by communicator
-    trials: tuple[int, ...] = (1, 0)
-    calls: int = 3  # of each communicator
-    deaths: int = 0
-    mutations: frozenset[str] = field(default_factory=frozenset)
-
-    @property
-    def n_ranks(self) -> int:
-        return 1 + max(rank for ranks in self.members for rank in ranks)
-
-    def comms(self, rank: int) -> tuple[int, ...]:
-        return tuple(comm for comm, ranks in enumerate(self.members) if rank in ranks)
+def _begins(scope: Scope, rank: int) -> Rank:
+    """A rank at the beginning."""
+    buffers = (0,) * (scope.buffers or len(scope.trials) + 1)
+    left = 2 * (rank == scope.left and rank > 0)
+    return Rank(tuple(Clock() for _ in scope.comms(rank)), buffers=buffers, left=left)
 
 
 def explore(scope: Scope, most: int = 10**8) -> tuple[str, int]:
     """(what is wrong, in words, empty if nothing is; states seen). Raises RuntimeError beyond ``most`` states."""
-    first = World(
-        tuple(Rank(tuple(Clock() for _ in scope.comms(rank))) for rank in range(scope.n_ranks)),
-        registers=(None,) * len(scope.trials),
-    )
+    ranks = tuple(_begins(scope, rank) for rank in range(scope.n_ranks))
+    first = World(ranks, registers=(None,) * len(scope.trials))
     seen, edge = {first}, [first]
     while edge:
         world = edge.pop()
@@ -104,7 +76,7 @@ def _stuck(scope: Scope, world: World) -> str:
     """Nobody can do anything any more: with all alive every collective must have been made."""
     if not all(rank.alive and rank.agrees for rank in world.ranks):
         return ""
-    short = [c for rank in world.ranks for c in rank.clocks if c.count < scope.calls]
+    short = [c for rank in world.ranks for c in rank.clocks if c.at < len(scope.groups)]
     return f"a thread waits for ever: {world}" if short else ""
 
 
@@ -121,40 +93,91 @@ class Steps:
                 yield from self._trains(r, rank)
             if rank.agrees:
                 yield from self._agrees(r, rank)
+            if rank.left:
+                yield self._leaves(r, rank)
             if deaths < self.scope.deaths and rank.agrees:
                 yield self._with(r, rank._replace(agrees=False))
                 yield self._with(r, rank._replace(agrees=False, alive=False))
 
+    def _is(self, mutation: str) -> bool:
+        return mutation in self.scope.mutations
+
     def _with(self, r: int, rank: Rank, **world: Any) -> World:
         ranks = self.world.ranks
         return self.world._replace(ranks=(*ranks[:r], rank, *ranks[r + 1 :]), **world)
-
-    # -- training threads ------------------------------------------------------------------------------------------
-
-    def _trains(self, r: int, rank: Rank) -> Iterator[World | str]:
-        for i, (comm, clock) in enumerate(zip(self.scope.comms(r), rank.clocks, strict=True)):
-            if clock.thread == "asks" and clock.count < self.scope.calls:
-                if clock.count < clock.limit or "nobody waits at a limit" in self.scope.mutations:
-                    yield self._clock(r, i, clock._replace(thread="passed"))
-            elif clock.thread == "passed":
-                yield self._answers(r, i, comm, clock)
-            elif clock.thread == "answered":
-                yield self._clock(r, i, clock._replace(thread="asks", count=clock.count + 1))
-
-    def _answers(self, r: int, i: int, comm: int, clock: Clock) -> World | str:
-        table = clock.table()
-        known = {(one, at): given for one, at, given in self.world.answers}
-        before = known.setdefault((comm, clock.count), table)
-        if before != table:
-            return f"collective {clock.count} of communicator {comm}: table {before} and, on rank {r}, table {table}"
-        after = self._clock(r, i, clock._replace(thread="answered"))
-        return after._replace(answers=tuple(sorted((*key, given) for key, given in known.items())))
 
     def _clock(self, r: int, i: int, clock: Clock, **rank: Any) -> World:
         clocks = self.world.ranks[r].clocks
         return self._with(
             r, self.world.ranks[r]._replace(clocks=(*clocks[:i], clock, *clocks[i + 1 :]), **rank)
         )
+
+    def _count(self, clock: Clock) -> int:
+        """What the plugin has counted."""
+        counts_told = self.scope.old or self._is("what is told counts")
+        return clock.told if counts_told else clock.count
+
+    # -- training threads ------------------------------------------------------------------------------------------
+
+    def _trains(self, r: int, rank: Rank) -> Iterator[World | str]:
+        for i, (comm, clock) in enumerate(zip(self.scope.comms(r), rank.clocks, strict=True)):
+            if clock.told < clock.count:
+                yield self._clock(r, i, clock._replace(told=clock.told + 1))
+            if clock.thread == "asks" and clock.at < len(self.scope.groups):
+                yield from self._asks(r, i, clock)
+            elif clock.thread == "passed":
+                given = clock._replace(thread="reads", reads=clock.table(self._due(r, clock)))
+                if self.scope.buffers:  # else what it was given stays what it is
+                    yield self._clock(r, i, given)
+                else:
+                    yield self._answers(r, i, comm, given)
+            elif clock.thread == "reads":
+                yield self._answers(r, i, comm, clock)
+            elif clock.thread == "answered":
+                yield self._launches(r, i, clock)
+
+    def _due(self, r: int, clock: Clock) -> int:
+        """The count by which few calls are picked, too."""
+        own = self._is("few calls are picked by the rank") and r == 1
+        moves = clock.n_asked if self._is("the count moves within a group") else 0
+        return self._count(clock) + own + moves
+
+    def _asks(self, r: int, i: int, clock: Clock) -> Iterator[World]:
+        if self.scope.groups[clock.at] == CAPTURED:
+            stops = self.scope.old and not self._is("a captured call freezes nothing")
+            after = clock.frozen() if stops else clock
+            yield self._clock(r, i, after._replace(at=clock.at + 1))
+        elif self._count(clock) < clock.limit or self._is("nobody waits at a limit"):
+            yield self._clock(r, i, clock._replace(thread="passed"))
+
+    def _answers(self, r: int, i: int, comm: int, clock: Clock) -> World | str:
+        buffer = clock.reads.buffer
+        found = self.world.ranks[r].buffers[buffer - 1] if buffer else 0
+        known = {(one, at): given for one, at, given in self.world.answers}
+        before = known.setdefault((comm, clock.at), found)
+        if before != found:
+            return f"collective of group {clock.at} of communicator {comm}: table {before} and, on rank {r}, {found}"
+        asked = clock.n_asked + 1
+        ends = asked == min(2, self.scope.groups[clock.at])  # two questions stand for any number
+        thread = "answered" if ends else "passed"
+        after = self._clock(r, i, clock._replace(thread=thread, n_asked=0 if ends else asked, reads=EMPTY))
+        return after._replace(answers=tuple(sorted((*key, given) for key, given in known.items())))
+
+    def _launches(self, r: int, i: int, clock: Clock) -> World:
+        count = clock.count + self.scope.groups[clock.at]
+        had_captured = CAPTURED in self.scope.groups[: clock.at]
+        is_late = self.scope.late or (self.scope.old and had_captured)
+        told = clock.told if is_late else count
+        return self._clock(r, i, clock._replace(thread="asks", at=clock.at + 1, count=count, told=told))
+
+    def _leaves(self, r: int, rank: Rank) -> World:
+        """The thread of another agreement of this process, whose group was destroyed, stages, then lifts its limits."""
+        rank = rank._replace(left=rank.left - 1)
+        if rank.left == 1 and self._is("there is one place for what is staged"):
+            rank = rank._replace(staged=Table(99, 0))
+        if rank.left == 0 and self._is("a lift lifts all limits"):
+            rank = rank._replace(clocks=tuple(clock._replace(limit=NO_LIMIT) for clock in rank.clocks))
+        return self._with(r, rank)
 
     # -- the agreement ---------------------------------------------------------------------------------------------
 
@@ -173,37 +196,65 @@ class Steps:
             case protocol.Propose():
                 yield self._sent(r, None, proposed=rank.round, votes=(None,) * scope.n_ranks)
             case protocol.Stage():
-                yield self._sent(r, "", staged=rank.round)
+                yield self._stages(r, rank)
             case protocol.Limit():
                 yield from self._limits(r, rank)
             case protocol.Cast(vote):
-                limits = tuple((comm, one.limit) for comm, one in vote.comms.items())
+                words = ((comm, -1 if one.no_clock else one.limit) for comm, one in vote.comms.items())
+                limits = tuple(words), vote.no_room
                 if rank.round == world.proposed:
                     yield self._sent(r, None, votes=(*world.votes[:r], limits, *world.votes[r + 1 :]))
                 yield self._sent(r, None)  # it is lost
             case protocol.Gather():  # whatever has come by now
                 yield self._sent(
-                    r, tuple((i, limits) for i, limits in enumerate(world.votes) if limits is not None)
+                    r, tuple((i, *vote) for i, vote in enumerate(world.votes) if vote is not None)
                 )
             case protocol.Settle(decision):
-                mine = _frozen(decision)
-                found = (
-                    mine
-                    if register is None or "the register can be set twice" in scope.mutations
-                    else register
-                )
-                registers = (*world.registers[: rank.round - 1], found, *world.registers[rank.round :])
-                yield self._sent(r, found, registers=registers)
+                yield from self._settles(r, rank, decision, register)
             case protocol.Await():
                 if register is not None:
                     yield self._sent(r, register)
-                elif any(clock.thread == "asks" and clock.count >= clock.limit for clock in rank.clocks):
+                elif any(
+                    clock.thread == "asks" and self._count(clock) >= clock.limit for clock in rank.clocks
+                ):
                     yield self._sent(r, None)
             case protocol.Switch(comm, since, until):
                 yield self._switches(r, rank, comm, since, until)
             case protocol.Lift():
-                clocks = tuple(clock._replace(limit=NO_LIMIT) for clock in rank.clocks)
+                clocks = tuple(clock._replace(limit=NO_LIMIT, is_refused=False) for clock in rank.clocks)
                 yield self._sent(r, None, clocks=clocks)
+
+    def _settles(self, r: int, rank: Rank, decision: Decision, register: Any) -> Iterator[World]:
+        mine = _frozen(decision)
+        found = mine if register is None or self._is("the register can be set twice") else register
+        registers = (*self.world.registers[: rank.round - 1], found, *self.world.registers[rank.round :])
+        yield self._sent(r, found, registers=registers)
+        if (
+            register is None and self.scope.reconnects
+        ):  # the answer is lost with the connection: it is asked again
+            if self._is("an answer that is lost is a refusal"):
+                yield self._sent(r, _frozen(protocol.ABORT), registers=registers)
+            else:
+                yield self.world._replace(registers=registers)
+        if self.scope.gives_up:  # the store is gone, and the job with it
+            yield self._sent(r, _frozen(protocol.ABORT), alive=self._is("who gives up goes on"))
+
+    def _stages(self, r: int, rank: Rank) -> World:
+        generation = rank.round
+        if generation in self.scope.empty:
+            return self._sent(r, ("", ""), staged=EMPTY)
+        held = [
+            buffer
+            for buffer in range(1, len(rank.buffers) + 1)
+            if any(clock.may_answer(buffer, self._count(clock)) for clock in rank.clocks)
+        ]
+        free = [buffer for buffer in range(1, len(rank.buffers) + 1) if buffer not in held]
+        if self._is("a buffer that may answer is filled"):
+            free = [1]
+        if not free:
+            return self._sent(r, ("", "no room"), staged=EMPTY)
+        buffers = (*rank.buffers[: free[0] - 1], generation, *rank.buffers[free[0] :])
+        return self._sent(r, ("", ""), staged=Table(generation, free[0]), buffers=buffers)
 
     def _sent(self, r: int, result: Any, **changes: Any) -> World:
         rank = self.world.ranks[r]
@@ -213,33 +264,47 @@ class Steps:
 
     def _limits(self, r: int, rank: Rank) -> Iterator[World]:
         """dynamiccl_limit on one communicator after the other, in its single reads and writes."""
-        done = [clock.limit != NO_LIMIT and clock.limiting < 0 for clock in rank.clocks]
+        done = [
+            clock.is_frozen or clock.is_refused or (clock.limit != NO_LIMIT and clock.limiting < 0)
+            for clock in rank.clocks
+        ]
         if all(done):
-            yield self._sent(
-                r, tuple(zip(self.scope.comms(r), (clock.limit for clock in rank.clocks), strict=True))
-            )
+            votes = zip(self.scope.comms(r), rank.clocks, strict=True)
+            limits = [
+                (comm, -1 if clock.is_frozen else clock.limit)
+                for comm, clock in votes
+                if not clock.is_refused
+            ]
+            yield self._sent(r, tuple(limits))
             return
         i = done.index(False)
         clock = rank.clocks[i]
-        if clock.limiting < 0:  # reads the count
-            yield self._clock(r, i, clock._replace(limiting=clock.count))
+        count = self._count(clock)
+        if clock.limiting < 0 and len(clock.may_hold(count)) >= self.scope.places:
+            yield self._clock(r, i, clock._replace(is_refused=True))
+        elif clock.limiting < 0:  # reads the count
+            yield self._clock(r, i, clock._replace(limiting=count))
         elif clock.limit == NO_LIMIT or clock.limit <= clock.limiting:  # sets the limit, a call from there
-            least = clock.switches[-1][0] if clock.switches else 0
+            least = clock.changes[0].since if clock.changes else 0
             yield self._clock(r, i, clock._replace(limit=max(clock.limiting + 1, least)))
-        elif clock.count >= clock.limit and "a limit is not looked at again" not in self.scope.mutations:
-            yield self._clock(r, i, clock._replace(limiting=clock.count))
+        elif count >= clock.limit and not self._is("a limit is not looked at again"):
+            yield self._clock(r, i, clock._replace(limiting=count))
         else:
             yield self._clock(r, i, clock._replace(limiting=-1))
 
     def _switches(self, r: int, rank: Rank, comm: int, since: int, until: int) -> World:
         i = self.scope.comms(r).index(comm)
         clock = rank.clocks[i]
-        base = clock.switches[-1][3] if clock.switches else 0
-        change = (since, until, rank.staged, base) if until else (since, 0, 0, rank.staged)
-        if "a trial ends one call later on rank 1" in self.scope.mutations and r == 1 and until:
-            change = (since, until + 1, rank.staged, base)
-        clocks = (*rank.clocks[:i], clock._replace(switches=(*clock.switches, change)), *rank.clocks[i + 1 :])
-        return self._sent(r, None, clocks=clocks)
+        if clock.is_frozen:
+            return self._sent(r, None)
+        late = self._is("a trial ends one call later on rank 1") and r == 1 and until > 0
+        base = clock.stays() if until else rank.staged
+        one_of = self.scope.one_of if until else 0
+        change = Change(since, until + late, rank.staged, base, one_of)
+        after = clock.switched(change, self._count(clock))
+        if self._is("changes before the last are forgotten"):
+            after = after._replace(changes=(change,))
+        return self._sent(r, None, clocks=(*rank.clocks[:i], after, *rank.clocks[i + 1 :]))
 
 
 def _frozen(decision: Decision | None) -> Any:
@@ -267,26 +332,19 @@ def _thawed(scope: Scope, number: int, request: Any, result: Any) -> Any:
         case protocol.Limit():
             return _words(scope, result)
         case protocol.Gather():
-            return [Vote(rank, number, "", _words(scope, limits)) for rank, limits in result]
+            return [Vote(rank, number, "", _words(scope, limits), "", full) for rank, limits, full in result]
         case protocol.Settle() | protocol.Await():
             return result and Decision(result[0], dict(result[1]))
     return result
 
 
 def _words(scope: Scope, limits: Any) -> dict[int, CommVote]:
-    return {comm: CommVote(len(scope.members[comm]), 1, limit, 1.0, MARKS) for comm, limit in limits}
-
-
-ONE = Scope(((0, 1),), calls=4)
-TWO = Scope(((0, 1), (0, 1)), trials=(1,), calls=2)
-THREE = Scope(((0, 1, 2), (1, 2)), trials=(1,), calls=2)
-BESIDE = Scope(((0, 1), (1, 2)), trials=(1,), calls=1)  # rank 1 has two threads
-LARGE = (
-    BESIDE,
-    replace(ONE, trials=(1, 1, 0), calls=5, deaths=1),
-    replace(TWO, calls=3, deaths=1),
-    replace(THREE, deaths=1),
-)
+    return {
+        comm: CommVote(
+            len(scope.members[comm]), 1, max(limit, 0), 1.0, MARKS, "told late" if limit < 0 else ""
+        )
+        for comm, limit in limits
+    }
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-// Random jobs against the plugin: `stress JOBS SEED RUN_FOLDER [late]`. Compiled together with the plugin's
+// Random jobs against the plugin: `stress JOBS SEED RUN_FOLDER [MODE]`. Compiled together with the plugin's
 // sources, so that the sanitizers see both.
 //
 // A job has eight ranks, each a process with two threads that issue collectives, each on communicators of its
@@ -6,7 +6,9 @@
 // decision by compare-and-set, in shared memory. All ranks draw the calls of a communicator from the job's
 // seed, and make them as some release does, with delays of their own. The first rank to make a call leaves
 // its choice in shared memory, the others compare: a difference would be a hang in real life. Some jobs lose
-// a process by SIGKILL. With `late` the last rank does not wait at its limit, and has to be found out.
+// a process by SIGKILL. In mode 1 launches block, and collectives that go over the network are told later, by
+// another thread, as each rank decides at random. In mode 2 the last rank does not wait at its limit, and has
+// to be found out.
 #include "stress.h"
 
 #include <errno.h>
@@ -22,9 +24,11 @@
 
 enum { OPEN, COMMITTED, ABORTED };
 #define NO_VOTE (-1)
+enum { OWNER = 1 };
 
 struct shared* shared;
-static bool late;
+enum { AT_ONCE, TELLS_LATE, PASSES_LIMITS };
+static int mode;
 
 struct thread {
   const struct job* job;
@@ -50,6 +54,7 @@ static void* issue(void* argument) {
         dynamiccl_ended();
       }
     }
+    catch_up();
     for (int c = self->first; c < self->last; c++) destroy(&comms[c]);
   }
   return NULL;
@@ -82,11 +87,12 @@ static void vote(const struct job* job, struct round* round, uint64_t* own) {
   const uint32_t n = dynamiccl_comms(views, 2 * N_COMMS);
   for (uint32_t i = 0; i < n && i < 2 * N_COMMS; i++) {
     const int group = group_named(job, views[i].comm_id);
+    if (views[i].clock != DCCL_COUNTS) continue;  // it takes no part
     check_marks(&views[i], group);
-    const int64_t limit = dynamiccl_limit(views[i].comm_id, 1 + draw(own) % 20);
+    const int64_t limit = dynamiccl_limit(OWNER, views[i].comm_id, 1 + draw(own) % 20);
     if (limit > 0) atomic_store(&round->votes[group][job->rank], limit);
   }
-  if (late && job->rank == N_RANKS - 1) dynamiccl_lift(0);
+  if (mode == PASSES_LIMITS && job->rank == N_RANKS - 1) dynamiccl_lift(OWNER, 0);
   atomic_fetch_add(&round->n_votes, 1);
 }
 
@@ -116,11 +122,11 @@ static void act(const struct job* job, const struct round* round, int number) {
       const uint64_t from = atomic_load(&round->from[group]), until = atomic_load(&round->until[group]);
       if (from == 0) continue;
       // Refused where this rank has ended with the communicator: it made all its calls below the limit.
-      if (dynamiccl_switch(comm_id(job, c, job->rank, made), from, until) == 0)
+      if (dynamiccl_switch(OWNER, comm_id(job, c, job->rank, made), from, until) == 0)
         atomic_fetch_add(&shared->n_switches, 1);
     }
   }
-  dynamiccl_lift(atomic_load(&round->decision) == COMMITTED ? (uint32_t)number + 1 : 0);
+  dynamiccl_lift(OWNER, atomic_load(&round->decision) == COMMITTED ? (uint32_t)number + 1 : 0);
 }
 
 static void* agree(void* argument) {
@@ -135,7 +141,7 @@ static void* agree(void* argument) {
       sched_yield();
     }
     uint8_t message[sizeof(struct dccl_table_head) + MAX_ROWS * sizeof(struct dccl_rule)];
-    if (dynamiccl_stage(message, make_table(job, number, message)) != number + 1)
+    if (dynamiccl_stage(OWNER, message, make_table(job, number, message)) != number + 1)
       atomic_fetch_add(&shared->n_failures, 1);
     vote(job, round, &own);
     // Rank 0 decides with the votes that are there in time; who waits longer gives the round up.
@@ -151,6 +157,8 @@ static void* agree(void* argument) {
 }
 
 static void run_process(const struct job* job) {
+  if (job->tells_late) setenv("CUDA_LAUNCH_BLOCKING", "1", 1);
+  begin_host_stream(job);
   pthread_t threads[3];
   struct thread trains = {job, 0, N_COMMS - 1}, beside = {job, N_COMMS - 1, N_COMMS};
   if (pthread_create(&threads[0], NULL, issue, &trains) ||
@@ -160,6 +168,7 @@ static void run_process(const struct job* job) {
   for (int t = 0; t < 2; t++) pthread_join(threads[t], NULL);
   atomic_store(&ended, true);
   pthread_join(threads[2], NULL);
+  end_host_stream();
 }
 
 // 0, or the number of processes that ended otherwise than they should.
@@ -167,6 +176,7 @@ static int run_job(uint64_t seed) {
   uint64_t state = mix(seed);
   struct job job = {
       .seed = seed, .tuner_version = 3 + (int)(draw(&state) % 4), .takes_negative = draw(&state) % 2};
+  job.tells_late = mode == TELLS_LATE;
   const bool kills = draw(&state) % 5 == 0;
   const int victim = (int)(draw(&state) % N_RANKS);
   memset(shared->choice, 0, sizeof shared->choice);
@@ -200,7 +210,7 @@ static int run_job(uint64_t seed) {
 
 int main(int argc, char** argv) {
   if (argc < 4) return 2;
-  late = argc > 4;
+  mode = argc > 4 ? atoi(argv[4]) : AT_ONCE;
   const int n_jobs = atoi(argv[1]);
   const uint64_t seed = strtoull(argv[2], NULL, 10);
   setenv("DYNAMICCL_RUN", argv[3], 1);

@@ -34,7 +34,7 @@ extern struct shared* shared;
 
 struct comm {
   uint64_t id;
-  int group, size;
+  int group, size, n_nodes;
   void *tuner, *profiler;
 };
 
@@ -43,7 +43,9 @@ struct job {
   int rank;             // of this process
   int tuner_version;    // 3 to 6
   bool takes_negative;  // as 2.31 on: the smallest number is chosen, whatever its sign
+  bool tells_late;      // of what goes over the network, from another thread, as each rank decides by itself
 };
+bool is_old(const struct job* job);  // NCCL 2.27 at most, which tells of collectives only
 
 uint64_t mix(uint64_t x);
 uint64_t draw(uint64_t* state);
@@ -56,6 +58,11 @@ uint64_t comm_id(const struct job* job, int c, int rank, int made);
 size_t make_table(const struct job* job, int round, uint8_t* message);
 struct comm make(const struct job* job, int c, int made);
 void destroy(struct comm* comm);
+// The thread that tells late: begun once a process, ended when all is told. A communicator is destroyed only
+// then.
+void begin_host_stream(const struct job* job);
+void end_host_stream(void);
+void catch_up(void);
 // One collective, number `at` of its communicator, with what else NCCL may ask before it.
 void call(const struct job* job, const struct comm* comm, int at, uint64_t r);
 

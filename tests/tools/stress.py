@@ -13,10 +13,12 @@ from dynamiccl.envs.nccl.plugin.build import FLAGS, HERE, SOURCES, compile_once
 from dynamiccl.envs.nccl.shm import RunFolder
 
 PROGRAM = [str(Path(__file__).with_name(name)) for name in ("stress.c", "stress_calls.c")]
+#: When collectives are told; in the last the ranks obey no limit.
+MODES = ("at once", "later", "passes limits")
 SANITIZERS = ("none", "address,undefined", "thread")
 
 
-def stress(jobs: int, seed: int = 1, sanitize: str = "none", *, late: bool = False) -> dict[str, int]:
+def stress(jobs: int, seed: int = 1, sanitize: str = "none", mode: str = "at once") -> dict[str, int]:
     """Run ``jobs`` random jobs; what was counted: calls, forced, switches, disagreements, outside, failures, crashed.
 
     Raises PluginBuildError, or RuntimeError with the sanitizer's report.
@@ -32,7 +34,7 @@ def stress(jobs: int, seed: int = 1, sanitize: str = "none", *, late: bool = Fal
             command = [str(program), str(min(20, jobs - first)), str(seed + first), str(run.path)]
             env = {k: v for k, v in os.environ.items() if not k.startswith("DYNAMICCL_")}
             done = subprocess.run(
-                command + ["late"] * late, env=env, capture_output=True, text=True, check=False
+                [*command, str(MODES.index(mode))], env=env, capture_output=True, text=True, check=False
             )
         finally:
             run.close()
@@ -49,9 +51,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--mode", choices=MODES, default=MODES[0])
     parser.add_argument("--sanitize", choices=SANITIZERS, default="none")
     args = parser.parse_args()
-    counted = stress(args.jobs, args.seed, args.sanitize)
+    counted = stress(args.jobs, args.seed, args.sanitize, args.mode)
     print(", ".join(f"{value} {name}" for name, value in counted.items()))
     return int(any(counted[name] for name in ("disagreements", "outside", "failures", "crashed")))
 

@@ -1,6 +1,8 @@
 // The calls of the stress test's jobs: drawn alike on all ranks, made as some release makes them, and
 // checked.
+#include <pthread.h>
 #include <sched.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -158,53 +160,119 @@ static void ask_aside(const struct job* job, void* context, int func, size_t n_b
   if (r % 7 == 0) ask(job, NULL, func, n_bytes, 1, cost, 0, &n_channels);
 }
 
-static void report(const struct job* job, void* context, int rank, int func, size_t n_bytes, uint64_t seq) {
-  const struct nccl_coll_event coll = {.seq = seq,
-                                       .func = func == FUNC_ALL_GATHER ? "AllGather" : "ReduceScatter",
-                                       .count = n_bytes,
-                                       .datatype = "ncclInt8",
-                                       .n_channels = 2,
-                                       .algo = "RING",
-                                       .proto = "LL128"};
-  void *handle = NULL, *channel[2] = {NULL, NULL};
+// What NCCL tells of one collective once it is launched: at once, or later and on another thread.
+struct told {
+  const struct job* job;
+  void *profiler, *call;  // the context, and the handle of the program's call
+  int func;
+  size_t n_bytes;
+  uint64_t seq;
+};
+
+bool is_old(const struct job* job) { return job->tuner_version < 5; }
+
+static void* start(const struct told* t, uint64_t type, void* parent, const struct nccl_coll_event* coll,
+                   int c) {
+  void* handle = NULL;
+  const struct nccl_kernel_ch_event kernel = {(uint8_t)c, 100};
+  if (is_old(t->job)) {
+    struct nccl_event_v4 e = {.type = (uint8_t)type, .parent = parent, .rank = t->job->rank};
+    if (type == EVENT_COLL) e.coll = *coll;
+    if (type == EVENT_KERNEL_CH) e.kernel_ch = kernel;
+    ncclProfiler_v4.start_event(t->profiler, &handle, &e);
+  } else {
+    struct nccl_event_v5 e = {.type = type, .parent = parent, .rank = t->job->rank};
+    if (type == EVENT_COLL) e.coll = *coll;
+    if (type == EVENT_COLL_API)
+      e.coll_api =
+          (struct nccl_coll_api_event){.func = coll->func, .count = coll->count, .datatype = "ncclInt8"};
+    if (type == EVENT_KERNEL_CH) e.kernel_ch = kernel;
+    ncclProfiler_v6.start_event(t->profiler, &handle, &e);
+  }
+  return handle;
+}
+
+static struct nccl_coll_event event_of(const struct told* t) {
+  return (struct nccl_coll_event){.seq = t->seq,
+                                  .func = t->func == FUNC_ALL_GATHER ? "AllGather" : "ReduceScatter",
+                                  .count = t->n_bytes,
+                                  .datatype = "ncclInt8",
+                                  .n_channels = 2,
+                                  .algo = "RING",
+                                  .proto = "LL128"};
+}
+
+static void report(const struct told* t) {
+  const struct nccl_coll_event coll = event_of(t);
+  void* group = start(t, EVENT_GROUP, NULL, NULL, 0);
+  // 2.27 tells of a collective only where its group has a handle.
+  if (is_old(t->job) && group == NULL) atomic_fetch_add(&shared->n_failures, 1);
+  void* handle = start(t, EVENT_COLL, is_old(t->job) ? group : t->call, &coll, 0);
   union nccl_event_state state = {.kernel_ch_timer = 200};
-  void* group = NULL;  // 2.27 tells of a collective only where its group has a handle
-  if (job->tuner_version < 5) {
-    struct nccl_event_v4 e = {.type = EVENT_GROUP, .rank = rank};
-    ncclProfiler_v4.start_event(context, &group, &e);
-    if (group == NULL) atomic_fetch_add(&shared->n_failures, 1);
-    handle = group;
-  }
-  for (int c = -1; c < 2; c++) {
-    if (job->tuner_version < 5) {
-      struct nccl_event_v4 e = {.type = c < 0 ? EVENT_COLL : EVENT_KERNEL_CH, .parent = handle, .rank = rank};
-      if (c < 0) e.coll = coll;
-      if (c >= 0) e.kernel_ch = (struct nccl_kernel_ch_event){(uint8_t)c, 100};
-      ncclProfiler_v4.start_event(context, c < 0 ? &handle : &channel[c], &e);
-    } else {
-      struct nccl_event_v5 e = {.type = c < 0 ? EVENT_COLL : EVENT_KERNEL_CH, .parent = handle, .rank = rank};
-      if (c < 0) e.coll = coll;
-      if (c >= 0) e.kernel_ch = (struct nccl_kernel_ch_event){(uint8_t)c, 100};
-      ncclProfiler_v6.start_event(context, c < 0 ? &handle : &channel[c], &e);
-    }
-  }
   for (int c = 0; c < 2; c++) {
-    ncclProfiler_v5.record_event_state(channel[c], STATE_KERNEL_CH_STOP, &state);
-    ncclProfiler_v5.stop_event(channel[c]);
+    void* channel = start(t, EVENT_KERNEL_CH, handle, NULL, c);
+    ncclProfiler_v5.record_event_state(channel, STATE_KERNEL_CH_STOP, &state);
+    ncclProfiler_v5.stop_event(channel);
   }
   ncclProfiler_v5.stop_event(handle);
   if (group != NULL) ncclProfiler_v4.stop_event(group);
 }
 
-// ---- a communicator ----
+// ---- the thread of CUDA's that tells late ----
 
 static int mask;  // NCCL's event mask: one a process
+
+enum { QUEUE = 64 };
+static struct told queue[QUEUE];
+static _Atomic uint64_t n_queued, n_done;
+static _Atomic bool is_over;
+static pthread_t host_stream;
+static pthread_mutex_t queueing = PTHREAD_MUTEX_INITIALIZER;
+
+static void* tell_late(void* argument) {
+  const struct job* job = argument;
+  uint64_t own = mix(job->seed ^ (uint64_t)job->rank << 48);
+  for (;;) {
+    const uint64_t next = atomic_load(&n_done);
+    if (next == atomic_load(&n_queued)) {
+      if (atomic_load(&is_over)) return NULL;
+      sched_yield();
+      continue;
+    }
+    if (draw(&own) % 2) usleep((useconds_t)(draw(&own) % 2000));
+    report(&queue[next % QUEUE]);
+    atomic_store(&n_done, next + 1);
+  }
+}
+
+void begin_host_stream(const struct job* job) {
+  if (job->tells_late && pthread_create(&host_stream, NULL, tell_late, (void*)(uintptr_t)job)) abort();
+}
+
+void end_host_stream(void) {
+  atomic_store(&is_over, true);
+  if (host_stream != 0) pthread_join(host_stream, NULL);
+}
+
+void catch_up(void) {
+  while (atomic_load(&n_done) != atomic_load(&n_queued)) sched_yield();
+}
+
+static void put_off(const struct told* t) {
+  pthread_mutex_lock(&queueing);
+  while (atomic_load(&n_queued) - atomic_load(&n_done) == QUEUE) sched_yield();
+  queue[atomic_load(&n_queued) % QUEUE] = *t;
+  atomic_fetch_add(&n_queued, 1);
+  pthread_mutex_unlock(&queueing);
+}
+
+// ---- a communicator ----
 
 struct comm make(const struct job* job, int c, int made) {
   const int size = size_of(c), nodes = nodes_of(c), rank = job->rank;
   const int group = (c * N_RANKS + group_of(c, rank)) * N_MADE + made;
-  struct comm comm = {.id = comm_id(job, c, rank, made), .group = group, .size = size};
-  if (job->tuner_version < 5) {
+  struct comm comm = {.id = comm_id(job, c, rank, made), .group = group, .size = size, .n_nodes = nodes};
+  if (is_old(job)) {
     ncclProfiler_v4.init(&comm.profiler, &mask, "stress", comm.id, nodes, size, rank % size, NULL);
     ncclTunerPlugin_v3.init((size_t)size, (size_t)nodes, NULL, &comm.tuner);
   } else {
@@ -223,9 +291,26 @@ void call(const struct job* job, const struct comm* comm, int at, uint64_t r) {
   uint64_t script = mix(job->seed ^ (uint64_t)(comm->group * N_CALLS + at));
   const int func = FUNC_ALL_GATHER + (int)(draw(&script) % 2);
   const size_t n_bytes = message_size(&script);
+  struct told told = {job, comm->profiler, NULL, func, n_bytes, (uint64_t)at};
+  const struct nccl_coll_event coll = event_of(&told);
+  if (!is_old(job)) {
+    if (r % 32 == 5) {  // a group that is priced alone, on this rank
+      start(&told, EVENT_GROUP_API, NULL, NULL, 0);
+      start(&told, EVENT_COLL_API, NULL, &coll, 0);
+      ask_aside(job, comm->tuner, func, n_bytes, r);
+    }
+    start(&told, EVENT_GROUP_API, NULL, NULL, 0);
+    told.call = start(&told, EVENT_COLL_API, NULL, &coll, 0);
+  }
   if (r % 4 == 0) ask_aside(job, comm->tuner, func, n_bytes, r);
   if (r % 16 == 0) sched_yield();
   if (r % 8 == 1) usleep((useconds_t)(r >> 20) % 500);
   check_call(job, comm->group, at, comm->tuner, func, n_bytes, draw(&script), (int)(r >> 40 & 1));
-  report(job, comm->profiler, job->rank, func, n_bytes, (uint64_t)at);
+  if (!is_old(job)) start(&told, EVENT_KERNEL_LAUNCH, NULL, NULL, 0);
+  // Collectives go over the network between nodes, and wherever NCCL is to time their kernels.
+  const bool over_network = comm->n_nodes > 1 || __atomic_load_n(&mask, __ATOMIC_RELAXED) & EVENT_KERNEL_CH;
+  if (job->tells_late && over_network && (r >> 50 & 1 || atomic_load(&n_done) != atomic_load(&n_queued)))
+    put_off(&told);
+  else
+    report(&told);
 }

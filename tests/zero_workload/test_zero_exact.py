@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from dry_run import Call, CollectiveLog
 from dynamiccl.zero_workload import zero
+from dynamiccl.zero_workload.engine.agreement import message_numel
 from dynamiccl.zero_workload.job.data import Corpus
 from dynamiccl.zero_workload.job.model import ModelConfig, Transformer
 from test_zero import TINY, adamw
@@ -233,7 +234,9 @@ def bytes_of_a_step(settings: dict[str, Any]) -> tuple[dict[str, int], int, int]
         with CollectiveLog() as log:
             engine.backward(model(*corpus.batch(0, 2, step=step, seed=0)))
             engine.step()
-    note = Call("all_reduce", 4 * (len(engine.params) + 1), "float32", log.calls[0].group, engine.comm.size)
+    note = Call(
+        "all_reduce", 4 * message_numel(len(engine.params)), "float32", log.calls[0].group, engine.comm.size
+    )
     log.calls.remove(note)  # see zero_workload/parts.py
     total: dict[str, int] = {}
     for call in log.calls:

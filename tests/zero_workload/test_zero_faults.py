@@ -133,7 +133,7 @@ def test_the_norm_of_float64_gradients_has_its_digits(two: World) -> None:
 
 # Values that make no sense -------------------------------------------------------------------------------------------
 
-FLOATING = "a floating-point dtype of more range than float16"
+FLOATING = "a floating-point dtype of 16 bits or more"
 
 
 def refusal(settings: dict[str, Any], model: nn.Module) -> str:
@@ -153,7 +153,10 @@ def refusal(settings: dict[str, Any], model: nn.Module) -> str:
         ({"stage": True}, "stage is 0, 1, 2 or 3, not True"),
         ({"stage": 3, "hybrid": -1}, "hybrid is a whole number from 0 up, or None, not -1"),
         ({"min_unit": -1}, "min_unit is a whole number from 0 up, not -1"),
-        ({"param_dtype": torch.float16}, f"param_dtype is {FLOATING}, not torch.float16"),
+        ({"param_dtype": torch.float8_e4m3fn}, f"param_dtype is {FLOATING}, not torch.float8_e4m3fn"),
+        ({"loss_scale": 0.5}, "loss_scale is from 1 up, not 0.5"),
+        ({"stage": 2, "classic": True}, "classic is a form of stage 1, not of stage 2"),
+        ({"stage": 0, "offload": True}, "offload moves optimizer shards to the host: take stage 1, 2 or 3"),
         ({"reduce_dtype": torch.int8}, f"reduce_dtype is {FLOATING}, or None, not torch.int8"),
     ],
 )

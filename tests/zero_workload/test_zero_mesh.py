@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from dry_run import Call, CollectiveLog
 from dynamiccl.zero_workload import Engine, zero
+from dynamiccl.zero_workload.engine.agreement import message_numel
 from dynamiccl.zero_workload.job import train as train_module
 from dynamiccl.zero_workload.job.model import Transformer
 from dynamiccl.zero_workload.job.parallel import groups
@@ -28,8 +29,8 @@ Bytes = Counter[tuple[str, str]]  # by communicator and collective
 
 
 def without_note(calls: list[Call], engine: Engine) -> list[Call]:
-    """``calls`` without what ranks tell each other once a step, see ``zero_workload.parts``; there is such."""
-    sizes = 4 * (len(engine.params) + 1), 4
+    """``calls`` without what ranks tell each other once a step, see ``zero_workload.engine.agreement``; there is such."""
+    sizes = 4 * message_numel(len(engine.params)), 4
     rest = [call for call in calls if call.func != "all_reduce" or call.n_bytes not in sizes]
     assert len(rest) < len(calls)
     return rest

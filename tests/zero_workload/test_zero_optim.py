@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dynamiccl.zero_workload import zero
+from dynamiccl.zero_workload.job.optimizers import optimizer_of
 from test_zero import adamw, train
 from test_zero_exact import Hand
 from torch import nn
@@ -29,6 +30,88 @@ def test_optimizers_agree_across_stages(optimizer: Any, stages: tuple[int, ...],
     assert runs[0][-1] < runs[0][0] - 0.3
     for losses in runs.values():
         assert losses == pytest.approx(runs[0], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "state"), [("Adan", 4), ("Lion", 1)])
+def test_adan_and_lion_of_a_kept_package(name: str, state: int, two: World) -> None:
+    """Each stage as the first one, in three dtypes; ``state``: float32 tensors of each parameter, masters apart."""
+    pytest.importorskip("pytorch_optimizer", reason="not installed")
+    optimizer, elementwise = optimizer_of(f"pytorch_optimizer:{name}", 2e-3)
+    assert elementwise
+    for dtype, near in ((torch.float32, 1e-5), (torch.bfloat16, 0.01), (torch.float16, 0.01)):
+        settings = {"optimizer": optimizer, "elementwise": True, "param_dtype": dtype, "loss_scale": 256.0}
+        runs = [two.run(train, 5, {"stage": stage, **settings})[0] for stage in range(4)]
+        assert runs[0][-1] < runs[0][0]
+        for losses in runs[1:]:
+            assert losses == pytest.approx(runs[0], rel=near), dtype
+    held, n_params = two.run(optimizer_bytes, optimizer)[0]
+    assert held == pytest.approx((4 + 4 * state) * n_params / 2, rel=0.01)
+
+
+def optimizer_bytes(optimizer: Any) -> tuple[int, int]:
+    """Bytes of masters and states at stage 1 in mixed precision, and the number of parameters."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    engine = zero(model, optimizer, stage=1, elementwise=True)
+    engine.backward(model(torch.ones(2, 64, dtype=torch.bfloat16)).float().sum())
+    engine.step()
+    return engine.memory()["optimizer"], sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("torch.optim:Adafactor", "does not look at each element by itself"),
+        ("torch.optim:LBFGS", "cannot train a matrix from parameters and lr alone"),
+        ("torch.optim", "an optimizer is MODULE:CLASS"),
+        ("torch.optim:Nothing", "torch.optim has no Nothing"),
+        ("nowhere:Adan", "there is no module nowhere"),
+        ("torch.nn:Linear", "is no torch.optim.Optimizer"),
+    ],
+)
+def test_an_optimizer_by_name_is_tried_first(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        optimizer_of(text, 1e-3)
+    assert optimizer_of("torch.optim:RMSprop", 1e-3)[1]
+
+
+def matrices(stage: int, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Weights after four steps of Muon; without an engine where ``dtype`` is ``None``."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(n, m, bias=False) for n, m in ((12, 40), (40, 24), (24, 12))]
+    model = nn.Sequential(*layers)
+    muon = partial(torch.optim.Muon, lr=0.05)
+    batches = torch.randn(4, 8, 12, generator=torch.Generator().manual_seed(1))
+    if dtype is None:
+        optimizer = muon(model.parameters())
+        for batch in batches:
+            optimizer.zero_grad()
+            (model(batch) - batch).square().mean().backward()
+            optimizer.step()
+        return model.state_dict()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    engine = zero(model, muon, stage=stage, param_dtype=dtype, bucket_bytes=2**10)
+    for batch in batches:
+        mine = batch.chunk(size)[rank].to(dtype)
+        engine.backward((model(mine) - mine).float().square().mean())
+        engine.step()
+    owned = sum(part.param.numel() for part in engine.owned)
+    whole = sum(p.numel() for p in model.parameters())
+    assert owned < whole if stage else owned == whole
+    assert all(part.param.shape == engine.shapes[part.piece.param] for part in engine.owned)
+    return engine.state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("size", ["two", pytest.param("four", marks=pytest.mark.slow)])
+def test_muon_has_whole_matrices(stage: int, size: str, request: pytest.FixtureRequest) -> None:
+    world: World = request.getfixturevalue(size)
+    wanted = matrices(stage, None)
+    for dtype, near in ((torch.float32, 1e-4), (torch.bfloat16, 0.03), (torch.float16, 0.03)):
+        for got in world.run(matrices, stage, dtype):
+            for name, value in wanted.items():
+                # Muon orthogonalises in bfloat16: of a rounding of the gradient it makes one of its own.
+                assert (got[name].float() - value).abs().max() <= near, (dtype, name)
 
 
 # What is not finite ------------------------------------------------------------------------------------------------
@@ -78,7 +161,9 @@ def refusal(case: str) -> str:
     elif case == "frozen":
         model.requires_grad_(False)
     elif case == "muon":
-        model, optimizer = nn.Linear(4, 4, bias=False), torch.optim.Muon
+        model, optimizer, settings["stage"] = nn.Linear(4, 4, bias=False), torch.optim.Muon, 2
+    elif case in ("Shampoo", "KFAC"):
+        optimizer = type(case, (torch.optim.SGD,), {})
     elif case.startswith("a user's own"):
         settings["elementwise"], optimizer = True if "fine" in case else None, partial(Mine, lr=0.1)
     else:
@@ -100,7 +185,12 @@ def refusal(case: str) -> str:
         ("unit=row", "'block' or 'layer'"),
         ("ranks", "ranks [1] have another model or other settings than rank 0"),
         ("frozen", "no trainable parameter"),
-        ("muon", "Muon may need whole matrices: say elementwise=True if"),
+        ("muon", "Muon needs whole matrices, and stage 2 cuts their gradients: take stage 0 or 1"),
+        (
+            "Shampoo",
+            "no shard of anything, and one rank would hold a whole layer's: take an elementwise optimizer",
+        ),
+        ("KFAC", "K-FAC needs the inputs and output gradients of each layer"),
         ("a user's own", "Mine may need whole matrices: say elementwise=True if"),
         ("a user's own, and fine", ""),
     ],

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import torch
 
+#: One byte in so many, the last, is never trained on.
+HELD_OUT = 10
+
 
 class Corpus:
     """The standard library's modules in alphabetical order, as bytes, in sequences of ``seq``.
@@ -15,13 +18,18 @@ class Corpus:
 
     def __init__(self, seq: int) -> None:
         self.seq = seq
-        library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        raw = b"\n".join(module.read_bytes() for module in library)
-        if len(raw) < 20 * seq:
-            raise ValueError(
-                f"the standard library's {len(raw)} bytes are too few for sequences of {seq}: lower --seq"
-            )
-        self.text = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        folder = sysconfig.get_paths()["stdlib"]
+        modules = sorted(Path(folder).glob("*.py"))
+        sources = [module.read_bytes() for module in modules]
+        raw = b"\n".join(sources)
+        if len(raw) < 20 * HELD_OUT * seq:
+            size = f"the standard library's {len(raw)} bytes"
+            raise ValueError(f"{size} are too few for sequences of {seq}: lower --seq")
+        copied = bytearray(raw)
+        whole = torch.frombuffer(copied, dtype=torch.uint8)
+        end = len(whole) - len(whole) // HELD_OUT
+        self.text = whole[:end]
+        self.held_out = whole[end:]
 
     def batch(self, start: int, stop: int, *, step: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows ``start .. stop`` of step ``step``'s global batch: tokens and targets, int64 [stop - start, seq].
@@ -29,7 +37,22 @@ class Corpus:
         A row depends on ``seed``, ``step`` and its number only: N ranks with b rows each read together what one
         process with N * b rows reads.
         """
-        draw = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        at = torch.randint(len(self.text) - self.seq - 1, (stop,), generator=draw)[start:]
-        rows = torch.stack([self.text[i : i + self.seq + 1] for i in at.tolist()]).long()
-        return rows[:, :-1], rows[:, 1:]
+        draw = torch.Generator()
+        draw.manual_seed(seed * 1_000_003 + step)
+        last = len(self.text) - self.seq - 1
+        at = torch.randint(last, (stop,), generator=draw)
+        mine = at[start:].tolist()
+        return self._rows(self.text, mine)
+
+    def unseen(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows ``start .. stop`` of the text that is held out, the same in every run."""
+        last = len(self.held_out) - self.seq - 1
+        length = self.seq + 1
+        at = [row * length % last for row in range(start, stop)]
+        return self._rows(self.held_out, at)
+
+    def _rows(self, text: torch.Tensor, at: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        length = self.seq + 1
+        rows = torch.stack([text[i : i + length] for i in at])
+        tokens = rows.long()
+        return tokens[:, :-1], tokens[:, 1:]

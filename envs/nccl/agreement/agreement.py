@@ -12,16 +12,16 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ....traces.reasons import NotAgreeing, NotTuning
 from ....traces.records import AgreementState
-from ..plugin.bindings import Plugin
-from ..shm import TableFile, decode_table, message_of, trial_steps_of
+from ..plugin.bindings import CommView, NoRoom, Plugin
+from ..shm import trial_steps_of
 from ..steps.steps import Steps
 from . import protocol
 from .lookout import IDLE_S
+from .mailbox import TableMailbox
 from .pace import Pace
 from .protocol import CommVote, Decision, LeftOut
 from .store import Parted, Proposal, RoundStore
@@ -72,9 +72,13 @@ class Agreement:
         self._look_s = _HELD_S + _A_RANK_S * n_ranks  # between two questions what was decided
         self._pace = Pace(_LOOKS * self._look_s)
         self._comms: frozenset[int] = frozenset()  # communicators that rank 0 has heard of
+        self._owner = plugin.join()  # what this agreement lays ready and limits in the plugin is its own
         self._leader = _Leader(n_ranks, published) if rank == 0 else None
         self._said: tuple[AgreementState, str] | None = None  # last, on rank 0
         self._thread = threading.Thread(target=self._run, name="dynamiccl-agreement", daemon=True)
+        if not self._owner:
+            self._stop(NotAgreeing.TOO_MANY(rank=rank))
+            return
         try:
             self._thread.start()
         except RuntimeError as error:  # no thread to be had
@@ -103,7 +107,7 @@ class Agreement:
                     self._tell(None, NotAgreeing.NOT_CONNECTED(why=why))
                     told = True
                 self._end.wait(min(_SOON_S * 2**faults, _LATER_S))
-        self._plugin.lift(0)
+        self._plugin.part(self._owner)
         if self._leader is not None:
             with contextlib.suppress(Exception):  # the store is gone before
                 self._store.part(self._leader.number + 1)
@@ -126,6 +130,8 @@ class Agreement:
             if not proposal.message:
                 raise Parted
             self._drive(protocol.follow(self.rank, number, self._identity()), proposal)
+            if self.stopped:
+                return
 
     def _present(self) -> None:
         """Say that this rank is there, once NCCL has loaded the tuner."""
@@ -138,7 +144,8 @@ class Agreement:
         """Note how fast this rank goes, and say where a communicator is new."""
         if not self._pace.is_due():
             return
-        counts = {comm: view.made for comm, view in self._plugin.comms().items() if view.marks}
+        views = self._plugin.comms().items()
+        counts = {comm: view.made for comm, view in views if view.marks or view.no_clock}
         self._pace.sample(self._steps.ended, counts)
         if new := counts.keys() - self._comms:
             self._comms |= new
@@ -168,8 +175,9 @@ class Agreement:
                 leader.not_before = time.monotonic() + until_awake_s
             elif message is not None:
                 self._lead(leader, message)
-                if leader.is_over(self._comms):
+                if not self.stopped and leader.is_over(self._comms):
                     self._stop(next(iter(leader.gone.values())))
+                if self.stopped:
                     return
 
     def _lead(self, leader: _Leader, message: tuple[int, bytes]) -> None:
@@ -233,9 +241,16 @@ class Agreement:
             case protocol.Await():
                 return self._awaited(number)
             case protocol.Switch(comm, since, until):
-                return self._plugin.switch(comm, since, until)
+                return self._switch(comm, since, until)
             case protocol.Lift(generation):
-                return self._plugin.lift(generation)
+                return self._plugin.lift(self._owner, generation)
+
+    def _switch(self, comm: int, since: int, until: int) -> None:
+        try:
+            self._plugin.switch(self._owner, comm, since, until)
+        except OSError as error:
+            # The other ranks have the table now: no further one, and the user hears of it.
+            self._stop(NotAgreeing.NOT_SWITCHED(rank=self.rank, error=error))
 
     def _awaited(self, number: int) -> Decision | None:
         ask_s = max(self._look_s, self._pace.round_s / 4)
@@ -249,22 +264,26 @@ class Agreement:
                 self._end.wait(_HELD_S)
         return None
 
-    def _staged(self, message: bytes) -> str:
+    def _staged(self, message: bytes) -> tuple[str, str]:
         try:
-            self._plugin.stage(message)
+            self._plugin.stage(self._owner, message)
+        except NoRoom as error:
+            return "", str(error)
         except ValueError as error:
-            return str(error)
-        return ""
+            return str(error), ""
+        return "", ""
 
     def _limits(self) -> dict[int, CommVote]:
-        found: dict[int, CommVote] = {}
-        answer_s, spread_s = self._store.answer_s, self._store.lookout.spread_s()
-        for comm, view in self._plugin.comms().items():
-            distance = self._pace.distance(comm, answer_s, spread_s)
-            if view.marks and (limit := self._plugin.limit(comm, distance)):
-                size, pace = (view.n_ranks, view.n_nodes), self._pace.calls_a_step(comm)
-                found[comm] = CommVote(*size, limit, pace, view.marks)
-        return found
+        views = self._plugin.comms().items()
+        votes = {comm: self._vote_on(comm, view) for comm, view in views if view.marks or view.no_clock}
+        return {comm: vote for comm, vote in votes.items() if vote.limit or vote.no_clock}
+
+    def _vote_on(self, comm: int, view: CommView) -> CommVote:
+        limit, pace = 0, self._pace.calls_a_step(comm)
+        if not view.no_clock:
+            answer_s, spread_s = self._store.answer_s, self._store.lookout.spread_s()
+            limit = self._plugin.limit(self._owner, comm, self._pace.distance(comm, answer_s, spread_s))
+        return CommVote(view.n_ranks, view.n_nodes, limit, pace, view.marks, view.no_clock)
 
     def _say(self, state: AgreementState, text: str) -> None:
         if self._leader is not None and (state, text) != self._said:
@@ -286,7 +305,8 @@ class Agreement:
 
     def join(self) -> None:
         """After :meth:`close`, before the interpreter ends: no thread may be inside the store's code then."""
-        self._thread.join(8 * (_IDLE_S + _A_RANK_S * self.n_ranks))
+        if self._thread.ident is not None:
+            self._thread.join(8 * (_IDLE_S + _A_RANK_S * self.n_ranks))
 
 
 class _Leader:
@@ -348,7 +368,8 @@ class _Leader:
         refused = 0 in left_out and left_out[0].for_good
         if not (decision.switches or refused):
             self.lost += 1
-            self.why = next((one.why for one in left_out.values()), NotAgreeing.LATE_STORE())
+            reasons = [left_out[0]] if 0 in left_out else list(left_out.values())
+            self.why = next((one.why for one in reasons), NotAgreeing.LATE_STORE())
             self.not_before = time.monotonic() + _AGAIN_S * 2 ** min(self.lost, _PATIENCE)
             return
         self.lost, self.news = 0, False
@@ -360,29 +381,3 @@ class _Leader:
     def is_over(self, comms: frozenset[int]) -> bool:
         """Whether all of rank 0's communicators have left for good."""
         return bool(comms) and comms <= self.gone.keys()
-
-
-class TableMailbox:
-    """The table file as the probe of rank 0 sees it: what the daemon wants in force. Nothing here raises OSError."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: TableFile | None = None
-        self._generation = 0
-
-    def take(self) -> tuple[int, bytes] | None:
-        """(generation, message) of what was published since the last call; None if nothing was, or is whole."""
-        with contextlib.suppress(OSError):  # no such file (yet), or not ours
-            if self._file is None:
-                self._file = TableFile(self._path)
-            if (found := self._file.read()) is not None and found[0] != self._generation:
-                self._generation = found[0]
-                return found
-        return None
-
-    def confirmed(self) -> tuple[int, bytes] | None:
-        """(generation, message) of what the daemon has confirmed last, from the run folder."""
-        with contextlib.suppress(OSError, ValueError):
-            message = message_of((self._path.parent / "confirmed").read_bytes())
-            return decode_table(message).generation, message
-        return None

@@ -49,6 +49,7 @@ class CommVote:
     limit: int  # collectives after which this rank's plugin answers no more until the round is over
     calls_a_step: float
     marks: Mapping[int, int]  # hash of the first so many collectives
+    no_clock: str = ""  # why their number is not the same on all ranks; then there is no limit
 
     @property
     def newest(self) -> int:
@@ -67,6 +68,7 @@ class Vote:
     )
     comms: Mapping[int, CommVote] = field(default_factory=dict)  # by communicator
     refusal: str = ""  # why the plugin does not take the table
+    no_room: str = ""  # why it has no room for it now
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,9 @@ def decide(
 def _odd(comm: int, members: Sequence[Vote]) -> LeftOut | None:
     """Why the members of a communicator are not of one mind; None if they are."""
     first, words = members[0], [vote.comms[comm] for vote in members]
+    for vote in members:
+        if why := vote.comms[comm].no_clock:
+            return LeftOut(NotAgreeing.NO_CLOCK(rank=vote.rank, why=why), True)
     for other in members:
         if other.identity != first.identity:
             ranks = {"rank": other.rank, "other": first.rank}
@@ -124,14 +129,22 @@ def _odd(comm: int, members: Sequence[Vote]) -> LeftOut | None:
     if len(members) != words[0].n_ranks or len({(one.n_ranks, one.n_nodes) for one in words}) > 1:
         counts = {"n": len(members), "of": words[0].n_ranks}
         return LeftOut(NotAgreeing.NOT_ALL_VOTED(rank=first.rank, **counts))
+    return _other_calls(comm, members)
+
+
+def _other_calls(comm: int, members: Sequence[Vote]) -> LeftOut | None:
+    """Whether the members have issued other collectives, by the newest count of which all have a mark."""
+    marks = {vote.rank: vote.comms[comm].marks for vote in members}
     slowest = min(members, key=lambda vote: vote.comms[comm].newest)
-    at = slowest.comms[comm].newest
-    for other in members:
-        mark = other.comms[comm].marks.get(at)
-        if mark is None:
-            return LeftOut(NotAgreeing.NO_COMMON_COUNT(rank=slowest.rank, count=at, other=other.rank))
-        if mark != slowest.comms[comm].marks[at]:
-            return LeftOut(NotAgreeing.OTHER_CALLS(rank=slowest.rank, other=other.rank, count=at), True)
+    fastest = max(members, key=lambda vote: vote.comms[comm].newest)
+    shared = set.intersection(*(set(known) for known in marks.values()))
+    if not shared:
+        ranks = {"rank": slowest.rank, "other": fastest.rank}
+        return LeftOut(NotAgreeing.NO_COMMON_COUNT(**ranks, count=slowest.comms[comm].newest))
+    at = max(shared)
+    for rank, known in marks.items():
+        if known[at] != marks[slowest.rank][at]:
+            return LeftOut(NotAgreeing.OTHER_CALLS(rank=slowest.rank, other=rank, count=at), True)
     return None
 
 
@@ -143,11 +156,11 @@ class Propose(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Lay the table ready; why the plugin refuses it, empty if it does not."""
+    """Lay the table ready; why the plugin refuses it, and why it has no room now, each empty if it does not."""
 
 
 class Limit(NamedTuple):
-    """Set the limits of all communicators; {communicator: CommVote}."""
+    """Set the limits of all communicators that have a clock; {communicator: CommVote}, of the others too."""
 
 
 class Cast(NamedTuple):
@@ -219,12 +232,15 @@ def lead(
     decision, found = decide(votes, generation, trial_steps, gone)
     left_out.update(found)
     refusal = next((vote.refusal for vote in votes if vote.refusal), "")
+    no_room = next((vote.no_room for vote in votes if vote.no_room), "")
     if refusal:  # the same bytes everywhere: nobody is to have it
         left_out[0] = LeftOut(refusal, True)
+    elif no_room:
+        left_out[0] = LeftOut(no_room)
     elif not any(vote.comms for vote in votes):
         left_out[0] = LeftOut(NotAgreeing.NOTHING_COUNTED())
     late = {comm for comm, one in found.items() if comm in must and not one.for_good}
-    if refusal or late or not decision.switches:
+    if 0 in left_out or late or not decision.switches:
         decision = ABORT
     decision = yield Settle(decision)
     yield from _act(own, decision)
@@ -232,13 +248,13 @@ def lead(
 
 
 def _vote(rank: int, number: int, identity: str) -> Generator[Request, Any, Vote]:
-    refusal = yield Stage()
-    comms = {} if refusal else (yield Limit())
-    return Vote(rank, number, identity, comms, refusal)
+    refusal, no_room = yield Stage()
+    comms = {} if refusal or no_room else (yield Limit())
+    return Vote(rank, number, identity, comms, refusal, no_room)
 
 
 def _act(vote: Vote, decision: Decision) -> Generator[Request, Any, None]:
     for comm, (since, until) in decision.switches.items():
-        if comm in vote.comms:
+        if comm in vote.comms and not vote.comms[comm].no_clock:
             yield Switch(comm, since, until)
     yield Lift(decision.generation if decision.switches else 0)

@@ -94,9 +94,12 @@ enum {
   // Set
   // only where dccl_may_time_kernels says so. 2.26 and older: not loaded by us.
   EVENT_KERNEL_CH = 64,
-  // 2.28 on. Never set by us: told with EVENT_COLL. Nothing is allocated: the event lies on the caller's
+  // 2.28 on. Never set by us: told with EVENT_COLL. Nothing is allocated: the events lie on the caller's
   // stack.
+  EVENT_GROUP_API = 256,
   EVENT_COLL_API = 512,
+  // 2.28 on. Nothing is allocated: the event lies on the caller's stack. Nothing can fail.
+  EVENT_KERNEL_LAUNCH = 2048,
 };
 enum { STATE_KERNEL_CH_STOP = 22 };
 

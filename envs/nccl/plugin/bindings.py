@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ....traces.reasons import RowRefused
+from ....traces.reasons import NotAgreeing, RowRefused
 from ....traces.records import TABLE_VERSION
 from .build import LIBRARY, PluginBuildError, named, plugin_path, takes_no_path
 
@@ -26,6 +27,7 @@ class CommView(NamedTuple):
     n_nodes: int
     made: int  # collectives so far
     marks: dict[int, int]  # hash of the first so many of them
+    no_clock: str = ""  # why the number of its collectives is not the same on all ranks
 
 
 class _View(ctypes.Structure):
@@ -36,9 +38,19 @@ class _View(ctypes.Structure):
         ("n_ranks", ctypes.c_uint32),
         ("n_nodes", ctypes.c_uint32),
         ("count", ctypes.c_uint64),
-        ("marks", ctypes.c_uint64 * 2 * 16),
+        ("clock", ctypes.c_uint32),
+        ("spare", ctypes.c_uint32),
+        ("marks", ctypes.c_uint64 * 2 * 24),
     )
 
+
+#: Why a count is no clock, by the number that plugin.h gives it.
+_NO_CLOCK = (
+    "",
+    "CUDA_LAUNCH_BLOCKING is set",
+    "calls were captured into CUDA graphs",
+    "another thread than the caller's has told of one",
+)
 
 _MESSAGE = [ctypes.c_char_p, ctypes.c_size_t]
 #: Functions of the library: what each returns and takes.
@@ -52,12 +64,14 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "comms": (ctypes.c_uint32, [ctypes.c_void_p, ctypes.c_uint32]),
     "emit": (None, [ctypes.c_char_p]),
     "ended": (ctypes.c_uint32, []),
-    "lift": (None, [ctypes.c_uint32]),
-    "limit": (ctypes.c_int64, [ctypes.c_uint64] * 2),
+    "join": (ctypes.c_uint32, []),
+    "lift": (None, [ctypes.c_uint32] * 2),
+    "limit": (ctypes.c_int64, [ctypes.c_uint32, *[ctypes.c_uint64] * 2]),
     "open": (ctypes.c_bool, []),
+    "part": (None, [ctypes.c_uint32]),
     "sample": (None, [ctypes.c_int]),
-    "stage": (ctypes.c_int64, _MESSAGE),
-    "switch": (ctypes.c_int, [ctypes.c_uint64] * 3),
+    "stage": (ctypes.c_int64, [ctypes.c_uint32, *_MESSAGE]),
+    "switch": (ctypes.c_int, [ctypes.c_uint32, *[ctypes.c_uint64] * 3]),
     "tuners": (ctypes.c_uint32, []),
     "waiting": (ctypes.c_uint32, []),
 }
@@ -66,8 +80,15 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 _SLOW = ("activate", "stage", "open", "build")
 
 
+class NoRoom(ValueError):
+    """No buffer is left for another table. The message says so."""
+
+
 class Plugin:
-    """The plugin in this process. ``plugin.lift(0)`` is ``dynamiccl_lift(0)`` of plugin.h; methods are what differs."""
+    """The plugin in this process. ``plugin.waiting()`` is ``dynamiccl_waiting()`` of plugin.h; methods are the others.
+
+    ``owner``: the number of an agreement, from ``join()``.
+    """
 
     def __init__(self, library: ctypes.CDLL, path: Path) -> None:
         self.path = path
@@ -98,9 +119,15 @@ class Plugin:
         """
         return _accepted(self._call["activate"](message, len(message)))
 
-    def stage(self, message: bytes) -> int:
-        """Check a table message and lay it ready for ``switch``; its generation. Raises ValueError."""
-        return _accepted(self._call["stage"](message, len(message)))
+    def stage(self, owner: int, message: bytes) -> int:
+        """Check a table message and lay it ready for the switches of ``owner``; its generation.
+
+        Raises ValueError; :class:`NoRoom` where all buffers hold tables that may still answer.
+        """
+        generation = int(self._call["stage"](owner, message, len(message)))
+        if generation == -errno.ENOSPC:
+            raise NoRoom(NotAgreeing.NO_ROOM(n=len(self.comms())))
+        return _accepted(generation)
 
     def comms(self) -> dict[int, CommView]:
         """The communicators whose collectives are counted, by id; none without a profiler."""
@@ -109,15 +136,25 @@ class Plugin:
         for view in self._views[:n]:
             marks = {at: mark for at, mark in view.marks if at}  # without those that are not there yet
             n_ranks = PROCESSES.get(view.comm_id, view.n_ranks)
-            found[view.comm_id] = CommView(n_ranks, view.n_nodes, view.count, marks)
+            why = _NO_CLOCK[view.clock]
+            found[view.comm_id] = CommView(n_ranks, view.n_nodes, view.count, marks, why)
         return found
 
-    def limit(self, comm: int, distance: int) -> int:
+    def limit(self, owner: int, comm: int, distance: int) -> int:
         """Answer no question on a communicator after so many more collectives; the limit that was set.
 
-        0 where none was: the communicator is gone, or its last switches are all ahead of it.
+        0 where none was: the communicator is gone, its last switches are all ahead of it, or another agreement has set
+        one.
         """
-        return max(int(self._call["limit"](comm, distance)), 0)
+        return max(int(self._call["limit"](owner, comm, distance)), 0)
+
+    def switch(self, owner: int, comm: int, since: int, until: int) -> None:
+        """The staged table holds from collective ``since`` until ``until``, 0: to stay. Nothing where the communicator
+        is gone: its other ranks have made all their calls before ``since``, as this one has. Raises OSError.
+        """
+        error = -int(self._call["switch"](owner, comm, since, until))
+        if error not in (0, errno.ENOENT):
+            raise OSError(error, os.strerror(error))
 
     @property
     def abi(self) -> tuple[int, int]:

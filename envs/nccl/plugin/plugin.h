@@ -1,8 +1,8 @@
 // What the parts of the plugin share with one another, with the probe (ctypes) and with the daemon (shared
 // memory).
 //
-// Layouts are those of traces/records.py and envs/nccl/shm.py; tests/envs/nccl/test_plugin.py compares them byte by
-// byte.
+// Layouts are those of traces/records.py and envs/nccl/shm.py; tests/envs/nccl/test_plugin.py compares them
+// byte by byte.
 #ifndef DYNAMICCL_PLUGIN_H_
 #define DYNAMICCL_PLUGIN_H_
 
@@ -22,7 +22,7 @@ enum { DCCL_NO_RANK = 0xffffffff };
 // ---- table: a 64-byte head and rows of 32 bytes, the same bytes in the file, on the wire and here ----
 
 #define DCCL_TABLE_MAGIC UINT64_C(0x314c42544c434344)  // "DCCLTBL1"
-enum { DCCL_TABLE_VERSION = 4, DCCL_MAX_ROWS = 1024, DCCL_MAX_CHANNELS = 64, DCCL_TABLES = 32 };
+enum { DCCL_TABLE_VERSION = 4, DCCL_MAX_ROWS = 1024, DCCL_MAX_CHANNELS = 64 };
 
 struct dccl_table_head {
   uint64_t magic;
@@ -63,15 +63,25 @@ struct dccl_decision {
   uint8_t n_channels;  // 0: NCCL decides
 };
 
-// Tables have numbers below DCCL_TABLES; 0 is the empty one.
-// 1: `decision` is that of a message under a table, 0: the table is silent, -1: it is being filled with
-// another. `class` is dccl_class() of the communicator.
-int dccl_lookup(uint32_t table, uint64_t class, int func, uint64_t n_bytes, struct dccl_decision* decision);
-uint64_t dccl_epoch(uint32_t table);  // another one each time that it is filled; 37 bits
-uint32_t dccl_generation_of(uint32_t table);
-uint32_t dccl_one_of(uint32_t table);  // see dccl_table_head
-uint32_t dccl_fixed(void);  // what dynamiccl_activate or the environment gave; holds where nothing was agreed
-uint32_t dccl_staged(void);  // 0: none
+// A table as it is referred to: its generation << 32 | the number of the buffer that it lies in. Buffer 0 is
+// empty for ever: tables without rows need no other.
+typedef uint64_t dccl_table;
+enum { DCCL_BUFFER_BITS = 9, DCCL_BUFFERS = 1 << DCCL_BUFFER_BITS };
+static inline uint32_t dccl_buffer_of(dccl_table table) { return (uint32_t)table; }
+static inline uint32_t dccl_generation_of(dccl_table table) { return (uint32_t)(table >> 32); }
+
+// 1: `decision` is that of a message under a table, 0: the table is silent, -1: its buffer is being filled
+// with another. `class` is dccl_class() of the communicator.
+int dccl_lookup(dccl_table table, uint64_t class, int func, uint64_t n_bytes, struct dccl_decision* decision);
+uint64_t dccl_epoch(dccl_table table);  // another one each time that its buffer is filled; 39 bits
+dccl_table dccl_fixed(
+    void);  // what dynamiccl_activate or the environment gave; holds where nothing was agreed
+// A table that the next switches of an agreement are to.
+struct dccl_staged {
+  dccl_table table;
+  uint32_t one_of;  // see dccl_table_head
+};
+bool dccl_staged(uint32_t owner, struct dccl_staged* staged);  // false: none
 // Loads the table that DYNAMICCL_TABLE names (a job without a daemon), once.
 void dccl_load_static_table(void);
 void dccl_table_after_fork(void);
@@ -84,7 +94,8 @@ enum { DCCL_RING_VERSION = 2, DCCL_RING_RECORDS = 1 << 16, DCCL_RING_LEAST = 1 <
 enum { DCCL_KNOWN_RECORDS = 1 << 10 };  // places for what is told once: communicators and offers
 
 enum { DCCL_COMM = 1, DCCL_OFFER, DCCL_COLL, DCCL_KERNEL, DCCL_STEP, DCCL_STATE };
-enum { DCCL_FLAG_REGISTERED = 1, DCCL_FLAG_CAPTURED = 2, DCCL_FLAG_SAMPLED = 4 };
+// LATE: told by a thread that had not asked, so that nobody knows of which call, and under which table.
+enum { DCCL_FLAG_REGISTERED = 1, DCCL_FLAG_CAPTURED = 2, DCCL_FLAG_SAMPLED = 4, DCCL_FLAG_LATE = 8 };
 
 struct dccl_record {
   uint64_t stamp;  // position in the ring + 1 once the record is whole
@@ -238,25 +249,43 @@ void dccl_emit_comm(const struct dccl_comm* comm, const char* name);
 
 // What tuner and profiler know of one communicator together; NULL where there is no id or no room.
 struct dccl_seat;
-struct dccl_seat* dccl_sit(uint64_t comm_id, uint32_t n_ranks, uint32_t n_nodes, bool as_profiler);
+// How NCCL tells of collectives on it: not at all, each by itself and maybe late (2.27), or at calls (2.28
+// on).
+enum { DCCL_TOLD_NOTHING, DCCL_TOLD_LATE, DCCL_TOLD_AT_CALLS };
+struct dccl_seat* dccl_sit(uint64_t comm_id, uint32_t n_ranks, uint32_t n_nodes, uint32_t told);
 void dccl_leave(struct dccl_seat* seat);
 bool dccl_in_use(void);  // whether NCCL has contexts of ours
 // The table that holds for the question of now. Waits while the communicator is at its limit.
-uint32_t dccl_table_now(struct dccl_seat* seat);
-bool dccl_table_is_used(uint32_t table);                       // by a switch that may still hold
-void dccl_note_table(struct dccl_seat* seat, uint32_t table);  // it answers
-uint32_t dccl_generation(const struct dccl_seat* seat);        // of the table that answered last
-bool dccl_is_rare(const struct dccl_seat* seat);               // a trial of few calls answered last
-extern _Atomic bool dccl_tries_few;                            // the last switch is to such a trial
+dccl_table dccl_table_now(struct dccl_seat* seat);
+bool dccl_table_is_used(uint32_t buffer);                        // by a switch that may still hold
+void dccl_note_table(struct dccl_seat* seat, dccl_table table);  // it answers
+uint32_t dccl_generation(const struct dccl_seat* seat);          // of the table that answered last
+bool dccl_is_rare(const struct dccl_seat* seat);                 // a trial of few calls answered last
+extern _Atomic bool dccl_tries_few;                              // the last switch is to such a trial
 void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes);
 void dccl_note_answer(void);  // the table has had its word
+
+// A call as the program makes it; names as NCCL gives them.
+struct dccl_call {
+  const char *func, *datatype;
+  uint64_t count;
+  bool captured;  // it goes into a CUDA graph
+};
+void dccl_note_group(void);  // this thread begins another group of calls
+// The call's number on its communicator, from 1 on, should its group be launched; 0: it never counts.
+uint64_t dccl_note_call(struct dccl_seat* seat, const struct dccl_call* call);
+void dccl_note_launch(struct dccl_seat* seat);  // the calls of the group under way count
+// Fills in which table answered the collective, and the size that NCCL asked about before it: its own, or of
+// the group that it is part of; 0 if it did not ask, or who knows. `number`: that of its call, 0 without one.
+void dccl_note_coll(struct dccl_seat* seat, struct dccl_record* coll, uint64_t number);
 // Whether the communicator's call under way goes into a CUDA graph.
-void dccl_note_call(struct dccl_seat* seat, bool captured);
 bool dccl_is_captured(const struct dccl_seat* seat);
 bool dccl_captures(void);  // as dynamiccl_capture has said
-// Counts a collective, but not a captured one, of which NCCL tells at replays, and not of each on every rank.
-// The size that NCCL asked about before it: its own, or of the group that it is part of; 0 if it did not ask.
-uint64_t dccl_note_coll(struct dccl_seat* seat, const struct dccl_record* coll, bool captured);
+void dccl_look_at_launches(void);
+// Kernel times make NCCL treat every collective as one over the network: with captured graphs or blocking
+// launches it then tells late of all.
+bool dccl_times_shift_the_clock(void);
+void dccl_set_mask(void);
 void dccl_note_tuner(int version);
 void dccl_note_profiler(int version);
 void dccl_comms_after_fork(void);
@@ -271,17 +300,26 @@ DCCL_EXPORT void dynamiccl_clock(const int64_t* ns);
 // Makes a table message the one that holds where nothing was agreed. Its generation, or a negative errno and
 // the table before stays.
 DCCL_EXPORT int64_t dynamiccl_activate(const void* message, size_t size);
-// The same for a table that switches will name; whatever is staged later takes its place.
-DCCL_EXPORT int64_t dynamiccl_stage(const void* message, size_t size);
+// Each agreement of a process has a number, by which what it stages and limits is its own; 0: there are too
+// many.
+DCCL_EXPORT uint32_t dynamiccl_join(void);
+DCCL_EXPORT void dynamiccl_part(uint32_t owner);
+// The same as dynamiccl_activate for a table that the switches of `owner` will name, in place of the one
+// before. -ENOSPC: all buffers hold tables that may still answer; the empty table needs none.
+DCCL_EXPORT int64_t dynamiccl_stage(uint32_t owner, const void* message, size_t size);
 
 // All ranks of a communicator switch at a call. Each rank sets a limit and tells the others; the switch is at
 // the largest, which nobody has passed.
-enum { DCCL_MARKS = 16 };
+enum { DCCL_MARKS = 24 };
+// Why a count is no clock: it is one, launches block, graphs are captured, a thread that had not asked has
+// told.
+enum { DCCL_COUNTS, DCCL_BLOCKED, DCCL_CAPTURED, DCCL_HEARD_LATE };
 struct dccl_comm_view {
   uint64_t comm_id;
   uint32_t n_ranks, n_nodes;
   uint64_t count;  // collectives so far
-  // Hash of the first `at` of them; at = 0: none. After 16, 32 and 48 of them and after each 64th.
+  uint32_t clock, spare;
+  // Hash of the first `at` of them; at = 0: none. The last 8 of each 16, of each 256 and of each 4096.
   struct {
     uint64_t at, hash;
   } marks[DCCL_MARKS];
@@ -289,14 +327,17 @@ struct dccl_comm_view {
 // The communicators that count, in no order; how many there are, which may be more than `capacity`.
 DCCL_EXPORT uint32_t dynamiccl_comms(struct dccl_comm_view* comms, uint32_t capacity);
 // From now on no question on the communicator is answered once so many collectives are made: `distance` from
-// now, or where its last switch is if that is farther. Returns that limit; -ENOENT: no such communicator,
-// -EAGAIN: its last switches are all ahead of it.
-DCCL_EXPORT int64_t dynamiccl_limit(uint64_t comm_id, uint64_t distance);
+// now, or where its last switch is if that is farther. Returns that limit; -ENOENT: no such communicator, or
+// its count is no clock any more, -EAGAIN: its last switches are all ahead of it, -EBUSY: another agreement
+// limits it.
+DCCL_EXPORT int64_t dynamiccl_limit(uint32_t owner, uint64_t comm_id, uint64_t distance);
 // The staged table holds from collective `from` on: until `until`, then again what was there to stay before;
-// 0: to stay. A trial of few calls: at those alone. Returns 0, or a negative errno.
-DCCL_EXPORT int dynamiccl_switch(uint64_t comm_id, uint64_t from, uint64_t until);
-// No limits any more. `generation`: of the switches since, whose steps are told by it; 0: there were none.
-DCCL_EXPORT void dynamiccl_lift(uint32_t generation);
+// 0: to stay. A trial of few calls: at those alone. Returns 0, or a negative errno: -ENOENT as for a limit,
+// -EINVAL: nothing is staged, -EAGAIN: a change that may still hold would be forgotten.
+DCCL_EXPORT int dynamiccl_switch(uint32_t owner, uint64_t comm_id, uint64_t from, uint64_t until);
+// None of the limits of `owner` any more. `generation`: of the switches since, whose steps are told by it; 0:
+// there were none.
+DCCL_EXPORT void dynamiccl_lift(uint32_t owner, uint32_t generation);
 DCCL_EXPORT uint32_t dynamiccl_waiting(void);  // threads at a limit
 // Of the step that has ended: the generation of the last switch if every question was answered by its table,
 // but for communicators that were left out, else of another table that answered. Call it once a step.

@@ -29,6 +29,7 @@ static _Atomic uint64_t next_flight;
 static _Atomic int sampling;
 static int* _Atomic nccl_mask;  // one int in NCCL for the whole process, read before every event
 static _Atomic int n_contexts;
+static _Atomic int interface;  // its version, as NCCL speaks it
 
 struct profiler {
   struct dccl_comm comm;
@@ -92,9 +93,17 @@ static void* pack(uint64_t index, uint64_t channel_plus_1, uint64_t lap) {
 }
 
 // Handles of no flight. NCCL 2.27 tells of a collective only where its group has one. A call that is captured
-// into a CUDA graph has one by which its collectives are known, at each replay and on whatever thread.
-enum { OF_GROUP, OF_CAPTURED_CALL };
+// into a CUDA graph has one by which its collectives are known, at each replay and on whatever thread. So has
+// any other call: its number is where a lap would be.
+enum { OF_GROUP, OF_CAPTURED_CALL, OF_CALL };
+enum { NO_CHANNEL = (1 << CHANNEL_BITS) - 1 };
 static void* token(uint64_t which) { return pack(which, 0, 0); }
+static void* call_token(uint64_t number) { return pack(OF_CALL, NO_CHANNEL, number); }
+
+static bool is_call(const void* handle) {
+  const uint64_t low = (uint64_t)(uintptr_t)handle & ((1 << (POOL_BITS + CHANNEL_BITS)) - 1);
+  return is_ours(handle) && low == (OF_CALL | (uint64_t)NO_CHANNEL << POOL_BITS);
+}
 
 static uint64_t lap_of(const void* handle) {
   return ((uint64_t)(uintptr_t)handle & (UINT64_MAX >> 8)) >> (POOL_BITS + CHANNEL_BITS);
@@ -146,28 +155,35 @@ static void land(struct flight* f, const void* handle) {
 
 // ---- events ----
 
-static void* start_call(const struct profiler* p, const struct nccl_coll_api_event* e) {
-  if (p != NULL) dccl_note_call(p->seat, e->graph_captured);
-  return e->graph_captured ? token(OF_CAPTURED_CALL) : NULL;
+static uint8_t type_of(const char* name) {
+  const bool is_ncclnamed = name != NULL && strncmp(name, "nccl", 4) == 0;
+  return number(is_ncclnamed ? name + 4 : name, dtype_names, N_DTYPES);
 }
 
-static void* start_coll(const struct profiler* p, const struct nccl_coll_event* e, int rank, bool captured) {
+// The program's call. NCCL hands the handle back with the collective that comes of it.
+static void* start_call(const struct profiler* p, const struct nccl_coll_api_event* e) {
+  const struct dccl_call call = {e->func, e->datatype, e->count, e->graph_captured};
+  const uint64_t number = dccl_note_call(p->seat, &call);
+  if (call.captured) return token(OF_CAPTURED_CALL);
+  return number != 0 ? call_token(number) : NULL;
+}
+
+static void* start_coll(const struct profiler* p, const struct nccl_coll_event* e, int rank,
+                        const void* call) {
   struct dccl_record r = {.kind = DCCL_COLL,
                           .func = number(e->func, func_names, N_FUNCS),
                           .algo = number(e->algo, algo_names, N_ALGOS),
                           .proto = number(e->proto, proto_names, N_PROTOS),
                           .n_channels = e->n_channels,
-                          .flags = captured ? DCCL_FLAG_CAPTURED : 0,
+                          .flags = call == token(OF_CAPTURED_CALL) ? DCCL_FLAG_CAPTURED : 0,
                           .comm_id = p->comm.comm_id,
-                          .step = dccl_step_now(),
-                          .generation = dccl_generation(p->seat)};
-  const bool nccl_type = e->datatype != NULL && strncmp(e->datatype, "nccl", 4) == 0;
-  r.dtype = number(nccl_type ? e->datatype + 4 : e->datatype, dtype_names, N_DTYPES);
+                          .dtype = type_of(e->datatype),
+                          .step = dccl_step_now()};
   r.n_bytes = message_bytes(r.func, r.dtype, e->count, p->comm.n_ranks);
   r.coll.seq = e->seq;
   r.coll.enqueue_ns = dccl_now_ns();
   r.coll.rank = (uint32_t)rank;
-  r.coll.asked_bytes = dccl_note_coll(p->seat, &r, captured);
+  dccl_note_coll(p->seat, &r, is_call(call) ? lap_of(call) : 0);
   dccl_emit(&r);
   return atomic_load_explicit(&sampling, memory_order_relaxed) || dccl_is_rare(p->seat) ? take_off(&r) : NULL;
 }
@@ -194,19 +210,22 @@ static void stop_kernel(void* handle, uint64_t timer) {
   if (atomic_fetch_add(&f->n_stopped, 1) + 1 == n_channels) land(f, handle);
 }
 
-static void set_mask(void) {
+void dccl_set_mask(void) {
   int* mask = atomic_load(&nccl_mask);
   if (mask == NULL) return;
   int bits = 0;                            // without a run nobody listens: no event, no cost
   if (dccl_has_run()) bits |= EVENT_COLL;  // counted where there is no ring too: ranks compare the counts
-  const bool times = dccl_ring_is_open() && (atomic_load(&sampling) || dccl_tries_few);
+  const bool told_at_calls = atomic_load(&interface) > 4;
+  if (dccl_has_run() && told_at_calls) bits |= EVENT_KERNEL_LAUNCH;  // without it groups would not count
+  const bool shifts = !told_at_calls && dccl_times_shift_the_clock();
+  const bool times = dccl_ring_is_open() && !shifts && (atomic_load(&sampling) || dccl_tries_few);
   if (times && dccl_may_time_kernels()) bits |= EVENT_KERNEL_CH;
   __atomic_store_n(mask, bits, __ATOMIC_RELAXED);
 }
 
 void dynamiccl_sample(int on) {
   atomic_store(&sampling, on != 0);
-  set_mask();
+  dccl_set_mask();
 }
 
 static int start(int version, void** context, uint64_t comm_id, int* mask, const char* name, int n_nodes,
@@ -214,16 +233,19 @@ static int start(int version, void** context, uint64_t comm_id, int* mask, const
   (void)log;
   dynamiccl_open();
   dccl_note_profiler(version);
+  dccl_look_at_launches();
+  atomic_store(&interface, version);
   const struct dccl_comm comm = {true, comm_id, (uint32_t)rank, (uint32_t)n_ranks, (uint32_t)n_nodes};
   dccl_last_comm = comm;
   dccl_emit_comm(&comm, name);
   atomic_fetch_add(&n_contexts, 1);
   const uint64_t number = dccl_announce(comm.n_ranks, comm.n_nodes, mask);
   if (mask != NULL) atomic_store(&nccl_mask, mask);
-  set_mask();
+  dccl_set_mask();
   if (context == NULL) return NCCL_SUCCESS;
   struct profiler* p = calloc(1, sizeof *p);
-  if (p != NULL) *p = (struct profiler){comm, dccl_sit(comm_id, comm.n_ranks, comm.n_nodes, true), number};
+  const uint32_t told = version > 4 ? DCCL_TOLD_AT_CALLS : DCCL_TOLD_LATE;
+  if (p != NULL) *p = (struct profiler){comm, dccl_sit(comm_id, comm.n_ranks, comm.n_nodes, told), number};
   *context = p;
   return NCCL_SUCCESS;
 }
@@ -236,15 +258,6 @@ static int finish(void* context) {
   if (atomic_fetch_sub(&n_contexts, 1) == 1) atomic_store(&nccl_mask, NULL);
   free(context);
   return NCCL_SUCCESS;
-}
-
-static void start_event(const struct profiler* p, void** handle, uint64_t type, void* parent, int rank,
-                        const struct nccl_coll_event* coll, const struct nccl_kernel_ch_event* kernel,
-                        void* ours) {
-  if (handle == NULL) return;
-  if (type == EVENT_COLL && p != NULL) ours = start_coll(p, coll, rank, parent == token(OF_CAPTURED_CALL));
-  if (type == EVENT_KERNEL_CH) ours = start_kernel(parent, kernel);
-  *handle = ours;
 }
 
 // There is nothing to do: a collective was enqueued, not finished; a channel's state has told its time.
@@ -276,17 +289,32 @@ static int init_v6(void** context, uint64_t comm_id, int* mask, const char* comm
 }
 
 static int start_event_v4(void* context, void** handle, struct nccl_event_v4* e) {
-  if (e == NULL) return NCCL_SUCCESS;
+  const struct profiler* p = context;
+  if (e == NULL || handle == NULL) return NCCL_SUCCESS;
+  void* ours = NULL;
   // That of a graph's group comes back as the parent of each replay's collectives.
-  void* ours = e->type == EVENT_GROUP ? token(dccl_captures() ? OF_CAPTURED_CALL : OF_GROUP) : NULL;
-  start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch, ours);
+  if (e->type == EVENT_GROUP) ours = token(dccl_captures() ? OF_CAPTURED_CALL : OF_GROUP);
+  if (e->type == EVENT_COLL && p != NULL) ours = start_coll(p, &e->coll, e->rank, e->parent);
+  if (e->type == EVENT_KERNEL_CH) ours = start_kernel(e->parent, &e->kernel_ch);
+  *handle = ours;
   return NCCL_SUCCESS;
 }
 
 static int start_event_v5(void* context, void** handle, struct nccl_event_v5* e) {
-  if (e == NULL) return NCCL_SUCCESS;
-  void* ours = e->type == EVENT_COLL_API ? start_call(context, &e->coll_api) : NULL;
-  start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch, ours);
+  const struct profiler* p = context;
+  if (e == NULL || handle == NULL) return NCCL_SUCCESS;
+  void* ours = NULL;
+  if (e->type == EVENT_GROUP_API)
+    dccl_note_group();
+  else if (e->type == EVENT_COLL_API && p != NULL)
+    ours = start_call(p, &e->coll_api);
+  else if (e->type == EVENT_KERNEL_LAUNCH && p != NULL)
+    dccl_note_launch(p->seat);
+  else if (e->type == EVENT_COLL && p != NULL)
+    ours = start_coll(p, &e->coll, e->rank, e->parent);
+  else if (e->type == EVENT_KERNEL_CH)
+    ours = start_kernel(e->parent, &e->kernel_ch);
+  *handle = ours;
   return NCCL_SUCCESS;
 }
 

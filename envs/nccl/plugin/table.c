@@ -1,4 +1,4 @@
-// Tables in memory: what this process decides by. Which of them answers is a communicator's affair (comms.c).
+// Tables in memory: what this process decides by. Which of them answers is a communicator's affair (switch.c).
 //
 // A table is filled while nobody refers to it. A reader that was given its number just before the last
 // reference went may find it refilled: the sequence number says so, and the reader asks again which table
@@ -22,14 +22,20 @@ struct buffer {
   _Atomic uint32_t sequence;  // odd while it is written
   _Atomic uint32_t n_rows;
   _Atomic uint32_t n_any;  // rows for every communicator; they come first, since their class is 0
-  _Atomic uint32_t generation, one_of;
   _Atomic uint64_t row[DCCL_MAX_ROWS][WORDS];
 };
 
-// The first is empty and stays so: NCCL decides. The rest are filled in turn.
-static struct buffer buffers[DCCL_TABLES];
-static _Atomic uint32_t fixed;  // where no switch of a communicator holds
-static uint32_t staged;         // the next switches are to this one, 0: none; guarded by `writing`
+// The first is empty and stays so: NCCL decides. The rest are filled in turn: one for each communicator that
+// may rest in the midst of a trial, and as many again.
+static struct buffer buffers[DCCL_BUFFERS];
+static _Atomic dccl_table fixed;  // where no switch of a communicator holds
+
+enum { AGREEMENTS = 8 };
+// What the agreements of this process have laid ready, by their numbers less 1; guarded by `writing`.
+static struct {
+  bool is_taken, has_table;
+  struct dccl_staged next;
+} stages[AGREEMENTS];
 static pthread_mutex_t writing = PTHREAD_MUTEX_INITIALIZER;
 
 static uint64_t word(const struct buffer* b, uint32_t row, int i) {
@@ -63,8 +69,9 @@ static int64_t search(const struct buffer* b, uint32_t low, uint32_t high, uint6
                                                                                             : -1;
 }
 
-int dccl_lookup(uint32_t table, uint64_t class, int func, uint64_t n_bytes, struct dccl_decision* decision) {
-  const struct buffer* b = &buffers[table];
+int dccl_lookup(dccl_table table, uint64_t class, int func, uint64_t n_bytes,
+                struct dccl_decision* decision) {
+  const struct buffer* b = &buffers[dccl_buffer_of(table)];
   const uint32_t sequence = head(&b->sequence), n_rows = head(&b->n_rows), n_any = head(&b->n_any);
   if (sequence & 1 || n_rows > DCCL_MAX_ROWS || n_any > n_rows) return -1;
   int64_t row = class ? search(b, n_any, n_rows, key_of(class, (uint64_t)func), n_bytes) : -1;
@@ -77,13 +84,12 @@ int dccl_lookup(uint32_t table, uint64_t class, int func, uint64_t n_bytes, stru
   return row >= 0;
 }
 
-uint64_t dccl_epoch(uint32_t table) { return (uint64_t)head(&buffers[table].sequence) << 5 | table; }
+uint64_t dccl_epoch(dccl_table table) {
+  const uint64_t buffer = dccl_buffer_of(table), fills = head(&buffers[buffer].sequence) & ((1u << 30) - 1);
+  return fills << DCCL_BUFFER_BITS | buffer;
+}
 
-uint32_t dccl_generation_of(uint32_t table) { return head(&buffers[table].generation); }
-
-uint32_t dccl_one_of(uint32_t table) { return head(&buffers[table].one_of); }
-
-uint32_t dccl_fixed(void) { return head(&fixed); }
+dccl_table dccl_fixed(void) { return atomic_load_explicit(&fixed, memory_order_acquire); }
 
 // ---- messages ----
 
@@ -153,39 +159,91 @@ static void fill(struct buffer* b, const void* message, const struct dccl_table_
   }
   atomic_store_explicit(&b->n_rows, h->n_rows, memory_order_release);
   atomic_store_explicit(&b->n_any, n_any, memory_order_release);
-  atomic_store_explicit(&b->generation, h->generation, memory_order_release);
-  atomic_store_explicit(&b->one_of, h->one_of, memory_order_release);
   atomic_store_explicit(&b->sequence, odd + 1, memory_order_release);
 }
 
-// Checks a message and fills a table that nobody refers to; it is staged, or `now` takes the fixed one's
-// place.
-static int64_t take(const void* message, size_t size, bool now) {
-  struct dccl_table_head h;
-  const int error = check(message, size, &h);
-  if (error) return error;
-  pthread_mutex_lock(&writing);
-  uint32_t next = 1;
-  while (next < DCCL_TABLES && (next == head(&fixed) || dccl_table_is_used(next))) next++;
-  if (next < DCCL_TABLES) {
-    fill(&buffers[next], message, &h);
-    if (now) atomic_store(&fixed, next);
-    staged = now ? 0 : next;
+// ---- buffers ----
+
+static bool is_free(uint32_t buffer) {
+  if (buffer == dccl_buffer_of(dccl_fixed())) return false;
+  for (int i = 0; i < AGREEMENTS; i++) {
+    if (stages[i].has_table && dccl_buffer_of(stages[i].next.table) == buffer) return false;
   }
-  pthread_mutex_unlock(&writing);
-  return next < DCCL_TABLES ? (int64_t)h.generation : -ENOSPC;
+  return !dccl_table_is_used(buffer);
 }
 
-int64_t dynamiccl_activate(const void* message, size_t size) { return take(message, size, true); }
+// Fills a buffer that nobody refers to; 0 or -ENOSPC. Holding `writing`.
+static int keep(const void* message, const struct dccl_table_head* h, dccl_table* table) {
+  uint32_t buffer = h->n_rows == 0 ? 0 : 1;
+  while (buffer != 0 && buffer < DCCL_BUFFERS && !is_free(buffer)) buffer++;
+  if (buffer == DCCL_BUFFERS) return -ENOSPC;
+  if (buffer != 0) fill(&buffers[buffer], message, h);
+  *table = (dccl_table)h->generation << 32 | buffer;
+  return 0;
+}
 
-int64_t dynamiccl_stage(const void* message, size_t size) { return take(message, size, false); }
+int64_t dynamiccl_activate(const void* message, size_t size) {
+  struct dccl_table_head h;
+  dccl_table table;
+  int error = check(message, size, &h);
+  if (error) return error;
+  pthread_mutex_lock(&writing);
+  error = keep(message, &h, &table);
+  if (!error) atomic_store(&fixed, table);
+  pthread_mutex_unlock(&writing);
+  return error ? error : (int64_t)h.generation;
+}
 
-uint32_t dccl_staged(void) { return staged; }
+int64_t dynamiccl_stage(uint32_t owner, const void* message, size_t size) {
+  struct dccl_table_head h;
+  dccl_table table;
+  if (owner < 1 || owner > AGREEMENTS) return -EINVAL;
+  int error = check(message, size, &h);
+  if (error) return error;
+  pthread_mutex_lock(&writing);
+  stages[owner - 1].has_table = false;
+  error = keep(message, &h, &table);
+  if (!error) {
+    stages[owner - 1].next = (struct dccl_staged){table, h.one_of};
+    stages[owner - 1].has_table = true;
+  }
+  pthread_mutex_unlock(&writing);
+  return error ? error : (int64_t)h.generation;
+}
+
+bool dccl_staged(uint32_t owner, struct dccl_staged* staged) {
+  if (owner < 1 || owner > AGREEMENTS) return false;
+  pthread_mutex_lock(&writing);
+  const bool is_there = stages[owner - 1].has_table;
+  *staged = stages[owner - 1].next;
+  pthread_mutex_unlock(&writing);
+  return is_there;
+}
+
+uint32_t dynamiccl_join(void) {
+  uint32_t owner = 0;
+  pthread_mutex_lock(&writing);
+  for (uint32_t i = 0; i < AGREEMENTS && owner == 0; i++) {
+    if (stages[i].is_taken) continue;
+    stages[i].is_taken = true;
+    owner = i + 1;
+  }
+  pthread_mutex_unlock(&writing);
+  return owner;
+}
+
+void dynamiccl_part(uint32_t owner) {
+  if (owner < 1 || owner > AGREEMENTS) return;
+  dynamiccl_lift(owner, 0);
+  pthread_mutex_lock(&writing);
+  stages[owner - 1].is_taken = stages[owner - 1].has_table = false;
+  pthread_mutex_unlock(&writing);
+}
 
 // In the child of a fork the thread that was writing is gone.
 void dccl_table_after_fork(void) {
   pthread_mutex_init(&writing, NULL);
-  staged = 0;
+  memset(stages, 0, sizeof stages);
 }
 
 // ---- a table without a daemon ----

@@ -56,7 +56,7 @@ static struct memo* memo_of(struct context* c, uint64_t key) {
 static bool look_up(const struct context* c, struct memo* m, const struct dccl_question* q,
                     struct dccl_decision* d) {
   for (;;) {
-    const uint32_t table = dccl_table_now(c->seat);
+    const dccl_table table = dccl_table_now(c->seat);
     const uint64_t epoch = dccl_epoch(table), key = key_of(q);
     uint64_t value = atomic_load_explicit(&m->value, memory_order_acquire);
     if (value >> 25 != epoch || atomic_load_explicit(&m->key, memory_order_acquire) != key) {
@@ -138,16 +138,14 @@ static bool apply(const struct context* c, struct memo* m, const struct dccl_que
   if (!look_up(c, m, q, &d)) return false;
   const int own = choice(q, q->cost);
   int cell = own;
-  bool sets = d.n_channels >= 1 && d.n_channels <= DCCL_MAX_CHANNELS && q->n_channels != NULL;
+  bool is_requested = false;
   if (d.algo != DCCL_UNSET) {
     if (d.algo >= q->n_algos || d.proto >= q->n_protos) return false;
     cell = d.algo * q->n_protos + d.proto;
     // Where it is not offered its channel count was not meant for what NCCL picks either.
-    if (!offered(cost[cell])) {
-      if (!on_request(c, d.algo, cost[cell])) return false;
-      sets = false;  // how many channels such a call has is not known
-    }
-    if (d.proto < N_PROTOS && c->no_protocol[d.proto] && cell != own) return false;
+    is_requested = on_request(c, d.algo, cost[cell]);
+    if (!offered(cost[cell]) && !is_requested) return false;
+    if (cell != own && d.proto < N_PROTOS && c->no_protocol[d.proto]) return false;
     if (cost != q->cost) {  // another tuner had its word: what it said was meant for its own choice
       if (own != cell && q->n_channels != NULL) *q->n_channels = n_channels;
       memcpy(q->cost, cost, (size_t)(q->n_algos * q->n_protos) * sizeof *cost);
@@ -156,6 +154,9 @@ static bool apply(const struct context* c, struct memo* m, const struct dccl_que
     for (int i = 0; i < cell; i++)  // of two zeros NCCL takes the first; without a branch, several at once
       q->cost[i] = q->cost[i] == 0.0f ? FLT_MIN : q->cost[i];
   }
+  // How many channels a call has that is not offered is not known.
+  const bool fits = d.n_channels >= 1 && d.n_channels <= DCCL_MAX_CHANNELS && !is_requested;
+  const bool sets = fits && q->n_channels != NULL;
   if (sets && cell >= 0 && clips_channels(cell / q->n_protos, c->class)) *q->n_channels = d.n_channels;
   return cell >= 0;
 }
@@ -229,7 +230,7 @@ static int start(void** context, const struct dccl_tuner_init* init) {
   const char* pat = getenv("DYNAMICCL_TRY_PAT");
   c->tries_pat = pat != NULL && strcmp(pat, "1") == 0 && comm.n_nodes > 1 && comm.n_ranks > comm.n_nodes;
   dccl_next_tuner_init(&c->next, init);
-  c->seat = dccl_sit(comm.comm_id, comm.n_ranks, comm.n_nodes, false);
+  c->seat = dccl_sit(comm.comm_id, comm.n_ranks, comm.n_nodes, DCCL_TOLD_NOTHING);
   *context = c;
   dccl_note_tuner(init->version);
   if (!announced) dccl_emit_comm(&comm, NULL);

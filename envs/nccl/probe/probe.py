@@ -20,7 +20,8 @@ from typing import Any
 from ....traces.here import machine
 from ....traces.reasons import NotAgreeing, NotTuning
 from ....traces.records import RECORD_BYTES, STATE, UNSET, AgreementState
-from ..agreement.agreement import Agreement, TableMailbox
+from ..agreement.agreement import Agreement
+from ..agreement.mailbox import TableMailbox
 from ..plugin.bindings import Plugin, name_where_no_path_is_taken, take_slots_back
 from ..run_folder import WORD
 from ..steps import clock as step_clock
@@ -139,6 +140,8 @@ class Probe:
         if self._plugin is None:
             self._tell(AgreementState.SHUT, NotAgreeing.NO_PLUGIN(rank=self._rank))
             return
+        # What this rank starts from now on is not of its job, whatever it inherits: see dynamiccl_autoload.
+        os.environ["DYNAMICCL_WITHIN"] = f"{os.getpid()}:{self._run}"
         store = StoreConnections(dist.distributed_c10d)
         size, published = (self._rank, dist.get_world_size()), TableMailbox(self._run / "table")
         # The machine counts too: what the plugin closes to tables depends on it.

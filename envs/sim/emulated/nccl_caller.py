@@ -21,6 +21,7 @@ SHARDED = ("all_gather", "reduce_scatter")  # NCCL counts the elements of one ra
 FUNC_NAMES = {func: func.title().replace("_", "").encode() for func in FUNCS}
 DTYPE_OF_SIZE = {1: "int8", 2: "float16", 4: "float32", 8: "float64"}
 EVENT_COLL, EVENT_KERNEL_CH, KERNEL_CH_STOP = 2, 64, 22
+EVENT_GROUP_API, EVENT_COLL_API, EVENT_KERNEL_LAUNCH = 256, 512, 2048
 
 _CONTEXT, _INT4, _INT3 = POINTER(c_void_p), (c_int, c_size_t, c_int, c_void_p), (c_int, c_int, c_int)
 _TUNER_INIT = ctypes.CFUNCTYPE(c_int, _CONTEXT, c_uint64, c_size_t, c_size_t, c_void_p, c_void_p, c_void_p)
@@ -49,7 +50,10 @@ COLL |= {"root": c_int, "datatype": c_char_p, "n_channels": c_uint8, "n_warps": 
 COLL |= {"algo": c_char_p, "proto": c_char_p}
 KERNEL = layout(ctypes.Structure, channel=c_uint8, timer=c_uint64)
 _COLL = layout(ctypes.Structure, **COLL, parent_group=c_void_p)
-_BODY = layout(ctypes.Union, coll=_COLL, kernel=KERNEL, whole=c_uint8 * 88)
+CALL = {"func": c_char_p, "count": c_size_t, "datatype": c_char_p, "root": c_int, "stream": c_void_p}
+CALL |= {"graph_captured": ctypes.c_bool}
+_CALL = layout(ctypes.Structure, **CALL)
+_BODY = layout(ctypes.Union, coll=_COLL, call=_CALL, kernel=KERNEL, whole=c_uint8 * 88)
 _EVENT = layout(ctypes.Structure, type=c_uint64, parent=c_void_p, rank=c_int, body=_BODY)
 
 #: By library: NCCL keeps one event mask for the whole process and hands its address to every communicator.
@@ -71,6 +75,8 @@ class Communicator:
         self._cost, self._channels = np.empty((N_ALGOS, N_PROTOS), np.float32), c_int()
         self._handle, self._timer = c_void_p(), c_uint64()
         self._kernel = _EVENT(type=EVENT_KERNEL_CH, rank=rank)
+        self._group, self._launch = _EVENT(type=EVENT_GROUP_API), _EVENT(type=EVENT_KERNEL_LAUNCH)
+        self._call: int | None = None  # the handle of the call under way
         self._told, self._asked = c_void_p(), c_void_p()  # the contexts of the profiler and of the tuner
         _, init, start, stop, state, end_told = pointers(library, "ncclProfiler_v6", 6)
         self._start, self._stop, self._state = _START_EVENT(start), _ONE_POINTER(stop), _STATE(state)
@@ -88,8 +94,14 @@ class Communicator:
         return bool(self._mask.value & EVENT_KERNEL_CH)
 
     def get_coll_info(self, func: str, n_bytes: int, cost: np.ndarray[Any, Any]) -> int:
-        """Ask the tuner; ``cost`` (7, 3) float32 microseconds is changed in place. Returns the channel count, 0 where
-        the table says nothing."""
+        """The program calls: ask the tuner; ``cost`` (7, 3) float32 microseconds is changed in place. Returns the
+        channel count, 0 where the table says nothing."""
+        if self._mask.value & EVENT_COLL:
+            call = _EVENT(type=EVENT_COLL_API, rank=self.rank)
+            call.body.call = (FUNC_NAMES[func], n_bytes, b"ncclInt8", 0, None, False)
+            self._begin(self._group)
+            self._call = self._begin(call)
+            self.stop(self._call)
         self._cost[:] = cost
         self._channels.value = 0
         table = self._cost.ctypes.data, N_ALGOS, N_PROTOS
@@ -100,13 +112,18 @@ class Communicator:
     def start_coll(
         self, func: str, seq: int, count: int, element_bytes: int, n_channels: int, algo: str, proto: str
     ) -> int | None:
-        """Tell the profiler that a collective is enqueued; a handle for :meth:`stop` and :meth:`kernel`, None where
-        nobody asks for it. ``count``: elements, of one rank for all_gather and reduce_scatter."""
+        """Tell the profiler that the call is launched and its collective enqueued.
+
+        Returns a handle for :meth:`stop` and :meth:`kernel`, None where nobody asks for it. ``count``: elements, of one
+        rank for all_gather and reduce_scatter.
+        """
         if not self._mask.value & EVENT_COLL:
             return None
         if func == "all_gather":  # NCCL tells of it as bytes
             count, element_bytes = count * element_bytes, 1
-        event = _EVENT(type=EVENT_COLL, rank=self.rank)
+        if self._mask.value & EVENT_KERNEL_LAUNCH:
+            self._begin(self._launch)
+        event = _EVENT(type=EVENT_COLL, rank=self.rank, parent=self._call)
         body = event.body.coll
         body.seq, body.func, body.count = seq, FUNC_NAMES[func], count
         body.datatype = DTYPE_OF_SIZE[element_bytes].capitalize().encode()

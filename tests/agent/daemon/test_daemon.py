@@ -27,7 +27,7 @@ import os, struct, sys, time
 from pathlib import Path
 import numpy as np
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
-from dynamiccl.envs.nccl.agreement.agreement import TableMailbox
+from dynamiccl.envs.nccl.agreement.mailbox import TableMailbox
 from nccl_releases import Communicator, choose
 from dynamiccl.traces.records import ALGOS, PROTOS, STEP, UNSET
 run, enough = Path(os.environ["DYNAMICCL_RUN"]), Path(sys.argv[1])

@@ -9,8 +9,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
+from dynamiccl.envs.nccl.agreement.agreement import Agreement
+from dynamiccl.envs.nccl.agreement.protocol import Switch
+from dynamiccl.envs.nccl.agreement.store import Proposal
 from dynamiccl.traces.records import AgreementState
 from paths import HELPERS
 
@@ -21,7 +26,7 @@ JOBS = HELPERS / "agreement_jobs.py"
 def outcome(name, *numbers):
     """A job runs once, whatever is asked of it: what its ranks have said, and the daemon."""
     command = [sys.executable, str(JOBS), name, *map(str, numbers)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     found["ranks"] = [rank for rank in found["ranks"] if rank]
@@ -148,3 +153,52 @@ def test_faults_at_random_moments_split_nothing_and_nobody_waits_long(seed):
 def test_a_rank_that_dies_holds_nobody(seed):
     found = outcome("dies", seed)
     assert len(found["ranks"]) == 2 and waited_ms(found) < 200
+
+
+def keeps_being_tuned(found):
+    """To the end tables are tried, and the last, the empty one, comes into force."""
+    for rank in found["ranks"]:
+        answers = rank["answers"]["7"]
+        print(f"{len(tables(rank)) // 2} trials of {found['published']} tables on one communicator")
+        assert any(answers[len(answers) * 5 // 6 :]), "before: none from the 27th group on"
+        assert rank["steps_under"][-1] == found["emptied"] and answers[-1] == 0
+
+
+@pytest.mark.parametrize("name", ["lives", "idle_groups"])
+def test_a_job_that_makes_groups_again_and_again_keeps_being_tuned(name):
+    """Before: the 32 buffers were held by groups that were destroyed or rest, and even `stop` was refused."""
+    keeps_being_tuned(outcome(name, 36))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "n"), [("lives", 200), ("idle_groups", 100)])
+def test_200_lives_of_a_group_and_100_idle_groups_keep_being_tuned(name, n):
+    keeps_being_tuned(outcome(name, n))
+
+
+@pytest.mark.slow
+def test_hosts_a_step_of_1500_calls_apart_get_their_tables():
+    """Before: 3 of 13, for want of a common count."""
+    found = outcome("far_apart")
+    seen = {generation for generation in found["ranks"][0]["steps_under"] if generation}
+    assert found["published"] >= 10 and len(seen) >= 0.9 * (found["published"] - 1)
+
+
+def test_a_rank_whose_plugin_refuses_a_switch_says_so_and_changes_no_further_table():
+    """Before: nobody looked, and the rank went on voting."""
+    said, over = [], threading.Event()
+
+    def refuses(*_args):
+        raise OSError(22, "Invalid argument")
+
+    def no_store():
+        over.wait(10)
+        raise ConnectionError("none")
+
+    stub = SimpleNamespace(join=lambda: 1, part=lambda owner: None, switch=refuses)
+    agreement = Agreement(1, 2, stub, None, None, no_store, tell=lambda state, text: said.append(text))
+    agreement._do(Switch(7, 3, 0), Proposal(1, b"table", 1))
+    over.set()
+    agreement.join()
+    assert said == ["rank 1 could not change its table as the others did: [Errno 22] Invalid argument"]
+    assert agreement.stopped == said[0]

@@ -7,7 +7,7 @@ from dynamiccl.traces.assemble import Assembler
 from dynamiccl.traces.queries.slots import find_slots
 from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Rule, Slot, Table
 from nccl_releases import Communicator, choose
-from test_plugin import MB, drained, offer, plugin, run
+from plugin_run import MB, drained, offer, plugin, run
 
 __all__ = ["plugin", "run"]  # fixtures
 

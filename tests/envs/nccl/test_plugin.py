@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import shutil
 import struct
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import zlib
 
 import numpy as np
 import pytest
-from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import (
     HEADERS,
     HERE,
@@ -20,59 +18,16 @@ from dynamiccl.envs.nccl.plugin.build import (
     nccl_env,
     plugin_path,
 )
-from dynamiccl.envs.nccl.shm import RunFolder, encode_table
+from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.traces import records as rec
 from dynamiccl.traces.records import ALGOS, PAIRS, PROTOS, Decision, Rule, Slot, Table
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nccl_late import tells
 from nccl_releases import Communicator, choose, versions
+from plugin_run import MB, RELEASES, fixed, offer, plugin, run
 
-RELEASES = ("2.22.3", "2.24.3", "2.27.7", "2.28.9", "2.29.7", "2.30.7", "2.32.3", "2.32.6")
-MB = 2**20
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A copy of the plugin, with globals of its own, and the run folder that it writes its ring into."""
-    copy = tmp_path_factory.mktemp("plugin") / "plugin.so"
-    shutil.copy(plugin_path(), copy)
-    folder = RunFolder.create()
-    before = os.environ.get("DYNAMICCL_RUN")
-    os.environ["DYNAMICCL_RUN"] = str(folder.path)
-    plugin = Plugin.load(copy)
-    assert plugin.open()
-    if before is None:
-        del os.environ["DYNAMICCL_RUN"]
-    else:
-        os.environ["DYNAMICCL_RUN"] = before
-    yield folder, plugin
-    folder.close()
-
-
-@pytest.fixture
-def plugin(run):
-    run[1].activate(encode_table(Table()))
-    return run[1]
-
-
-def drained(run):
-    (ring,) = run[0].rings()
-    return ring.drain()
-
-
-def fixed(plugin: Plugin) -> int:
-    """Generation of the table that holds where nothing was agreed."""
-    plugin.ended()  # what was asked so far
-    return plugin.ended()
-
-
-def offer(**cells: float) -> np.ndarray:
-    """A cost table: ``offer(ring_ll=10)``; all other cells are not offered."""
-    cost = np.full((len(ALGOS), len(PROTOS)), -1, np.float32)
-    for name, us in cells.items():
-        algo, _, proto = name.rpartition("_")
-        cost[ALGOS.index(algo), PROTOS.index(proto)] = us
-    return cost
+__all__ = ["plugin", "run", "tells"]  # fixtures
 
 
 def test_symbols_are_those_of_the_versions_and_the_control_functions():
@@ -258,75 +213,6 @@ def test_broken_callers_survive(plugin):
     assert info(context, 2, MB, 1, table, 7, 3, 0, None) == 0  # no place for the channels: the pair alone
     assert choose(cost) == (6, 2)
     comm.finalize()
-
-
-@pytest.mark.parametrize("release", ["2.27.7", "2.28.9", "2.29.7", "2.30.7"])
-def test_what_ran_is_in_the_ring(run, plugin, release):
-    drained(run)
-    plugin.activate(encode_table(Table(5)))
-    plugin.boundary(None, 17, False)
-    comm = Communicator(plugin.path, 99, 8, 2, 3, release, "dp")
-    assert comm.profiler.mask == 2
-    plugin.sample(True)
-    assert comm.profiler.mask == 2 + 64
-    cost = offer(ring_ll=10, ring_simple=30)
-    comm.get_coll_info("reduce_scatter", 8 * 4000, cost)
-    comm.get_coll_info("reduce_scatter", 8 * 4000, cost)  # the same message: no second offer
-    handle = comm.start_coll("reduce_scatter", 6, 1000, "float32", 2, 16, "ring", "ll")
-    channels = [comm.profiler.start_kernel(handle, c, 1000 - c) for c in (0, 1)]
-    comm.stop(handle)
-    comm.profiler.stop_kernel(channels[1], 5000)
-    comm.profiler.stop_kernel(channels[0], 4000)
-    plugin.sample(False)
-    comm.start_coll("all_gather", 7, 500, "bfloat16", 1, 16, "nvls", "simple")
-    comm.finalize()
-    got = drained(run)
-    assert list(got["kind"]) == [rec.COMM, rec.OFFER, rec.COLL, rec.KERNEL, rec.COLL]
-    assert set(got["comm_id"]) == {99} and set(got["step"]) == {17}
-    assert list(got["generation"]) == [0, 0, 5, 5, 5], (
-        "of the table that answered last; none before the first question"
-    )
-    comm_record = got[:1].view(rec.COMM_DTYPE)[0]
-    assert (comm_record["rank"], comm_record["n_ranks"], comm_record["n_nodes"]) == (3, 8, 2)
-    assert comm_record["name"] == b"dp"
-    offered = got[1:2].view(rec.OFFER_DTYPE)[0]
-    assert (ALGOS[offered["algo"]], PROTOS[offered["proto"]]) == ("ring", "ll")
-    assert (
-        np.array_equal(offered["cost_us"], offer(ring_ll=10, ring_simple=30)) and offered["n_bytes"] == 32000
-    )
-    first, last = got[2], got[4]
-    assert (first["n_bytes"], first["seq"], first["n_channels"], first["rank"]) == (8 * 4000, 6, 2, 3)
-    assert (rec.ALGOS[first["algo"]], rec.PROTOS[first["proto"]], first["dtype"]) == ("ring", "ll", 7)
-    assert (last["n_bytes"], rec.ALGOS[last["algo"]], last["dtype"]) == (8 * 1000, "nvls", 0)
-    kernel = got[3:4].view(rec.KERNEL_DTYPE)[0]
-    assert (kernel["start_ns"], kernel["end_ns"], kernel["seq"], kernel["func"]) == (999, 5000, 6, 3)
-
-
-def test_stale_and_foreign_handles_are_ignored(run, plugin):
-    drained(run)
-    comm = Communicator(plugin.path, 99, 8, 1, 0)
-    plugin.sample(True)
-    old = comm.start_coll("all_gather", 1, 10, 4, 1, 16, "ring", "ll")
-    for seq in range(4096):  # the whole pool: the first entry is someone else's now
-        comm.start_coll("all_gather", 2 + seq, 10, 4, 1, 16, "ring", "ll")
-    for handle in (old, 1, 2**40, 2**63 - 1, 4095):
-        comm.profiler.kernel(handle, 0, 1, 2)
-        comm.profiler.stop_kernel(handle, 5)
-        comm.stop(handle)
-    plugin.sample(False)
-    comm.finalize()
-    assert not (drained(run)["kind"] == rec.KERNEL).any()
-
-
-def test_names_of_other_releases(run, plugin):
-    drained(run)
-    comm = Communicator(plugin.path, 99, 8, 1, 0)
-    for algo in ("NVLSTree", "CollNetDirect", "ring", "SomethingNew"):
-        comm.start_coll("all_gather", 1, 10, 4, 1, 16, algo, "Simple")
-    comm.finalize()
-    got = drained(run)
-    colls = got[got["kind"] == rec.COLL]
-    assert list(colls["algo"]) == [5, 2, 1, rec.UNSET] and set(colls["proto"]) == {2}
 
 
 def test_messages_that_are_no_table_change_nothing(plugin):

@@ -10,7 +10,7 @@ from dynamiccl.envs.nccl.tables import to_json
 from dynamiccl.traces import records as rec
 from dynamiccl.traces.records import Decision, Rule, Table
 from nccl_releases import REACH, Communicator, choose
-from test_plugin import MB, RELEASES, drained, offer
+from plugin_run import MB, RELEASES, drained, offer
 from test_plugin import plugin as plugin
 from test_plugin import run as run
 

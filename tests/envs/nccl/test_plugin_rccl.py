@@ -16,7 +16,8 @@ from dynamiccl.envs.sim.emulated.nccl_caller import pointers
 from dynamiccl.traces import records as rec
 from dynamiccl.traces.assemble import Assembler
 from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Slot, Table
-from nccl_releases import _TUNER_INIT, Communicator
+from nccl_halves import _TUNER_INIT
+from nccl_releases import Communicator
 
 MB, DIRECT_A2A = 2**20, 7
 RING_LL, RING_SIMPLE = ((ALGOS.index("ring"), PROTOS.index(proto)) for proto in ("ll", "simple"))

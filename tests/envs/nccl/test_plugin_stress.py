@@ -6,16 +6,17 @@ import pytest
 from dynamiccl.envs.nccl.plugin.build import FLAGS, HERE, compile_once, plugin_path
 from fuzz import fuzz
 from paths import TOOLS
-from stress import SANITIZERS, stress
+from stress import MODES, SANITIZERS, stress
 
 WRONG = ("disagreements", "outside", "failures", "crashed")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES[:2])
 @pytest.mark.parametrize("sanitize", SANITIZERS)
-def test_random_jobs_agree_call_by_call(sanitize):
+def test_random_jobs_agree_call_by_call(sanitize, mode):
     jobs = 200 if sanitize == "none" else 30
-    counted = stress(jobs, sanitize=sanitize)
+    counted = stress(jobs, sanitize=sanitize, mode=mode)
     assert {name: counted[name] for name in WRONG} == dict.fromkeys(WRONG, 0)
     assert counted["jobs"] == jobs and counted["forced"] > 0.1 * counted["calls"]
     assert counted["switches"] > 50 * jobs
@@ -35,7 +36,7 @@ def test_an_answer_under_64_rows_takes_at_most_35_ns(folder):
 
 
 def test_a_process_that_does_not_wait_at_its_limit_is_found_out():
-    assert stress(20, late=True)["disagreements"] > 20
+    assert stress(20, mode="passes limits")["disagreements"] > 20
 
 
 def test_fuzzed_readers_refuse_or_understand():

@@ -114,3 +114,23 @@ print("trained")
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
     )
     assert done.stdout == "trained\n" and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_job_that_a_rank_starts_is_not_of_its_run(run):
+    """Before: it inherited DYNAMICCL_RUN, and its rank 0 led rounds of its own for the tables of the job around it."""
+    program = """
+import os, subprocess, sys, torch, torch.distributed as dist
+net = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for _ in range(3):
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+within = "import os, torch; print('DYNAMICCL_RUN' in os.environ)"
+print("DYNAMICCL_RUN" in os.environ, subprocess.check_output([sys.executable, "-c", within], text=True).strip())
+"""
+    env = {**os.environ, **job_env(run.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["True", "False"], done.stderr

@@ -6,9 +6,8 @@ import protocol_model
 import pytest
 from dynamiccl.envs.nccl.agreement import protocol
 from dynamiccl.envs.nccl.agreement.protocol import ABORT, CommVote, Decision, Vote, decide
-from protocol_model import ONE, TWO, explore
-
-SMALL = replace(ONE, trials=(1,), calls=3)
+from protocol_model import explore
+from protocol_scopes import CAPTURED, ONE, PARTS, SMALL, TWO
 
 
 @pytest.fixture(autouse=True)
@@ -38,17 +37,39 @@ def test_no_order_of_events_splits_a_collective_in_larger_jobs(scope):
     assert explore(scope)[0] == ""
 
 
-@pytest.mark.parametrize(
-    "mutation",
-    [
-        "nobody waits at a limit",
-        "the register can be set twice",
-        "a limit is not looked at again",
-        "a trial ends one call later on rank 1",
-    ],
-)
+@pytest.mark.parametrize("name", ["groups", "captured, told late from there on", "few places for changes"])
+def test_no_order_of_events_splits_a_collective_whatever_the_plugin_does(name):
+    assert explore(PARTS[name])[0] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARTS)
+def test_no_order_of_events_splits_a_collective_in_each_part_of_the_model(name):
+    assert explore(PARTS[name])[0] == ""
+
+
+#: What the plugin or the store does wrong, and a job in which it shows.
+MUTATIONS = {
+    "nobody waits at a limit": SMALL,
+    "the register can be set twice": SMALL,
+    "a limit is not looked at again": SMALL,
+    "a trial ends one call later on rank 1": SMALL,
+    "what is told counts": replace(SMALL, late=True),
+    "the count moves within a group": replace(SMALL, script=(2, 2)),
+    "few calls are picked by the rank": replace(SMALL, one_of=2, trials=(2,)),
+    "a captured call freezes nothing": replace(SMALL, script=(1, CAPTURED, 1, 1, 1), old=True, trials=(2,)),
+    "changes before the last are forgotten": replace(ONE, trials=(1, 1), calls=2),
+    "a buffer that may answer is filled": replace(ONE, trials=(1, 1), calls=2, buffers=1),
+    "a lift lifts all limits": replace(SMALL, left=1, calls=2),
+    "there is one place for what is staged": replace(SMALL, left=1, calls=2),
+    "an answer that is lost is a refusal": replace(SMALL, reconnects=True),
+    "who gives up goes on": replace(SMALL, gives_up=True),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mutation_of_the_words_is_found(mutation):
-    scope = replace(ONE, calls=4, mutations=frozenset({mutation}))
+    scope = replace(MUTATIONS[mutation], mutations=frozenset({mutation}))
     assert "collective" in explore(scope)[0]
 
 
@@ -69,10 +90,10 @@ def hasty(rank, number, identity):
 
 
 def unlimited(rank, number, identity):
-    refusal = yield protocol.Stage()
+    yield protocol.Stage()
     comms = yield protocol.Limit()
     yield protocol.Lift(0)  # as if the limit were set after the vote
-    vote = Vote(rank, number, identity, comms, refusal)
+    vote = Vote(rank, number, identity, comms)
     yield protocol.Cast(vote)
     decision = (yield protocol.Await()) or (yield protocol.Settle(ABORT))
     yield from protocol._act(vote, decision)
@@ -91,11 +112,11 @@ def unlimited(rank, number, identity):
 )
 def test_a_mutation_of_the_parts_is_found(monkeypatch, name, mutant):
     monkeypatch.setattr(protocol, name, mutant)
-    assert "collective" in explore(replace(ONE, calls=4))[0]
+    assert "collective" in explore(SMALL)[0]
 
 
-def vote(rank, limit=10, n_ranks=2, identity="same", marks=None, comm=5):
-    return Vote(rank, 1, identity, {comm: CommVote(n_ranks, 1, limit, 2.5, marks or {16: 7})})
+def vote(rank, limit=10, n_ranks=2, identity="same", marks=None, comm=5, no_clock=""):
+    return Vote(rank, 1, identity, {comm: CommVote(n_ranks, 1, limit, 2.5, marks or {16: 7}, no_clock)})
 
 
 def test_the_decision_is_the_largest_limit_and_a_trial_ends_some_steps_later():
@@ -112,6 +133,8 @@ def test_the_decision_is_the_largest_limit_and_a_trial_ends_some_steps_later():
         ([vote(0), vote(1, marks={16: 8})], True, "the first 16 collectives"),
         ([vote(0, marks={16: 7, 32: 9}), vote(1)], False, ""),
         ([vote(0, marks={2048: 9}), vote(1)], False, "cannot be compared"),
+        ([vote(0, marks={16: 7, 2048: 9}), vote(1, marks={16: 7, 48: 3})], False, ""),
+        ([vote(0), vote(1, no_clock="told late")], True, "rank 1 of its collectives late (told late)"),
     ],
 )
 def test_who_is_not_of_one_mind_is_left_out_by_name(votes, for_good, words):

@@ -15,8 +15,11 @@ from dynamiccl.envs.nccl.plugin.build import job_env, plugin_path
 from dynamiccl.envs.nccl.shm import decode_table, encode_table
 from dynamiccl.traces.records import Decision, Rule, Table
 from nccl_groups import Groups
+from nccl_late import tells
 from nccl_releases import Call, Communicator
-from test_plugin import MB, fixed, offer
+from plugin_run import MB, fixed, offer
+
+__all__ = ["tells"]  # a fixture: each test runs in both modes
 
 
 @pytest.fixture
@@ -38,7 +41,7 @@ def join(plugin):
         return made[-1]
 
     yield one
-    plugin.lift(0)
+    plugin.lift(1, 0)
     for comm in made:
         comm.finalize()
 
@@ -60,7 +63,7 @@ def timed_call(comm: Communicator, func: str = "all_gather", n_bytes: int = MB) 
     n_channels = comm.get_coll_info(func, n_bytes, offer(ring_ll=10, ring_simple=30))
     handle = comm.start_coll(func, 0, n_bytes // 8 // 4, "float32", 1, 16, "ring", "ll")
     comm.stop(handle)
-    return n_channels, handle is not None
+    return n_channels, comm.is_timed(handle)
 
 
 def calls(comm: Communicator, n: int) -> list[int]:
@@ -70,15 +73,13 @@ def calls(comm: Communicator, n: int) -> list[int]:
 def test_a_staged_table_holds_nothing_until_a_switch(plugin, join):
     comm = join()
     plugin.activate(message(3))
-    assert plugin.stage(message(4)) == 4 and call(comm) == 3
-    assert plugin.stage(message(5)) == 5 and call(comm) == 3  # takes the other's place
+    assert plugin.stage(1, message(4)) == 4 and call(comm) == 3
+    assert plugin.stage(1, message(5)) == 5 and call(comm) == 3  # takes the other's place
     with pytest.raises(ValueError, match="refuses"):
-        plugin.stage(b"no table")
-    plugin.switch(7, 2, 0)
+        plugin.stage(1, b"no table")
+    plugin.switch(1, 7, 2, 0)
     assert call(comm) == 5
-    plugin.stage(message(6))
-    plugin.activate(message(9))  # drops it
-    plugin.switch(7, 3, 0)
+    plugin.activate(message(9))
     assert call(comm) == 5 and fixed(plugin) == 9
     assert call(join(8)) == 9, "where nothing was agreed"
 
@@ -86,22 +87,22 @@ def test_a_staged_table_holds_nothing_until_a_switch(plugin, join):
 def test_a_trial_holds_from_one_collective_until_another_then_what_was_there_to_stay(plugin, join):
     comm, other = join(), join(8)
     plugin.activate(message(1))
-    plugin.stage(message(2))
-    plugin.switch(7, 2, 5)
+    plugin.stage(1, message(2))
+    plugin.switch(1, 7, 2, 5)
     assert calls(comm, 7) == [1, 1, 2, 2, 2, 1, 1]
     assert calls(other, 7) == [1] * 7
-    plugin.stage(message(3))
-    plugin.switch(7, 8, 0)
-    plugin.stage(message(4))
-    plugin.switch(7, 10, 12)
+    plugin.stage(1, message(3))
+    plugin.switch(1, 7, 8, 0)
+    plugin.stage(1, message(4))
+    plugin.switch(1, 7, 10, 12)
     assert calls(comm, 7) == [1, 3, 3, 4, 4, 3, 3]
 
 
 def test_a_later_switch_cuts_a_trial_short(plugin, join):
     comm = join()
     for generation, since, until in ((1, 1, 100), (2, 3, 5), (3, 6, 0)):
-        plugin.stage(message(generation))
-        plugin.switch(7, since, until)
+        plugin.stage(1, message(generation))
+        plugin.switch(1, 7, since, until)
     assert calls(comm, 8) == [0, 1, 1, 2, 2, 0, 3, 3]
 
 
@@ -109,11 +110,11 @@ def test_memory_for_switches_is_used_again(plugin, join):
     """Before each the count is past the last one, as in rounds."""
     comm, said = join(), []
     for generation in range(1, 65):
-        assert plugin.stage(message(generation)) == generation
-        limit = plugin.limit(7, 2)
+        assert plugin.stage(1, message(generation)) == generation
+        limit = plugin.limit(1, 7, 2)
         assert limit == 3 * generation - 1
-        plugin.switch(7, limit, limit + 1)
-        plugin.lift(generation)
+        plugin.switch(1, 7, limit, limit + 1)
+        plugin.lift(1, generation)
         said += calls(comm, 3)
     assert said == list(itertools.chain.from_iterable((0, 0, g) for g in range(1, 65)))
 
@@ -130,9 +131,9 @@ def test_a_question_at_the_limit_waits_until_lifted(plugin, join, generation):
     """With a decision it is then answered by the new table, which so holds from exactly that collective on."""
     comm, said = join(), []
     plugin.activate(message(1))
-    plugin.stage(message(2))
+    plugin.stage(1, message(2))
     assert calls(comm, 3) == [1] * 3
-    assert plugin.limit(7, 2) == 5 and plugin.waiting() == 0
+    assert plugin.limit(1, 7, 2) == 5 and plugin.waiting() == 0
     thread = threading.Thread(target=lambda: said.extend(calls(comm, 4)))
     thread.start()
     held(plugin)
@@ -140,8 +141,8 @@ def test_a_question_at_the_limit_waits_until_lifted(plugin, join, generation):
     assert plugin.waiting() == 1 and plugin.comms()[7].made == 5
     assert call(join(8)) == 1, "a communicator that came later has no limit"
     if generation:
-        plugin.switch(7, 5, 0)
-    plugin.lift(generation)
+        plugin.switch(1, 7, 5, 0)
+    plugin.lift(1, generation)
     thread.join(10)
     assert not thread.is_alive() and plugin.waiting() == 0
     assert said == [1, 1, *[generation or 1] * 2]
@@ -151,20 +152,21 @@ def test_limits_are_not_before_the_last_switch_and_are_refused_where_switches_wo
     plugin, join
 ):
     comm = Communicator(plugin.path, 7, 8, 1, 0)
-    assert plugin.limit(99, 5) == 0, "no such communicator"
-    for generation, since in ((1, 10), (2, 20), (3, 30)):
-        assert plugin.limit(7, 5) == max(5, since - 10), "where the last switch is"
-        plugin.lift(0)
-        plugin.stage(message(generation))
-        plugin.switch(7, since, 0)
-    assert plugin.limit(7, 5) == 0, "its last switches are all ahead of it"
+    assert plugin.limit(1, 99, 5) == 0, "no such communicator"
+    for generation in range(1, 8):
+        since = 10 * generation
+        assert plugin.limit(1, 7, 5) == max(5, since - 10), "where the last switch is"
+        plugin.lift(1, 0)
+        plugin.stage(1, message(generation))
+        plugin.switch(1, 7, since, 0)
+    assert plugin.limit(1, 7, 5) == 0, "its last switches are all ahead of it"
     assert calls(comm, 20) == [0] * 10 + [1] * 10
-    assert plugin.limit(7, 5) == 30 and plugin.limit(7, 15) == 35
-    plugin.lift(0)
+    assert plugin.limit(1, 7, 5) == 70 and plugin.limit(1, 7, 55) == 75
+    plugin.lift(1, 0)
     comm.finalize()
-    assert plugin.limit(7, 5) == 0 and plugin.comms() == {}
+    assert plugin.limit(1, 7, 5) == 0 and plugin.comms() == {}
     join()
-    assert plugin.limit(7, 5) == 5, "another communicator of that id has no switches"
+    assert plugin.limit(1, 7, 5) == 5, "another communicator of that id has no switches"
 
 
 def test_a_step_is_told_by_the_table_that_answered_it(plugin, join):
@@ -172,10 +174,10 @@ def test_a_step_is_told_by_the_table_that_answered_it(plugin, join):
     plugin.activate(message(3))
     call(one)
     assert plugin.ended() == 3 == plugin.ended()
-    plugin.stage(message(4))
-    plugin.switch(1, 1, 3)
-    plugin.switch(2, 1, 2)
-    plugin.lift(4)
+    plugin.stage(1, message(4))
+    plugin.switch(1, 1, 1, 3)
+    plugin.switch(1, 2, 1, 2)
+    plugin.lift(1, 4)
     said = []
     for comms in ([one, two], [one, out], [two], [two, one], [one], []):
         for comm in comms:
@@ -204,13 +206,14 @@ def test_ranks_that_issue_the_same_have_the_same_marks(plugin, join, release):
         range(1, 5), (8, 1, 200)
     )
     marks = [views[i].marks for i in range(1, 5)]
-    assert set(marks[0]) == {16, 32, 48, 64, 128, 192} and marks[0] == marks[1]
-    assert len(set(marks[0].values())) == 6
-    assert {at for at in marks[0] if marks[2][at] == marks[0][at]} == {16, 32, 48, 64}
-    assert {at for at in marks[0] if marks[3][at] == marks[0][at]} == {16, 32}
+    assert sorted(marks[0]) == [16 * n for n in range(5, 13)] and marks[0] == marks[1]
+    assert len(set(marks[0].values())) == 8
+    assert {at for at in marks[0] if marks[2][at] == marks[0][at]} == {80, 96}
+    assert {at for at in marks[0] if marks[3][at] == marks[0][at]} == set()
     for n in range(3000):
         issue(same, n)
-    assert sorted(plugin.comms()[1].marks) == [64 * n for n in range(50 - 15, 51)]
+    fine, coarse = range(3200 - 7 * 16, 3201, 16), range(3072 - 7 * 256, 3073, 256)
+    assert sorted(plugin.comms()[1].marks) == sorted({*fine, *coarse})
 
 
 @pytest.mark.parametrize("release", ["2.27.7", "2.28.9", "2.29.7", "2.30.7", "2.32.3"])
@@ -249,8 +252,8 @@ def test_all_collectives_of_a_group_run_under_one_table(plugin, release):
 
     comm.tuner.ask = noted
     calls = [Call("all_gather", 2**18), Call("all_gather", 2**21), Call("reduce_scatter", 2**18)]
-    plugin.stage(message(3))
-    plugin.switch(7, 4, 8)  # the second collective of the second group, the third of the third
+    plugin.stage(1, message(3))
+    plugin.switch(1, 7, 4, 8)  # the second collective of the second group, the third of the third
     for _ in range(4):
         answers.append(set())
         comm.group(calls, offer(ring_ll=10, ring_simple=30))
@@ -292,9 +295,9 @@ def test_a_trial_of_few_calls_holds_at_one_of_so_many_and_what_stays_at_the_othe
     """The same calls on every rank, about as many as said, and in no step with a pattern of the job's."""
     ranks = [join(), Communicator(plugin.path, 8, 8, 1, 1)]
     plugin.activate(message(1))
-    plugin.stage(encode_table(replace(decode_table(message(2)), trial_steps=9, one_of=8)))
+    plugin.stage(1, encode_table(replace(decode_table(message(2)), trial_steps=9, one_of=8)))
     for comm_id in (7, 8):
-        plugin.switch(comm_id, 96, 896)
+        plugin.switch(1, comm_id, 96, 896)
     said = [[timed_call(comm) for _ in range(1000)] for comm in ranks]
     assert said[0] == said[1] and set(said[0]) == {(1, False), (2, True)}, "these alone are timed"
     tried = [at for at, generation in enumerate(said[0]) if generation == (2, True)]
@@ -308,11 +311,49 @@ def test_a_trial_of_few_calls_holds_at_one_of_so_many_and_what_stays_at_the_othe
 def test_a_step_of_few_calls_counts_as_the_trials(plugin, join):
     comm = join()
     plugin.activate(message(1))
-    plugin.stage(encode_table(replace(decode_table(message(2)), trial_steps=9, one_of=4)))
-    plugin.switch(7, 16, 64)
-    plugin.lift(2)
+    plugin.stage(1, encode_table(replace(decode_table(message(2)), trial_steps=9, one_of=4)))
+    plugin.switch(1, 7, 16, 64)
+    plugin.lift(1, 2)
     told = []
     for _ in range(6):
         calls(comm, 16)
         told.append(plugin.ended())
     assert told == [1, 2, 2, 2, 1, 1]
+
+
+def test_two_agreements_of_a_process_do_not_meddle_with_each_other(plugin, join):
+    """Before: the thread of a group that was destroyed lifted the limits of the next, and 80 of 640 calls split."""
+    comm, said = join(), []
+    one, two = plugin.join(), plugin.join()
+    assert 0 < one != two > 0
+    calls(comm, 3)
+    plugin.stage(one, message(5))
+    assert plugin.limit(one, 7, 1) == 4 and plugin.limit(two, 7, 1) == 0
+    plugin.stage(two, message(6))
+    thread = threading.Thread(target=lambda: said.extend(calls(comm, 3)))
+    thread.start()
+    held(plugin)
+    plugin.lift(two, 6)
+    plugin.part(two)
+    time.sleep(0.05)
+    assert plugin.waiting() == 1
+    plugin.switch(one, 7, 4, 0)
+    plugin.lift(one, 5)
+    thread.join(10)
+    assert said == [0, 5, 5] and plugin.join() == two
+    plugin.part(one)
+    plugin.part(two)
+
+
+def test_there_are_no_more_agreements_than_places(plugin):
+    owners = [plugin.join() for _ in range(9)]
+    assert owners == [*range(1, 9), 0]
+
+
+def test_a_switch_that_the_plugin_refuses_is_an_error_but_where_the_communicator_is_gone(plugin, join):
+    comm = join()
+    with pytest.raises(OSError, match="Invalid argument"):
+        plugin.switch(1, 7, 3, 0)
+    plugin.stage(1, message(2))
+    plugin.switch(1, 99, 3, 0)
+    assert call(comm) == 0

@@ -6,15 +6,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .layout import Bucket, Row, Unit
+from ..buffers.layout import Bucket, Row
 from .reducer import Reducer
+from .units import Unit
 
 
 class Replicated:
     """The part of a model whose parameters are replicated: ``units``. Stage 3 (what ``hybrid`` leaves) counts as 2."""
 
     def __init__(self, units: list[Unit], reducer: Reducer) -> None:
-        self.params, self.reducer, self.stage = reducer.params, reducer, min(reducer.settings.stage, 2)
+        self.params, self.reducer = reducer.params, reducer
+        self.stage = min(reducer.settings.stage, 2)
         held = sorted(i for u in units for i in u.params)  # as registered: the order of first use
         rows = reducer.rows(held, self.stage)
         self.frozen = [b for row in rows if not row.trainable for b in row.buckets]
@@ -28,7 +30,7 @@ class Replicated:
         self._views: dict[int, torch.Tensor] = {}  # up to stage 1: where a parameter's gradients add up
         for row in trained:
             self._watch(row)
-        self._gathers: dict[Bucket, dist.Work] = {}
+        self._gathers: dict[Bucket, dist.Work] = {}  # under way
         reducer.at_end.append(self._flush)
         self._begin()
 
@@ -61,11 +63,14 @@ class Replicated:
 
     def _launch(self, complete_only: bool) -> None:
         """Reduce strictly last to first, on every rank alike, whatever parameters a rank has not used."""
-        settings = self.reducer.settings
-        if self.stage == 2 or self.reducer.micro_batch == settings.gradient_accumulation - 1:
-            while self._next >= 0 and not (complete_only and self.buckets[self._next].pending > 0):
-                self.reducer.launch(self.buckets[self._next])
-                self._next -= 1
+        if self.stage < 2 and not self.reducer.in_last:
+            return
+        while self._next >= 0:
+            bucket = self.buckets[self._next]
+            if complete_only and bucket.pending > 0:
+                return
+            self.reducer.launch(bucket)
+            self._next -= 1
 
     def _flush(self) -> None:
         """At the end of a backward pass: reduce what is left, with zeros for parameters that got no gradient."""
@@ -88,10 +93,12 @@ class Replicated:
 
     def wait(self, unit: Unit | None = None) -> None:
         """Wait until the parameters of ``unit`` (all of them when ``None``) are those of the last step."""
-        if self._gathers:
-            needed = (
-                self.buckets if unit is None else [b for i in unit.params for b in self.in_bucket.get(i, ())]
-            )
-            for bucket in needed:
-                if bucket in self._gathers:
-                    self._gathers.pop(bucket).wait()
+        if not self._gathers:
+            return
+        needed = self.buckets
+        if unit is not None:
+            needed = [bucket for index in unit.params for bucket in self.in_bucket.get(index, ())]
+        for bucket in needed:
+            work = self._gathers.pop(bucket, None)
+            if work:
+                work.wait()

@@ -1,0 +1,226 @@
+"""``dynamiccl plan``: what each ZeRO stage holds, sends and costs for a model, before anything is started.
+
+The figures are those of ``zero_workload/formulas.py``; with a run's folder, what the run measured stands beside them.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+from typing import Annotated, Any
+
+from . import Argument, Json, Option, fail, refusing
+
+GB = 1e9
+
+
+def plan(
+    run: Annotated[str | None, Argument(help="A run's folder: show its measured figures too.")] = None,
+    params: Annotated[float | None, Option(min=1, help="Parameters, e.g. 7e9.")] = None,
+    ranks: Annotated[int | None, Option(min=1, help="Data-parallel ranks.")] = None,
+    layers: Annotated[int, Option(min=1, help="Transformer layers.")] = 32,
+    width: Annotated[int, Option(min=0, help="Model width; 0: from params and layers.")] = 0,
+    heads: Annotated[int, Option(min=0, help="Attention heads; 0: of 128 elements each.")] = 0,
+    seq: Annotated[int, Option(min=1, help="Tokens in a sequence.")] = 2048,
+    batch: Annotated[int, Option(min=1, help="Sequences a rank.")] = 1,
+    optimizer: Annotated[str, Option(help="adam, adan, lion or sgd.")] = "adam",
+    precision: Annotated[str, Option(help="mixed (16 bit, fp32 masters) or fp32.")] = "mixed",
+    tensor: Annotated[int, Option(min=1, help="Ranks that share each matrix.")] = 1,
+    memory: Annotated[float, Option(min=0.001, help="GB of one GPU.")] = 80.0,
+    bandwidth: Annotated[float, Option(min=0.001, help="GB/s that a rank sends.")] = 100.0,
+    latency: Annotated[float, Option(min=0, help="Microseconds of a collective.")] = 10.0,
+    tflops: Annotated[float, Option(min=0.001, help="TFLOP/s that a GPU reaches.")] = 150.0,
+    json: Json = False,
+) -> None:
+    """Memory, traffic and time of ZeRO stages 0 to 3 for a transformer, and which stage to use.
+
+    \b
+    dynamiccl plan --params 7e9 --ranks 8 --batch 4
+    dynamiccl plan runs/tune/latest     # what a run held and sent, too
+    """
+    from ...zero_workload import formulas
+
+    measured: dict[str, Any] = {}
+    if run is not None:
+        measured = _measured(run)
+        params = params or measured["params"]
+        ranks = ranks or measured["ranks"]
+    if params is None or ranks is None:
+        fail("say --params and --ranks, e.g. --params 7e9 --ranks 8")
+    if optimizer not in formulas.MOMENTS or precision not in formulas.PRECISIONS:
+        known = f"{', '.join(formulas.MOMENTS)}; {', '.join(formulas.PRECISIONS)}"
+        fail(f"no figures for {optimizer} in {precision}: know {known}")
+    itemsize = formulas.PRECISIONS[precision][0]
+    wide = width or max(128, round((params / (12 * layers)) ** 0.5 / 128) * 128)
+    shape = formulas.Shape(layers, wide, heads or max(1, wide // 128), seq, batch, itemsize)
+    machine = formulas.Machine(memory * GB, tflops * 1e12, bandwidth * GB, latency * 1e-6)
+    with refusing(ValueError, OverflowError):
+        told = estimate(params, ranks, shape, machine, optimizer, precision, tensor)
+    if measured:
+        told["measured"] = compare(measured)
+    print(json_module.dumps(told, indent=2) if json else "\n".join(lines(told)))
+
+
+def estimate(
+    params: float, ranks: int, shape: Any, machine: Any, optimizer: str, precision: str, tensor: int = 1
+) -> dict[str, Any]:
+    """Everything that ``plan`` prints, ready for JSON: bytes, seconds, and one entry for each stage and mode."""
+    from ...zero_workload import formulas as f
+
+    here = params / tensor
+    weight, gradient, _ = f.state_bytes(optimizer, precision)
+    held = {mode: f.activations(shape, mode, tensor) for mode in f.MODES}
+    stages, totals = [], {}
+    for stage in range(4):
+        parts = f.model_states(here, ranks, stage, optimizer, precision)
+        sent = f.traffic(here, ranks, stage, weight=weight, gradient=gradient)
+        totals[stage] = sum(parts) + held["sqrt"] + f.RUNTIME
+        row = dict(zip(("weights", "gradients", "optimizer"), parts, strict=True))
+        fits = {mode: sum(parts) + n_bytes + f.RUNTIME <= machine.memory for mode, n_bytes in held.items()}
+        seconds = sent / machine.bandwidth
+        stages.append(
+            {"stage": stage, **row, "total": sum(parts), "sent": sent, "seconds": seconds, "fits": fits}
+        )
+    layer = here / shape.layers
+    compute = f.compute_seconds(here, shape.batch, shape.seq, machine)
+    small = 0.0 if layer > f.LARGE_LAYER else here
+    mixed = f.hybrid(here - small, small, ranks)
+    values = []
+    for name, saved, flops in f.recomputation_value(shape):
+        values.append({"what": name, "saved": saved, "flops": flops, "bytes_per_flop": saved / flops})
+    return {
+        "params": params,
+        "ranks": ranks,
+        "shape": vars(shape),
+        "optimizer": optimizer,
+        "precision": precision,
+        "tensor": tensor,
+        "machine": vars(machine),
+        "stages": stages,
+        "classic_sent": f.traffic(here, ranks, 1, True, weight, gradient),
+        "layer_activations": f.layer_activations(shape),
+        "activations": held,
+        "recomputed": {mode: f.recomputed_share(shape, mode) for mode in f.MODES},
+        "recomputation_value": values,
+        "best_interval": f.best_interval(shape.layers),
+        "runtime": f.RUNTIME,
+        "compute_seconds": compute,
+        "stage_3_seconds": f.stage_3_seconds(here, shape.layers, machine),
+        "break_even_batch": f.break_even_batch(here, shape.layers, shape.seq, machine),
+        "prefetch": f.prefetch_depth(layer, compute / 3 / shape.layers, machine.bandwidth),
+        "hybrid": {"layer_params": layer, "held": mixed[0], "sent": mixed[1]},
+        "tensor_sent": f.tensor_traffic(shape, tensor, shape.layers),
+        "recommended_stage": f.stage_that_fits(totals, machine.memory, ranks),
+    }
+
+
+def lines(told: dict[str, Any]) -> list[str]:
+    """The plan for people: at most 40 lines of 80 columns."""
+    shape, machine = told["shape"], told["machine"]
+    size = f"{told['params'] / GB:g} B parameters, {told['ranks']} ranks, {told['optimizer']}, {told['precision']}"
+    found = [size, "", "GB of a rank  weights gradients optimizer    total     sent  transfer"]
+    for row in told["stages"]:
+        held = [f"{row[key] / GB:9.4g}" for key in ("weights", "gradients", "optimizer", "total", "sent")]
+        found.append(f"stage {row['stage']}     {''.join(held)} {row['seconds'] * 1e3:7.3g} ms")
+    found.append(f"stage 1 by all-reduce (--classic) sends {told['classic_sent'] / GB:.4g} GB")
+    each = [f"{n / GB:.3g}" for n in told["layer_activations"]]
+    what = f"{shape['batch']} x {shape['seq']} tokens: 14 BLd {each[0]} GB, B H L^2 {each[1]} GB a layer"
+    found += ["", f"activations of {what}", "recompute   activations  again   fits with stage"]
+    for mode, n_bytes in told["activations"].items():
+        stages = [str(row["stage"]) for row in told["stages"] if row["fits"][mode]]
+        again = f"{told['recomputed'][mode]:6.1%}"
+        found.append(f"{mode:<11} {n_bytes / GB:8.3g} GB {again}   {', '.join(stages) or 'none'}")
+    found.append(
+        f"sqrt: every {told['best_interval']}th layer is kept; {told['runtime'] / GB:g} GB are CUDA's, NCCL's"
+    )
+    found += ["", "what to recompute first         saves   bytes a FLOP"]
+    for row in told["recomputation_value"]:
+        found.append(f"{row['what']:<26} {row['saved'] / GB:7.3g} GB {row['bytes_per_flop']:9.2g}")
+    times = f"compute {told['compute_seconds'] * 1e3:.3g} ms, stage 3 sends for {told['stage_3_seconds'] * 1e3:.3g} ms"
+    found += ["", times, f"below 5 % of the compute from a batch of {told['break_even_batch']}"]
+    mixed = told["hybrid"]
+    found.append(f"gather {told['prefetch']} layers ahead (k* = gather / compute of a layer)")
+    kept = f"{mixed['layer_params'] / 1e6:.4g} M a layer: {mixed['held'] / GB:.4g} GB, {mixed['sent'] / GB:.4g} GB sent"
+    found += ["hybrid (layers over 100 M parameters at stage 3, smaller ones at 2):", f"  {kept}"]
+    if told["tensor"] > 1:
+        found.append(f"tensor parallel ranks send {told['tensor_sent'] / GB:.3g} GB more")
+    best = told["recommended_stage"]
+    room = f"{machine['memory'] / GB:g} GB"
+    offload = f"no stage fits {room}: take more ranks, or stage 3 with offload"
+    found += ["", offload if best is None else f"use stage {best}: the lowest that fits {room} with sqrt"]
+    if "measured" in told:
+        found += ["", *measured_lines(told["measured"])]
+    return found
+
+
+# A run --------------------------------------------------------------------------------------------------------------
+
+
+def _measured(run: str) -> dict[str, Any]:
+    """What a run of our own job left: the job's account, and bytes by collective of a step."""
+    from pathlib import Path
+
+    from ...traces.files import Trace, TraceError
+
+    with refusing(TraceError, OSError, ValueError):
+        trace = Trace.read(Path(run))
+        log = trace.folder.parent / "job.jsonl"
+        if not log.is_file():
+            fail(
+                f"{run} has no job.jsonl: `plan RUN` knows runs of our own job (dynamiccl tune without a COMMAND)"
+            )
+        records = [json_module.loads(line) for line in log.read_text("utf-8").splitlines()]
+    ended = [record for record in records if "memory" in record]
+    if not ended:
+        fail(f"{log} holds no memory: the job writes it when it ends")
+    head = {**records[0], **ended[-1]}
+    scale = trace.header.get("bytes_scale") or 1
+    sent = sent_in_a_step(trace.events, records[0]["n_ranks"], scale)
+    return {**head, "params": head["n_params"], "ranks": head["n_ranks"], "sent": sent}
+
+
+def sent_in_a_step(events: Any, ranks: int, scale: float = 1) -> dict[str, float]:
+    """Bytes that one rank sends in a step on a ring, by collective: the median over the steps that were seen whole.
+
+    ``scale``: emulated bytes for one of the job's.
+    """
+    if events.empty:
+        return {}
+    one = events[events["pid"] == events["pid"].iloc[0]]
+    steps = sorted(one["step"].unique())[1:-1]  # the first holds the set-up, the last may be cut
+    whole = one[one["step"].isin(steps)]
+    found: dict[str, float] = {}
+    for func, calls in whole.groupby("func"):
+        times = 2 if func == "all_reduce" else 1
+        by_step = calls["n_bytes"].groupby(calls["step"]).sum()
+        share = (ranks - 1) / ranks
+        found[str(func)] = float(by_step.median()) / scale * times * share
+    return found
+
+
+def compare(measured: dict[str, Any]) -> dict[str, Any]:
+    """Measured bytes beside the formulas' for the run's stage, and by how much they differ."""
+    from ...zero_workload import formulas as f
+
+    precision = "fp32" if measured["dtype"] == "fp32" else "mixed"
+    params, ranks, stage = measured["params"], measured["ranks"], measured["stage"]
+    weight, gradient, _ = f.state_bytes("adam", precision)
+    held = f.model_states(params, ranks, stage, "adam", precision)
+    rows = []
+    for name, formula in zip(("weights", "gradients", "optimizer"), held, strict=True):
+        rows.append({"what": name, "measured": measured["memory"][name], "formula": formula})
+    sent = f.traffic(params, ranks, stage, weight=weight, gradient=gradient)
+    sent -= f.ring(ranks) * weight * measured.get("kept_params", 0)
+    sent += f.scalar_traffic(measured["n_tensors"], ranks) + 2 * f.ring(ranks) * 4 * (ranks + 1)
+    rows.append({"what": "sent in a step", "measured": sum(measured["sent"].values()), "formula": sent})
+    for row in rows:
+        row["off"] = row["measured"] / row["formula"] - 1 if row["formula"] else 0.0
+    return {"stage": stage, "rows": rows, "by_collective": measured["sent"]}
+
+
+def measured_lines(compared: dict[str, Any]) -> list[str]:
+    """The table of a run."""
+    found = [f"this run, stage {compared['stage']}     measured      formula    off"]
+    for row in compared["rows"]:
+        both = f"{row['measured'] / 1e6:10.3f} MB {row['formula'] / 1e6:9.3f} MB"
+        found.append(f"{row['what']:<20} {both} {row['off']:+6.1%}")
+    return found

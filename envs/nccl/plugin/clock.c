@@ -1,0 +1,254 @@
+// The clock that the ranks of a communicator share: how many collectives each has seen.
+//
+// NCCL demands that all ranks of a communicator issue the same collectives in the same order. From 2.28 on a
+// call is told where the program makes it, and a group's launch where it is made, on the thread that issues
+// it: a group counts at its launch, whole. Calls that are priced alone (ncclGroupSimulateEnd) or captured are
+// never launched so, and do not count.
+//
+// NCCL 2.27 tells of a collective itself only, and not always where it is issued: with CUDA_LAUNCH_BLOCKING,
+// or where its communicator has been captured, one that goes over the network is told by a thread of CUDA,
+// later, and each rank decides that alone. There the count is no clock.
+#include <stdlib.h>
+
+#include "seat.h"
+
+enum { LEVELS = 3, A_LEVEL = DCCL_MARKS / LEVELS };
+// Each level has the last marks of so many collectives: ranks that are far apart meet at a coarse one.
+static const uint64_t spacing[LEVELS] = {16, 256, 4096};
+_Static_assert(LEVELS* A_LEVEL == DCCL_MARKS, "marks");
+
+static _Atomic bool captures;                  // whatever is called now goes into a CUDA graph
+static _Atomic bool has_captured, is_blocked;  // ever in this process; kernels are launched one by one
+static _Atomic uint64_t n_threads;
+static _Thread_local uint64_t this_group;  // another number for each group of calls on any thread
+
+void dccl_clock_after_fork(void) {
+  atomic_store(&captures, false);
+  atomic_store(&has_captured, false);
+}
+
+// ---- captures ----
+
+// NCCL looks at this variable once, when it is first used; whatever we have ever seen there counts.
+void dccl_look_at_launches(void) {
+  const char* value = getenv("CUDA_LAUNCH_BLOCKING");
+  if (value != NULL && *value != 0 && !(value[0] == '0' && value[1] == 0)) atomic_store(&is_blocked, true);
+}
+
+bool dccl_is_captured(const struct dccl_seat* seat) {
+  return dccl_captures() || (seat != NULL && atomic_load_explicit(&seat->is_captured, memory_order_relaxed));
+}
+
+bool dccl_captures(void) { return atomic_load_explicit(&captures, memory_order_relaxed); }
+
+void dynamiccl_capture(int on) {
+  if (on != 0) atomic_store(&has_captured, true);
+  atomic_store(&captures, on != 0);
+  dccl_set_mask();
+}
+
+bool dccl_times_shift_the_clock(void) { return atomic_load(&has_captured) || atomic_load(&is_blocked); }
+
+static bool is_late(const struct dccl_seat* seat) {
+  return atomic_load_explicit(&seat->told, memory_order_relaxed) == DCCL_TOLD_LATE;
+}
+
+uint32_t dccl_clock_of(const struct dccl_seat* seat) {
+  if (!is_late(seat)) return DCCL_COUNTS;
+  if (atomic_load(&seat->is_heard_late)) return DCCL_HEARD_LATE;
+  if (seat->n_nodes < 2) return DCCL_COUNTS;
+  return atomic_load(&is_blocked) ? DCCL_BLOCKED : atomic_load(&has_captured) ? DCCL_CAPTURED : DCCL_COUNTS;
+}
+
+// ---- what NCCL asked about ----
+
+static void count(_Atomic uint64_t* calls) {
+  // No locked addition in every collective's path: of two threads at once one may not be counted.
+  atomic_store_explicit(calls, atomic_load_explicit(calls, memory_order_relaxed) + 1, memory_order_relaxed);
+}
+
+void dccl_note_answer(void) { count(&dccl_counts()->calls.used); }
+
+static uint64_t thread_now(void) { return (uint64_t)(uintptr_t)&this_group; }
+
+// A call that is captured stands between the same two others on every rank. From there on NCCL may tell late
+// of what the communicator runs over the network.
+static void note_late_question(struct dccl_seat* seat, bool captured) {
+  atomic_store_explicit(&seat->asker, thread_now(), memory_order_relaxed);
+  if (captured && seat->n_nodes > 1 && !atomic_load(&seat->is_frozen)) dccl_freeze(seat);
+  if (!captured) atomic_store_explicit(&seat->is_first, true, memory_order_relaxed);
+  atomic_store_explicit(&seat->is_asked, true, memory_order_relaxed);
+}
+
+// NCCL prices the collectives of a group together: it asks with the sum of their sizes and then enqueues each
+// with its own. All of a group's questions come before its first collective.
+void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes) {
+  count(&dccl_counts()->calls.asked);
+  if (seat == NULL) return;
+  if (is_late(seat)) note_late_question(seat, dccl_is_captured(seat));
+  const uint32_t group = atomic_load_explicit(&seat->n_groups, memory_order_relaxed);
+  uint32_t n = atomic_load_explicit(&seat->asks[func].n, memory_order_relaxed);
+  if (atomic_load_explicit(&seat->asks[func].group, memory_order_relaxed) != group) {
+    atomic_store_explicit(&seat->asks[func].group, group, memory_order_relaxed);
+    n = 0;
+  }
+  if (n == ASKS) return;
+  for (uint32_t i = 0; i < n; i++) {  // some releases ask several times for one collective
+    if (atomic_load_explicit(&seat->asks[func].n_bytes[i], memory_order_relaxed) == n_bytes) return;
+  }
+  atomic_store_explicit(&seat->asks[func].n_bytes[n], n_bytes, memory_order_relaxed);
+  atomic_store_explicit(&seat->asks[func].n, n + 1, memory_order_relaxed);
+}
+
+static uint64_t asked_about(const struct dccl_seat* seat, uint8_t func, uint64_t n_bytes) {
+  uint64_t found = 0;
+  const uint32_t n = atomic_load_explicit(&seat->asks[func].n, memory_order_relaxed);
+  for (uint32_t i = 0; i < n && i < ASKS; i++) {
+    const uint64_t asked = atomic_load_explicit(&seat->asks[func].n_bytes[i], memory_order_relaxed);
+    if (asked >= n_bytes && (found == 0 || asked < found)) found = asked;
+  }
+  return found;
+}
+
+// ---- marks ----
+
+// Ranks that group their calls otherwise would switch at other calls: what begins a group is part of the
+// hash.
+static uint64_t mixed(uint64_t hash, uint64_t size, uint64_t kinds, bool first) {
+  hash = (hash ^ size) * UINT64_C(0x100000001b3);
+  return (hash ^ hash >> 29 ^ kinds ^ (uint64_t)first << 16) * UINT64_C(0x9e3779b97f4a7c15);
+}
+
+// Nine letters of a name, from its fourth on: there NCCL's names of collectives (AllGather) and of types
+// (ncclFloat8e4m3) differ.
+static uint64_t word_of(const char* name) {
+  uint64_t word = 0;
+  const bool is_long = name != NULL && name[0] != 0 && name[1] != 0 && name[2] != 0;
+  for (int i = 3; is_long && i < 12 && name[i] != 0; i++) word = word << 7 | (uint8_t)name[i];
+  return word;
+}
+
+static void mark(struct dccl_seat* seat, uint64_t n, uint64_t hash) {
+  for (int level = 0; level < LEVELS && n % spacing[level] == 0; level++) {
+    const uint64_t which = (uint64_t)level * A_LEVEL + n / spacing[level] % A_LEVEL;
+    atomic_store(&seat->marks[which].at, 0);
+    atomic_store(&seat->marks[which].hash, hash);
+    atomic_store(&seat->marks[which].at, n);
+  }
+}
+
+// A mark is made at its call, and is there once that has counted.
+void dccl_copy_marks(struct dccl_seat* seat, struct dccl_comm_view* view) {
+  for (int m = 0; m < DCCL_MARKS; m++) {
+    const uint64_t at = atomic_load(&seat->marks[m].at);
+    view->marks[m].hash = atomic_load(&seat->marks[m].hash);
+    const bool is_whole = at == atomic_load(&seat->marks[m].at);
+    view->marks[m].at = is_whole && at <= view->count ? at : 0;
+  }
+}
+
+static bool counts(uint8_t func) { return func < FUNC_SEND_RECV || func >= N_FUNCS; }
+
+// ---- NCCL 2.28 on: calls and launches ----
+
+void dccl_note_group(void) {
+  if (this_group == 0) this_group = (atomic_fetch_add(&n_threads, 1) + 1) << 40;
+  this_group++;
+}
+
+uint64_t dccl_note_call(struct dccl_seat* seat, const struct dccl_call* call) {
+  if (seat == NULL) return 0;
+  atomic_store_explicit(&seat->is_captured, call->captured, memory_order_relaxed);
+  uint64_t n_called = atomic_load_explicit(&seat->n_called, memory_order_relaxed);
+  const bool first = n_called == 0 || atomic_load_explicit(&seat->group, memory_order_relaxed) != this_group;
+  if (first) {  // calls of the group before that were not launched are forgotten
+    n_called = 0;
+    atomic_store_explicit(&seat->group, this_group, memory_order_relaxed);
+    atomic_store_explicit(&seat->n_called, 0, memory_order_relaxed);
+    const uint32_t n_groups = atomic_load_explicit(&seat->n_groups, memory_order_relaxed);
+    atomic_store_explicit(&seat->n_groups, n_groups + 1, memory_order_relaxed);
+  }
+  if (call->captured) return 0;
+  const uint64_t n = atomic_load_explicit(&seat->n_colls, memory_order_relaxed) + n_called + 1;
+  uint64_t hash = atomic_load_explicit(first ? &seat->hash : &seat->called_hash, memory_order_relaxed);
+  const uint64_t func = word_of(call->func), type = word_of(call->datatype);
+  hash = mixed(hash, call->count, func ^ (type << 24 | type >> 40), n_called == 0);
+  atomic_store_explicit(&seat->called_hash, hash, memory_order_relaxed);
+  if (n % spacing[0] == 0) mark(seat, n, hash);
+  atomic_store_explicit(&seat->n_called, n_called + 1, memory_order_relaxed);
+  return n;
+}
+
+void dccl_note_launch(struct dccl_seat* seat) {
+  if (seat == NULL) return;
+  const uint64_t n_called = atomic_load_explicit(&seat->n_called, memory_order_relaxed);
+  if (n_called == 0) return;
+  const uint64_t before = atomic_load_explicit(&seat->n_colls, memory_order_relaxed), n = before + n_called;
+  const uint64_t generation = dccl_generation(seat);
+  for (uint64_t call = n_called > MADE ? n - MADE + 1 : before + 1; call <= n; call++)
+    atomic_store_explicit(&seat->made[call % MADE], call << 32 | generation, memory_order_relaxed);
+  const uint64_t hash = atomic_load_explicit(&seat->called_hash, memory_order_relaxed);
+  atomic_store_explicit(&seat->hash, hash, memory_order_relaxed);
+  const uint32_t group = atomic_load_explicit(&seat->n_groups, memory_order_relaxed);
+  atomic_store_explicit(&seat->launched, group, memory_order_relaxed);
+  atomic_store_explicit(&seat->n_launched, n_called, memory_order_relaxed);
+  atomic_store_explicit(&seat->n_called, 0, memory_order_relaxed);
+  atomic_fetch_add(&seat->n_colls, n_called);
+}
+
+// Whether a collective is told before the next group has begun: what NCCL asked last, it asked about this
+// one.
+static bool is_of_the_last(const struct dccl_seat* seat, uint64_t number) {
+  const uint64_t n = atomic_load_explicit(&seat->n_colls, memory_order_relaxed);
+  return number + atomic_load_explicit(&seat->n_launched, memory_order_relaxed) > n &&
+         atomic_load_explicit(&seat->launched, memory_order_relaxed) ==
+             atomic_load_explicit(&seat->n_groups, memory_order_relaxed);
+}
+
+static uint32_t generation_of_call(const struct dccl_seat* seat, uint64_t number) {
+  const uint64_t made = atomic_load_explicit(&seat->made[number % MADE], memory_order_relaxed);
+  return made >> 32 == (number & UINT32_MAX) ? (uint32_t)made : dccl_generation(seat);
+}
+
+// ---- collectives ----
+
+// One more on the clock, where only this is told.
+static void tick_late(struct dccl_seat* seat, const struct dccl_record* coll) {
+  const bool first = atomic_load_explicit(&seat->is_first, memory_order_relaxed);
+  atomic_store_explicit(&seat->is_first, false, memory_order_relaxed);
+  uint64_t hash = atomic_load_explicit(&seat->hash, memory_order_relaxed);
+  hash = mixed(hash, coll->n_bytes, (uint64_t)coll->func << 8 | coll->dtype, first);
+  atomic_store_explicit(&seat->hash, hash, memory_order_relaxed);
+  const uint64_t n = atomic_load_explicit(&seat->n_colls, memory_order_relaxed) + 1;
+  if (n % spacing[0] == 0) mark(seat, n, hash);
+  atomic_fetch_add(&seat->n_colls, 1);
+}
+
+// Whether the thread that tells had asked; else it is one of CUDA's, and who knows which question this was.
+static bool is_told_by_the_asker(struct dccl_seat* seat) {
+  const uint64_t asker = atomic_load_explicit(&seat->asker, memory_order_relaxed);
+  if (asker == 0 || asker == thread_now()) return true;
+  atomic_store(&seat->is_heard_late, true);
+  return false;
+}
+
+static void note_late_coll(struct dccl_seat* seat, struct dccl_record* coll) {
+  if (coll->flags & DCCL_FLAG_CAPTURED) return;
+  if (!is_told_by_the_asker(seat)) coll->flags |= DCCL_FLAG_LATE;
+  if (counts(coll->func)) tick_late(seat, coll);
+  if (atomic_exchange_explicit(&seat->is_asked, false, memory_order_relaxed))
+    atomic_fetch_add_explicit(&seat->n_groups, 1, memory_order_relaxed);
+}
+
+void dccl_note_coll(struct dccl_seat* seat, struct dccl_record* coll, uint64_t number) {
+  coll->generation = dccl_generation(seat);
+  if (seat == NULL) return;
+  bool is_asked_about = coll->func < N_FUNCS;
+  if (is_late(seat)) {
+    note_late_coll(seat, coll);
+  } else if (number != 0) {
+    coll->generation = generation_of_call(seat, number);
+    is_asked_about = is_asked_about && is_of_the_last(seat, number);
+  }
+  coll->coll.asked_bytes = is_asked_about ? asked_about(seat, coll->func, coll->n_bytes) : 0;
+}

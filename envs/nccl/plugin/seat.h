@@ -1,0 +1,77 @@
+// What the parts that keep communicators share: comms.c seats them, clock.c counts their collectives,
+// switch.c says which table holds.
+#ifndef DYNAMICCL_SEAT_H_
+#define DYNAMICCL_SEAT_H_
+
+#include <pthread.h>
+
+#include "plugin.h"
+
+enum { SEATS = 256, ASKS = 8, SWITCHES = 8, MADE = 256 };
+#define NO_LIMIT UINT64_MAX
+
+// From collective `from` until `until` the table `trial` holds, at one collective of `one_of` or (0) at all;
+// then, and at the others, `base`.
+struct change {
+  _Atomic uint64_t from, until;
+  _Atomic uint64_t trial, base;
+  _Atomic uint32_t one_of;
+};
+
+// A communicator as tuner and profiler share it. Seats of destroyed ones are taken by new ones when all are
+// taken.
+struct dccl_seat {
+  uint64_t comm_id;  // 0: free
+  int n_users;       // contexts of tuner and profiler; guarded by `dccl_seating`, as comm_id is
+  uint32_t n_ranks, n_nodes;
+  _Atomic uint32_t told;       // how NCCL tells of its collectives
+  _Atomic bool is_captured;    // its last call goes into a CUDA graph
+  _Atomic bool is_asked;       // since the last collective, where those are told late
+  _Atomic bool is_first;       // the next collective begins a group
+  _Atomic bool is_frozen;      // its count stands for ever, and NCCL decides
+  _Atomic bool is_heard_late;  // a collective was told by a thread that had not asked
+  _Atomic uint64_t asker;      // the thread that asked last, where collectives are told late
+  _Atomic uint64_t n_colls, limit;
+  uint32_t limit_owner;   // whose limit it is; guarded by `dccl_seating`
+  _Atomic uint64_t hash;  // of the collectives so far
+  // The group under way: which it is, its calls so far, none of which may ever run, and the hash with them.
+  _Atomic uint64_t group, n_called, called_hash;
+  _Atomic uint32_t n_groups, launched;  // groups begun; of the last that ran, which and how many calls
+  _Atomic uint64_t n_launched;
+  _Atomic uint64_t made[MADE];  // number of a call << 32 | generation of the table that answered it
+  struct {
+    _Atomic uint64_t at, hash;
+  } marks[DCCL_MARKS];
+  struct change changes[SWITCHES];
+  // Which changes may still hold, see switch.c. Another word at each change, as the high bits count them.
+  _Atomic uint64_t order;
+  _Atomic uint32_t decided, generation;  // of the last switch, of the table that answered last
+  struct {
+    _Atomic uint32_t n, group;
+    _Atomic uint64_t n_bytes[ASKS];
+  } asks[N_FUNCS];
+};
+
+extern struct dccl_seat dccl_seats[SEATS];
+extern pthread_mutex_t dccl_seating;
+
+// The seat of a communicator that is in use, or NULL. Holding `dccl_seating`.
+struct dccl_seat* dccl_seated(uint64_t comm_id);
+// Its collectives up to now are the last that are counted: what was to change never will. Waits for the lock.
+void dccl_freeze(struct dccl_seat* seat);
+// Why its count is no clock, see dccl_comm_view.
+uint32_t dccl_clock_of(const struct dccl_seat* seat);
+// Marks of its count that are there.
+void dccl_copy_marks(struct dccl_seat* seat, struct dccl_comm_view* view);
+void dccl_clock_after_fork(void);
+void dccl_switch_after_fork(void);
+
+static inline uint64_t dccl_get(const _Atomic uint64_t* value) {
+  return atomic_load_explicit(value, memory_order_acquire);
+}
+
+static inline uint32_t dccl_get32(const _Atomic uint32_t* value) {
+  return atomic_load_explicit(value, memory_order_acquire);
+}
+
+#endif  // DYNAMICCL_SEAT_H_

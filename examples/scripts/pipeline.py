@@ -1,0 +1,80 @@
+"""A two-stage pipeline with ZeRO inside each stage: ``torchrun --nproc-per-node 4 examples/scripts/pipeline.py``.
+
+Ranks 0 and 1 hold the first half of the blocks, 2 and 3 the second. Each half shards its optimizer states over its two
+ranks. The schedule is torch's; it must not scale the gradients, because the engine has them by then.
+"""
+
+import torch
+import torch.distributed as dist
+from dynamiccl.zero_workload import zero
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+STAGES, MICRO_BATCHES, WIDTH, ROWS = 2, 4, 32, 16
+
+
+class Half(nn.Module):
+    """One stage's blocks."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, width] to the same."""
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The share of a micro-batch in the mean over all of them."""
+    return (output - target).square().mean() / MICRO_BATCHES
+
+
+def train(steps: int, zero_stage: int) -> list[float]:
+    """Losses of this pipeline, on the ranks of the last stage; 0 elsewhere."""
+    world = dist.get_world_size()
+    data = world // STAGES
+    sharding = dist.new_subgroups(data)[0]
+    pipes = [list(range(place, world, data)) for place in range(data)]
+    pipe = dist.new_subgroups_by_enumeration(pipes)[0]
+    torch.manual_seed(0)
+    blocks: list[nn.Module] = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    place = pipe.rank()
+    half = Half(blocks[place * 2 : place * 2 + 2])
+
+    def optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=1e-2)
+
+    fp32 = {"param_dtype": torch.float32, "gradient_accumulation": MICRO_BATCHES, "max_norm": 0.05}
+    # The schedule calls backward, not engine.backward: loss_of divides by the micro-batches.
+    engine = zero(half, optimizer, stage=zero_stage, group=sharding, model_group=pipe, **fp32)
+    # Shapes are given: to learn them torch would run a pass of its own, which stage 3 takes for the step's.
+    shape = torch.zeros(ROWS // MICRO_BATCHES, WIDTH)
+    graded = shape.clone().requires_grad_()
+    known = {"input_args": (graded if place else shape,), "output_args": (graded,)}
+    stage = PipelineStage(half, place, STAGES, torch.device("cpu"), group=pipe, **known)
+    schedule = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=loss_of, scale_grads=False)
+    found = []
+    for step in range(steps):
+        draw = torch.Generator().manual_seed(step)
+        rows = torch.randn(data, ROWS, WIDTH, generator=draw)[sharding.rank()]
+        losses: list[torch.Tensor] = []
+        if place == 0:
+            schedule.step(rows)
+        else:
+            schedule.step(target=rows.roll(1, 1), losses=losses)
+        engine.step()
+        total = torch.stack(losses).sum() if losses else torch.zeros(())
+        dist.all_reduce(total, op=dist.ReduceOp.AVG, group=sharding)
+        found.append(total.item())
+    return found
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    losses = train(steps=20, zero_stage=1)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        print(f"loss {losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last")
+    dist.destroy_process_group()

@@ -1,0 +1,122 @@
+"""The clock holds however NCCL tells: no call runs in two ways, no correct job is accused, and mutations are found."""
+
+import shutil
+import subprocess
+
+import pytest
+from clock_jobs import Job, run_job
+from dynamiccl.envs.nccl.plugin.build import HERE, SOURCES, compiler, plugin_path
+
+SHORT, LONG = 30, 200
+OF_GROUP = "atomic_load_explicit(&seat->group, memory_order_relaxed)"
+#: Mutations of the plugin's sources: file, what stands there, what stands there instead.
+MUTATIONS = {
+    "a group counts when its collectives are told": [
+        ("profiler.c", "    dccl_note_launch(p->seat);", "    (void)p;"),
+        (
+            "clock.c",
+            "  coll->generation = dccl_generation(seat);\n",
+            "  coll->generation = dccl_generation(seat);\n  if (number != 0) dccl_note_launch(seat);\n",
+        ),
+    ],
+    "a call counts where it is made, though it may never run": [
+        (
+            "clock.c",
+            "  return n;\n}\n\nvoid dccl_note_launch",
+            "  dccl_note_launch(seat);\n  return n;\n}\n\nvoid dccl_note_launch",
+        )
+    ],
+    "calls that were priced alone count with the next group": [
+        (
+            "clock.c",
+            "n_called == 0 || atomic_load_explicit(&seat->group, memory_order_relaxed) != this_group",
+            "n_called == 0",
+        )
+    ],
+    "calls that were priced alone are in the hash": [
+        ("clock.c", "first ? &seat->hash : &seat->called_hash", "&seat->called_hash")
+    ],
+    "a question is asked at the count with its own group": [
+        (
+            "switch.c",
+            "  const uint64_t count = atomic_load(&seat->n_colls);\n  if",
+            "  const uint64_t count = atomic_load(&seat->n_colls) + seat->n_called;\n  if",
+        )
+    ],
+    "a collective is labelled by the table that answered last": [
+        ("clock.c", "made >> 32 == (number & UINT32_MAX) ?", "made >> 63 ?")
+    ],
+    "2.27 counts on where calls were captured": [
+        ("clock.c", "&& !atomic_load(&seat->is_frozen)) dccl_freeze(seat);", "&& false) dccl_freeze(seat);")
+    ],
+    "2.27 counts where launches block": [
+        ("clock.c", "atomic_store(&is_blocked, true);", "atomic_store(&is_blocked, false);"),
+        (
+            "clock.c",
+            "atomic_store(&seat->is_heard_late, true);",
+            "atomic_store(&seat->is_heard_late, false);",
+        ),
+    ],
+    "a mark is there before its call counts": [("clock.c", "is_whole && at <= view->count", "is_whole")],
+}
+
+
+def wrong(outcome):
+    """What a job shows to be wrong with the clock."""
+    return outcome.two_ways or outcome.accused
+
+
+def found_within(library, copies, seeds):
+    """The first job that shows something, of those with a seed among these; None if none does."""
+    return next((job.seed for job in map(Job.of, seeds) if wrong(run_job(job, library, copies))), None)
+
+
+def holds(copies, seeds):
+    outcomes = [run_job(Job.of(seed), plugin_path(), copies) for seed in seeds]
+    assert sum(outcome.two_ways for outcome in outcomes) == 0
+    assert [outcome.accused for outcome in outcomes if outcome.accused] == []
+    tried = [outcome for outcome in outcomes if outcome.under_a_trial > 20]
+    assert len(tried) > 0.6 * len(outcomes), "most jobs are tuned all the same"
+    late = [
+        outcome for outcome in outcomes if outcome.job.release == "2.27.7" and outcome.job.blocks[0] == "1"
+    ]
+    assert all(outcome.no_clock for outcome in late if outcome.job.n_nodes > 1)
+    compared = sum(outcome.compared for outcome in outcomes)
+    print(f"{len(outcomes)} jobs, {compared} calls compared, none in two ways, none accused")
+
+
+def test_no_call_runs_in_two_ways_however_nccl_tells(tmp_path):
+    holds(tmp_path, range(SHORT))
+
+
+@pytest.mark.slow
+def test_no_call_of_200_jobs_runs_in_two_ways_however_nccl_tells(tmp_path):
+    """Captured beside eager; launches that block, do not, or are switched; two nodes; releases 2.27 to 2.32."""
+    holds(tmp_path, range(LONG))
+
+
+@pytest.fixture(scope="module")
+def mutant(tmp_path_factory):
+    """mutant(name) -> a build of the plugin with that mutation."""
+
+    def build(name):
+        folder = tmp_path_factory.mktemp("mutant")
+        for path in HERE.glob("*.[ch]"):
+            shutil.copy(path, folder)
+        for file, stands, instead in MUTATIONS[name]:
+            text = (folder / file).read_text()
+            assert text.count(stands) == 1, f"{file}: {stands}"
+            (folder / file).write_text(text.replace(stands, instead))
+        flags = ("-std=c11", "-D_GNU_SOURCE", "-O1", "-w", "-fvisibility=hidden", "-fPIC", "-shared")
+        sources = [str(folder / source) for source in SOURCES]
+        library = folder / "mutant.so"
+        command = [*compiler(), *flags, *sources, "-o", str(library), "-lpthread", "-ldl"]
+        subprocess.run(command, check=True)
+        return library
+
+    return build
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_of_the_clock_is_found(mutant, tmp_path, name):
+    assert found_within(mutant(name), tmp_path, range(LONG)) is not None

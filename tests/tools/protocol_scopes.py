@@ -1,0 +1,69 @@
+"""The small jobs in which ``protocol_model.py`` explores every order of events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+#: In a script, a call that goes into a CUDA graph.
+CAPTURED = "captured"
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A small job. ``trials``: of each round, how many steps its table is tried for, 0 = to stay."""
+
+    members: tuple[tuple[int, ...], ...]  # ranks by communicator
+    trials: tuple[int, ...] = (1, 0)
+    calls: int = 3  # groups of each communicator; of one collective each, unless there is a script
+    script: tuple[Any, ...] = ()  # how many collectives each group has, or CAPTURED
+    old: bool = False  # NCCL 2.27: what it tells of is counted; after a capture it tells late
+    late: bool = False  # NCCL tells of what is launched at some later time
+    one_of: int = 0  # a trial holds at one collective of so many
+    places: int = 7  # changes that may be ahead
+    buffers: int = 0  # for tables, beside the empty one; 0: as many as rounds
+    empty: tuple[int, ...] = ()  # rounds whose table is empty
+    left: int = 0  # rank that has left another group, whose agreement is still to end; 0: none
+    reconnects: bool = False  # connections to the store break
+    gives_up: bool = False  # a rank may find the store gone, and its job with it
+    deaths: int = 0
+    mutations: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        return self.script or (1,) * self.calls
+
+    @property
+    def n_ranks(self) -> int:
+        return 1 + max(rank for ranks in self.members for rank in ranks)
+
+    def comms(self, rank: int) -> tuple[int, ...]:
+        return tuple(comm for comm, ranks in enumerate(self.members) if rank in ranks)
+
+
+ONE = Scope(((0, 1),), calls=4)
+TWO = Scope(((0, 1), (0, 1)), trials=(1,), calls=2)
+THREE = Scope(((0, 1, 2), (1, 2)), trials=(1,), calls=2)
+BESIDE = Scope(((0, 1), (1, 2)), trials=(1,), calls=1)  # rank 1 has two threads
+SMALL = replace(ONE, trials=(1,), calls=3)
+#: What the plugin does beside counting calls one by one, each in a small job.
+PARTS = {
+    "told late": replace(SMALL, late=True, calls=2),
+    "groups": replace(SMALL, script=(2, 1)),
+    "captured": replace(SMALL, script=(1, CAPTURED, 1)),
+    "captured, told late from there on": replace(SMALL, script=(1, CAPTURED, 1), old=True),
+    "few calls": replace(SMALL, one_of=2),
+    "few places for changes": replace(ONE, trials=(1, 1), calls=2, places=1),
+    "few buffers": replace(ONE, trials=(1, 1), calls=2, buffers=1),
+    "an empty table": replace(ONE, trials=(0, 0), calls=2, buffers=1, empty=(2,)),
+    "another agreement ends": replace(SMALL, left=1),
+    "connections break": replace(SMALL, reconnects=True),
+    "the store is gone": replace(SMALL, gives_up=True),
+}
+LARGE = (
+    BESIDE,
+    replace(ONE, trials=(1, 1, 0), calls=5, deaths=1),
+    replace(TWO, calls=3, deaths=1),
+    replace(THREE, deaths=1),
+    *(replace(scope, deaths=1) for scope in PARTS.values()),
+)

@@ -1,0 +1,44 @@
+"""Fingerprints tell the ZeRO stages apart without labels: by collectives a step, and their bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from dry_run import dry_run
+from public_models import Shape
+
+
+def fingerprint(**settings: Any) -> Counter[str]:
+    """Bytes of a step by collective, of GPT-2's shape with four blocks."""
+    shape = Shape(layers=4, width=256, heads=4, seq=64, vocab=1024)
+    total: Counter[str] = Counter()
+    for call in dry_run(shape, ranks=8, **settings)[0]:
+        if call.dtype == "bfloat16":  # the rest is the engine's own note
+            total[call.func] += call.n_bytes
+    return total
+
+
+def named(seen: Counter[str]) -> str:
+    """The stage, from what was seen alone."""
+    if seen["all_reduce"]:
+        return "1, classic" if seen["all_gather"] else "0"
+    ratio = seen["all_gather"] / seen["reduce_scatter"]
+    return "1 or 2" if ratio == 1 else "3" if 1.4 < ratio <= 2 else "?"
+
+
+@pytest.mark.parametrize(
+    ("settings", "stage"),
+    [
+        ({"stage": 0}, "0"),
+        ({"stage": 1, "classic": True}, "1, classic"),
+        ({"stage": 1}, "1 or 2"),
+        ({"stage": 2}, "1 or 2"),
+        ({"stage": 3}, "3"),
+        ({"stage": 3, "keep_last": False}, "3"),
+        ({"stage": 3, "unit": "layer"}, "3"),
+    ],
+)
+def test_the_stage_is_read_off_the_stream(settings: dict[str, Any], stage: str) -> None:
+    assert named(fingerprint(**settings)) == stage

@@ -1,0 +1,211 @@
+"""What the engine holds: float16 and its scale, exact weights, save and resume, offload, the classic stage 1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dry_run import CollectiveLog
+from dynamiccl.zero_workload import Engine, zero
+from dynamiccl.zero_workload.engine.agreement import message_numel
+from dynamiccl.zero_workload.job.model import Transformer
+from test_zero import TINY, adamw, run, texts, train, train_alone
+from test_zero_exact import spelled
+from world import World
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def engine_of(stage: int, seed: int = 0, **settings: Any) -> Engine:
+    torch.manual_seed(seed)
+    both: dict[str, Any] = {"bucket_bytes": 2**14, **settings}
+    return zero(Transformer(TINY), adamw(1e-2), stage=stage, **both)
+
+
+# float16 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["two", pytest.param("four", marks=pytest.mark.slow)])
+def test_float16_trains_as_float32_within_rounding(size: str, request: pytest.FixtureRequest) -> None:
+    world: World = request.getfixturevalue(size)
+    exact = train_alone(10, max_norm=0.5)
+    first: list[float] = []
+    for stage in range(4):
+        settings = {"stage": stage, "param_dtype": torch.float16, "max_norm": 0.5, "loss_scale": 256.0}
+        losses = world.run(train, 10, settings)[0]
+        assert max(abs(a - b) for a, b in zip(losses, exact, strict=True)) < 0.02, stage
+        first = first or losses
+        assert losses == pytest.approx(first, abs=0.01), stage
+
+
+def overflowing(stage: int) -> dict[str, Any]:
+    """A step whose gradient overflows on rank 1 alone, at a scale that fits; then one that fits."""
+    engine = engine_of(stage, param_dtype=torch.float16, max_norm=1.0, loss_scale=1024.0)
+    before = engine.full_state()
+    loss = engine.model(*texts(0, 0, 2))
+    engine.backward(loss * (1e6 if dist.get_rank() else 1.0))
+    engine.step()
+    stayed = all(
+        torch.equal(value, engine_value) for value, engine_value in _pairs(before, engine.full_state())
+    )
+    found = {
+        "stayed": stayed,
+        "scale": engine.scale.value,
+        "skipped": engine.scale.skipped,
+        "steps": engine.steps,
+    }
+    engine.backward(engine.model(*texts(1, 0, 2)))
+    norm = engine.step()
+    assert norm is not None
+    plain = ""
+    try:
+        engine.model(*texts(2, 0, 2)).backward()
+    except RuntimeError as error:
+        plain = str(error)
+    return found | {"norm": norm.item(), "after": engine.steps, "plain": plain}
+
+
+def _pairs(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[Any, Any]]:
+    return [(value, other[name]) for name, value in one.items()]
+
+
+def unscaled_norm() -> float:
+    engine = engine_of(1, param_dtype=torch.float32, max_norm=1.0)
+    for step in (0, 1):
+        loss = engine.model(*texts(step, 0, 2))
+        engine.backward(loss * (0.0 if step == 0 else 1.0))
+        norm = engine.step()
+    assert norm is not None
+    return norm.item()
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(two: World) -> None:
+    norm = two.run(unscaled_norm)[0]
+    for stage in range(4):
+        for found in two.run(overflowing, stage):
+            assert found["stayed"] and found["scale"] == 512.0
+            assert (found["skipped"], found["steps"], found["after"]) == (1, 0, 1)
+            assert found["norm"] == pytest.approx(norm, rel=0.02)  # without the scale
+            assert "call engine.backward(loss), not loss.backward()" in found["plain"]
+
+
+# Exact weights, save and resume -------------------------------------------------------------------------------------
+
+
+def exact_and_rounded(stage: int, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
+    engine = engine_of(stage, param_dtype=dtype)
+    run(engine, range(2), rows=4)
+    return engine.full_state(), engine.state_dict()
+
+
+def test_full_state_is_exact_and_on_the_first_rank(two: World) -> None:
+    for dtype in DTYPES[1:]:
+        for stage in range(4):
+            (exact, rounded), (elsewhere, _) = two.run(exact_and_rounded, stage, dtype)
+            assert elsewhere == {} and exact.keys() == rounded.keys()
+            assert {value.dtype for value in exact.values()} == {torch.float32}
+            for name, value in exact.items():
+                assert torch.equal(value.to(dtype), rounded[name]), (stage, name)
+            assert any(not torch.equal(value, rounded[name].float()) for name, value in exact.items())
+
+
+def saved(folder: str, stage: int, settings: dict[str, Any]) -> list[float]:
+    """Losses of three steps after a save at the third."""
+    engine = engine_of(stage, **settings)
+    run(engine, range(3))
+    engine.save(folder)
+    return run(engine, range(3, 6))
+
+
+def resumed(folder: str, stage: int, settings: dict[str, Any]) -> tuple[list[float], int]:
+    engine = engine_of(stage, seed=99, **settings)
+    engine.load(folder)
+    begun = engine.steps
+    return run(engine, range(3, 6)), begun
+
+
+def refused(folder: str, other: bool) -> str:
+    engine = zero(torch.nn.Linear(4, 4), adamw(1e-3), stage=1) if other else engine_of(1)
+    try:
+        engine.load(folder)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_run_resumes_at_another_stage(two: World, tmp_path: Path) -> None:
+    settings = {"param_dtype": torch.float32, "max_norm": 0.5}
+    through = two.run(saved, str(tmp_path), 2, settings)[0]
+    for losses, begun in two.run(resumed, str(tmp_path), 3, settings):
+        assert begun == 3 and losses == pytest.approx(through, rel=1e-6)
+    assert "holds no whole checkpoint" in two.run(refused, str(tmp_path / "none"), False)[0]
+    assert (
+        "is of another model: bias has 0 elements there, 4 here" in two.run(refused, str(tmp_path), True)[0]
+    )
+
+
+@pytest.mark.slow
+def test_a_run_resumes_on_another_number_of_ranks(two: World, four: World, tmp_path: Path) -> None:
+    for dtype, near in zip(DTYPES, (1e-6, 0.01, 0.002), strict=True):
+        for stages in ((3, 1), (0, 3)):
+            settings = {"param_dtype": dtype}
+            folder = str(tmp_path / f"{dtype}-{stages[0]}")
+            through = four.run(saved, folder, stages[0], settings)[0]
+            for losses, _ in two.run(resumed, folder, stages[1], settings):
+                assert losses == pytest.approx(through, rel=near), (dtype, stages)
+
+
+# Offload ------------------------------------------------------------------------------------------------------------
+
+
+def offloaded(stage: int, dtype: torch.dtype) -> tuple[list[float], dict[str, int], bool]:
+    engine = engine_of(stage, param_dtype=dtype, offload=True, max_norm=0.5)
+    losses = run(engine, range(4))
+    on_host = all(bucket.master.device.type == "cpu" for bucket in engine.buckets)
+    shared = {bucket.full.untyped_storage()._cdata for bucket in engine.buckets}
+    shared |= {bucket.shard.untyped_storage()._cdata for bucket in engine.buckets}
+    apart = not any(bucket.master.untyped_storage()._cdata in shared for bucket in engine.buckets)
+    return losses, engine.memory(), on_host and apart
+
+
+@pytest.mark.parametrize("size", ["two", pytest.param("four", marks=pytest.mark.slow)])
+def test_offloaded_shards_train_alike_and_weigh_nothing(size: str, request: pytest.FixtureRequest) -> None:
+    world: World = request.getfixturevalue(size)
+    n = sum(p.numel() for p in Transformer(TINY).parameters())
+    for dtype in DTYPES if size == "four" else DTYPES[:1]:
+        for stage in (1, 2, 3):
+            plain = world.run(train, 4, {"stage": stage, "param_dtype": dtype, "max_norm": 0.5})[0]
+            losses, memory, on_host = world.run(offloaded, stage, dtype)[0]
+            assert losses == plain and on_host
+            assert memory["optimizer"] == 0
+            assert memory["host"] == pytest.approx(12 * n / len(world.ranks), rel=0.01)
+
+
+# The classic stage 1 ------------------------------------------------------------------------------------------------
+
+
+def classic(dtype: torch.dtype) -> tuple[list[float], dict[str, int], int]:
+    """Losses, bytes by collective of a step, and those of the parameters."""
+    engine = engine_of(1, param_dtype=dtype, classic=True, max_norm=0.5)
+    losses = run(engine, range(4))
+    with CollectiveLog() as log:
+        engine.backward(engine.model(*texts(4, 0, 2)))
+        engine.step()
+    total: dict[str, int] = {}
+    for call in log.calls:
+        if call.n_bytes != 4 * message_numel(len(engine.params)):
+            total[call.func] = total.get(call.func, 0) + call.n_bytes
+    return losses, spelled(total), dtype.itemsize * sum(b.numel for b in engine.buckets)
+
+
+@pytest.mark.parametrize("size", ["two", pytest.param("four", marks=pytest.mark.slow)])
+def test_classic_stage_1_all_reduces_and_gathers(size: str, request: pytest.FixtureRequest) -> None:
+    world: World = request.getfixturevalue(size)
+    for dtype, near in zip(DTYPES, (1e-6, 0.01, 0.002), strict=True):
+        plain = world.run(train, 4, {"stage": 1, "param_dtype": dtype, "max_norm": 0.5})[0]
+        losses, sent, whole = world.run(classic, dtype)[0]
+        assert losses == pytest.approx(plain, rel=near)
+        assert sent == {"all_reduce": whole, "all_gather": whole}  # 6 P in all: an all-reduce moves twice

@@ -1,0 +1,1 @@
+"""Below the engine: its settings, its collectives, and where every parameter lies."""

@@ -1,0 +1,116 @@
+"""The user's optimizer, made on the module's own parameters, moved onto the parts of them that this rank owns."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..buffers.layout import Bucket, Piece
+
+OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+_NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
+#: Optimizers of torch that look at each element by itself. A subclass of one may look at more: it is not on the list.
+ELEMENTWISE = {getattr(torch.optim, name) for name in _NAMES.split()}
+#: Optimizers of torch that look at each matrix by itself: stages 0 and 1 keep matrices whole.
+BY_MATRIX = {kind for kind in [getattr(torch.optim, "Muon", None)] if kind}
+#: Name of a class in lower case -> why no stage can serve it.
+REFUSED = {
+    "shampoo": "Shampoo multiplies each gradient by roots of two matrices of its sums of squares: these states are "
+    "no shard of anything, and one rank would hold a whole layer's",
+    "kfac": "K-FAC needs the inputs and output gradients of each layer, which an optimizer of shards never sees",
+}
+
+
+class Part(NamedTuple):
+    """What of a parameter this rank owns in a bucket, which the optimizer updates as a parameter of its own."""
+
+    bucket: Bucket
+    piece: Piece  # of the bucket's shard
+    param: (
+        nn.Parameter
+    )  # [elements], or of the parameter's shape where matrices stay whole: a view of the master
+
+
+def parts_of(buckets: Sequence[Bucket], shapes: Sequence[torch.Size] | None = None) -> list[Part]:
+    """The parts of this rank in ``buckets``, in order; of these ``shapes`` by parameter, or flat."""
+    found = []
+    for bucket in buckets:
+        assert bucket.master is not None
+        for piece in bucket.mine():
+            part = bucket.master.detach()[piece.where]
+            if shapes is not None:
+                part = part.view(shapes[piece.param])
+            found.append(Part(bucket, piece, nn.Parameter(part)))
+    return found
+
+
+def needs_matrices(optimizer: torch.optim.Optimizer, said: bool | None, stage: int) -> bool:
+    """Whether ``optimizer`` needs whole matrices: as the user ``said`` (elementwise or not), else by its class.
+
+    Raises:
+        ValueError: it needs them and ``stage`` cuts them, or nothing is known of it.
+    """
+    kind = type(optimizer)
+    name = kind.__name__
+    reason = REFUSED.get(name.lower().replace("-", "").replace("_", ""))
+    if reason:
+        raise ValueError(f"{reason}: take an elementwise optimizer, or Muon at stages 0 and 1")
+    elementwise = getattr(kind, "elementwise", kind in ELEMENTWISE) if said is None else said
+    if elementwise:
+        return False
+    if kind not in BY_MATRIX:
+        raise ValueError(
+            f"ZeRO cuts parameters up at any element, and {name} may need whole matrices: "
+            "say elementwise=True if it looks at each element by itself"
+        )
+    if stage > 1:
+        raise ValueError(
+            f"{name} needs whole matrices, and stage {stage} cuts their gradients: take stage 0 or 1"
+        )
+    return True
+
+
+def group_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, int]:
+    """Trainable parameter -> its group's number.
+
+    Raises:
+        ValueError: a trainable parameter is in no group, or a group has a parameter that is not the model's.
+    """
+    numbers = dict[int, int]()
+    for number, group in enumerate(optimizer.param_groups):
+        numbers |= {id(p): number for p in group["params"]}
+    found = {name: numbers.get(id(p), -1) for name, p in model.named_parameters() if p.requires_grad}
+    for name, number in found.items():
+        if number < 0:
+            cure = "give it to one, or freeze it (requires_grad)"
+            raise ValueError(f"{name} is in no group of the optimizer: {cure}")
+    known = {id(p) for p in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        if any(id(p) not in known for p in group["params"]):
+            raise ValueError(f"group {number} of the optimizer has parameters that the model has not")
+    return found
+
+
+def regroup(
+    optimizer: torch.optim.Optimizer, params: Sequence[Any], shapes: Sequence[torch.Size], parts: list[Part]
+) -> None:
+    """Put ``parts`` in place of the module's ``params``, of those ``shapes``, in every group. States that the optimizer
+    has already are cut alike.
+    """
+    born = dict(optimizer.state)
+    number_of = {id(p): n for n, p in enumerate(params)}
+    optimizer.state.clear()
+    for _, piece, param in parts:
+        for name, value in born.get(params[piece.param], {}).items():
+            shape = shapes[piece.param]
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == (shape or (1,)):
+                elements = value.reshape(-1)[piece.start : piece.start + piece.numel]
+                value = elements.to(param, copy=True).view(param.shape)
+            optimizer.state[param][name] = copy.deepcopy(value)
+    for group in optimizer.param_groups:
+        numbers = {number_of[id(p)] for p in group["params"]}
+        group["params"] = [part.param for part in parts if part.piece.param in numbers]
+        group.pop("param_names", None)  # there may be several parts of one

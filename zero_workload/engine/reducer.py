@@ -1,0 +1,170 @@
+"""A gradient's way: from ``p.grad`` into a bucket's buffer, through one collective, into the owner's shard."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..buffers.comm import IN_FLIGHT, Collectives
+from ..buffers.layout import Bucket, Row
+from ..buffers.settings import Settings
+
+
+class _Reduction(NamedTuple):
+    """A reduction under way."""
+
+    bucket: Bucket
+    work: dist.Work
+    result: torch.Tensor
+    sent: torch.Tensor | None  # the buffer, at stages 2 and 3
+    last: bool  # of the last micro-batch
+
+
+class Reducer:
+    """Knows where in a step backward is, starts each bucket's reduction when told to and collects the results.
+
+    Stages 2 and 3 copy gradients into buffers that are kept for the next bucket. At most ``IN_FLIGHT`` reductions are
+    under way at once, so the buffers do not grow with the model.
+
+    Args:
+        whole: no parameter is cut (at stages 0 and 1), for optimizers of matrices.
+    """
+
+    def __init__(
+        self, comm: Collectives, params: Sequence[nn.Parameter], settings: Settings, whole: bool = False
+    ) -> None:
+        self.comm, self.params, self.settings, self.whole = comm, params, settings, whole
+        self.micro_batch = 0
+        self.in_backward = False
+        self.by_engine = False  # engine.backward called this backward pass
+        self.used = [0.0] * len(params)  # 1: has a gradient on this rank in this step
+        self.at_end: list[Callable[[], None]] = []  # called at the end of every backward pass
+        self._reductions: deque[_Reduction] = deque()
+        self._replicas: list[dist.Work] = []
+
+    def rows(self, indices: Sequence[int], stage: int) -> list[Row]:
+        """Parameters laid end to end; the trainable and the frozen apart."""
+        found = []
+        for trainable in (True, False):
+            some = [i for i in indices if self.params[i].requires_grad == trainable]
+            if some:
+                whole = self.whole and trainable
+                found.append(Row(self.comm, self.params, some, self.settings, stage, whole))
+        return found
+
+    def begin_backward(self, index: int | None = None) -> None:
+        """Called by the first hook of a backward pass, and for each parameter (``index``) that has a gradient.
+
+        Raises:
+            RuntimeError: this step's gradients are reduced already, or the loss had to be scaled and is not.
+        """
+        if index is not None:
+            self.used[index] = 1.0
+        if self.in_backward:
+            return
+        self.in_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self.require_room()
+        if self.settings.scaled and not self.by_engine:
+            raise RuntimeError(
+                "float16 gradients need a scaled loss: call engine.backward(loss), not loss.backward()"
+            )
+
+    def require_room(self) -> None:
+        """Raise RuntimeError where backward was called once a micro-batch already."""
+        if self.micro_batch >= self.settings.gradient_accumulation:
+            raise RuntimeError(
+                f"backward was called {self.micro_batch} times in this step, which has as many micro-batches: "
+                "add the losses up for one backward, or call engine.step() first"
+            )
+
+    def _end_backward(self) -> None:
+        for flush in self.at_end:
+            flush()
+        self.micro_batch, self.in_backward = self.micro_batch + 1, False
+
+    def require_whole(self) -> None:
+        """Raise RuntimeError where a backward pass has ended with an error: other ranks may wait for its reductions."""
+        if self.in_backward and torch._C._current_graph_task_id() < 0:
+            raise RuntimeError(
+                "backward has failed and left its step half reduced: end the job, and start it again"
+            )
+
+    @property
+    def in_last(self) -> bool:
+        """Whether this is the last micro-batch of the step."""
+        return self.micro_batch == self.settings.gradient_accumulation - 1
+
+    def launch(self, bucket: Bucket) -> None:
+        """Start the reduction of ``bucket``. At stages 2 and 3 this frees the gradients it has copied."""
+        if bucket.grads is not None:
+            self._launch_whole(bucket, bucket.grads)
+            return
+        # The buffers are as many as the reductions in flight: wait for the oldest before filling another.
+        while len(self._reductions) >= IN_FLIGHT:
+            self._finish()
+        sent = self._pack(bucket)
+        assert bucket.grad_shard is not None
+        result, first = bucket.grad_shard, self.micro_batch == 0
+        if not first or result.dtype != sent.dtype:  # to be added to what is there
+            result = self.comm.take(bucket.numel // self.comm.size, sent)
+            if first:
+                bucket.grad_shard.zero_()
+        work = self.comm.reduce_scatter(result, sent)
+        self._reductions.append(_Reduction(bucket, work, result, sent, self.in_last))
+
+    def _launch_whole(self, bucket: Bucket, grads: torch.Tensor) -> None:
+        """At stages 0 and 1, where the gradients [numel] added up: the result lies where the optimizer looks for it."""
+        local = grads.to(self.settings.wire)
+        if not self.settings.stage or self.settings.classic:
+            work, result = self.comm.all_reduce(local), local[bucket.owned]
+        else:
+            own_memory = local is not grads
+            result = local.new_empty(local.numel() // self.comm.size) if own_memory else local[bucket.owned]
+            work = self.comm.reduce_scatter(result, local)
+        bucket.grad_shard = result
+        self._reductions.append(_Reduction(bucket, work, result, None, self.in_last))
+
+    def drain(self) -> None:
+        """Wait for everything under way."""
+        while self._reductions:
+            self._finish()
+        while self._replicas:
+            self._replicas.pop().wait()
+
+    def _pack(self, bucket: Bucket) -> torch.Tensor:
+        """The gradients of ``bucket`` in a buffer [numel], with zeros for those that are not there."""
+        sent = self.comm.take(bucket.numel, bucket.full.new_empty(0, dtype=self.settings.wire))
+        into, source, end = [], [], 0
+        for piece in bucket.pieces:
+            sent[end : piece.offset].zero_()
+            end = piece.offset + piece.numel
+            grad = self.params[piece.param].grad
+            if grad is None:
+                sent[piece.where].zero_()
+            else:
+                into.append(sent[piece.where])
+                source.append(grad.reshape(-1)[piece.start : piece.start + piece.numel])
+        sent[end:].zero_()
+        if into:
+            torch._foreach_copy_(into, source)
+        for piece in bucket.pieces:
+            if piece.start == 0:  # buckets are reduced last to first, so this was the parameter's last piece
+                self.params[piece.param].grad = None
+        return sent
+
+    def _finish(self) -> None:
+        bucket, work, result, sent, last = self._reductions.popleft()
+        work.wait()
+        if sent is None:
+            return
+        assert bucket.grad_shard is not None
+        if result is not bucket.grad_shard:
+            bucket.grad_shard.add_(result)
+            self.comm.give(result)
+        self.comm.give(sent)
+        if last and self.comm.replicas:  # once a step, while the next bucket's reduce-scatter is under way
+            self._replicas.append(self.comm.replicas.all_reduce(bucket.grad_shard))

@@ -1,0 +1,130 @@
+"""Gather units: the parts of a model that stage 3 gathers and frees as one."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import parametrize
+
+from ..buffers.layout import Bucket, Row
+
+#: Modules that hold a model's repeated blocks.
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+#: Modules that are never called: what they hold is.
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
+
+
+class State(Enum):
+    """What is there of a unit at stage 3. Forward: sharded, gathering, gathered, sharded; backward ends at reduced."""
+
+    SHARDED = "only this rank's shard"
+    GATHERING = "an all-gather is under way"
+    GATHERED = "all parameters can be used"
+    REDUCED = "only the shard, and in this backward pass its gradients are on their way"
+
+
+@dataclass(eq=False)
+class Unit:
+    """Parameters (indices into the engine's list) gathered together at stage 3 and awaited together at stages 1 and 2:
+    those below ``module``, where the hooks go. The rest is stage 3's.
+    """
+
+    name: str
+    module: nn.Module
+    params: list[int] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    state: State = State.GATHERED  # as it is made
+    gathers: list[dist.Work] = field(default_factory=list)  # under way while GATHERING
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Those of its rows."""
+        return [bucket for row in self.rows for bucket in row.buckets]
+
+
+def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Children by their path. A parametrization (torch's weight_norm) belongs to the module that uses its weight."""
+    for name, child in module.named_children():
+        if not (name == "parametrizations" and parametrize.is_parametrized(module)):
+            yield f"{prefix}{name}", child
+
+
+def _called(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Children that are called: in place of a list of modules, what is in the list."""
+    for path, child in _children(module, prefix):
+        if isinstance(child, _NEVER_CALLED):
+            yield from _called(child, f"{path}.")
+        else:
+            yield path, child
+
+
+def _has_blocks(module: nn.Module) -> bool:
+    """Whether a container lies in it, at any depth."""
+    if isinstance(module, _CONTAINERS):
+        return True
+    return any(_has_blocks(child) for _, child in _children(module, ""))
+
+
+class _Finder:
+    """Walks through a model and notes its units, each with the number of the block around it, or -1."""
+
+    def __init__(self, unit: str, min_unit: int) -> None:
+        self.by_layer, self.min_unit = unit == "layer", min_unit
+        self.units: list[Unit] = []
+        self.around: list[int] = []
+
+    def walk(self, module: nn.Module, prefix: str = "") -> None:
+        """Note the units below ``module``."""
+        for path, child in _children(module, prefix):
+            numel = sum(p.numel() for p in child.parameters())
+            if isinstance(child, _CONTAINERS):
+                for name, block in _called(child, f"{path}."):
+                    self._add_block(name, block)
+            elif _has_blocks(child):
+                self.walk(child, f"{path}.")
+            elif numel >= self.min_unit:
+                self._add(path, child)
+
+    def _add_block(self, path: str, block: nn.Module) -> None:
+        number = len(self.units)
+        self._add(path, block)
+        if self.by_layer:
+            for name, part in _called(block, f"{path}."):
+                self._add(name, part, number)
+
+    def _add(self, path: str, module: nn.Module, around: int = -1) -> None:
+        self.units.append(Unit(path, module))
+        self.around.append(around)
+
+
+def find_units(model: nn.Module, unit: str, min_unit: int) -> list[Unit]:
+    """Split ``model`` into gather units; together they hold every floating-point parameter once, the root's first.
+
+    ``unit="block"``: one unit for each element of a ``ModuleList`` / ``Sequential`` / ``ModuleDict`` (a transformer's
+    blocks), one for each other module with at least ``min_unit`` elements (embedding, head). What is left - small
+    modules, and parameters shared between units - belongs to the root, which stays gathered during the whole pass.
+    ``unit="layer"``: as above, and each direct child of a block (attention, MLP) is a unit of its own: smaller
+    messages and less memory, more collectives. A unit's parameters may be used only inside its module's ``forward``.
+    """
+    found = _Finder(unit, min_unit)
+    if isinstance(model, _CONTAINERS):
+        for name, block in _called(model, ""):
+            found._add_block(name, block)
+    else:
+        found.walk(model)
+    holders: dict[int, set[int]] = {id(p): set() for p in model.parameters()}
+    for number, part in enumerate(found.units):
+        for p in part.module.parameters():
+            holders[id(p)].discard(
+                found.around[number]
+            )  # a part takes its parameters from the block around it
+            holders[id(p)].add(number)
+    root = Unit("root", model)
+    for index, p in enumerate(model.parameters()):
+        if p.is_floating_point():
+            numbers = holders[id(p)]  # units side by side leave what they share to the root
+            owner = found.units[numbers.pop()] if len(numbers) == 1 else root
+            owner.params.append(index)
+    return [root, *(u for u in found.units if u.params)]

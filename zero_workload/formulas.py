@@ -1,0 +1,207 @@
+"""What ZeRO holds, sends and gains, as formulas: for a plan before anything is started, and beside what was measured.
+
+Symbols as in the papers: P parameters, N data-parallel ranks, B sequences of a rank, L tokens in each, d width, H
+heads, n layers. All sizes are in bytes unless a name says otherwise, all times in seconds. Nothing here needs PyTorch.
+
+Sources: [Z] Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC20);
+[K] Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (MLSys 2023); [C] Chen et al.,
+Training Deep Nets with Sublinear Memory Cost (2016); [A] Xie et al., Adan (2022); [L] Chen et al., Symbolic Discovery
+of Optimization Algorithms (2023), which has Lion; [T] Patarasuk and Yuan, Bandwidth Optimal All-reduce (2009).
+"""
+
+import math
+from dataclasses import dataclass
+
+#: Optimizer -> float32 tensors of state that it keeps of each parameter, the master weight apart [Z, A, L].
+MOMENTS = {"sgd": 0, "lion": 1, "adam": 2, "adan": 3}
+#: Precision -> bytes of a weight, of a gradient, and of the master weight.
+PRECISIONS = {"mixed": (2, 2, 4), "fp32": (4, 4, 0)}
+#: Layers with more parameters are sharded in the hybrid by layer size, the others stay at stage 2.
+LARGE_LAYER = 100e6
+#: Modes of recomputation, from the one that holds most.
+MODES = ("none", "selective", "sub-block", "block", "sqrt")
+#: Bytes that CUDA, NCCL and libraries take beside a model, as a rule: a context of 0.2 to 1 GB, NCCL's buffers of 4 MiB
+#: a channel and protocol (0.5 to 1 GB on 8 GPUs), cuBLAS's workspace, the allocator's slack.
+RUNTIME = 3e9
+
+
+def state_bytes(optimizer: str = "adam", precision: str = "mixed") -> tuple[int, int, int]:
+    """Bytes a parameter of weight, gradient and optimizer: 2 + 2 + 12 with Adam in mixed precision, section 3.1 of [Z].
+
+    With k tensors of state an optimizer takes 4 + 4 k: Lion 8 (12 in all), Adan 16 (20 in all). Adan's 20 are its three
+    moments; it also needs the gradient of the step before: 22 where that is kept in 16 bits, 24 in float32.
+    """
+    weight, gradient, master = PRECISIONS[precision]
+    return weight, gradient, master + 4 * MOMENTS[optimizer]
+
+
+def model_states(
+    params: float, ranks: int, stage: int, optimizer: str = "adam", precision: str = "mixed"
+) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer on one rank: 16 P, 4 P + 12 P / N, 2 P + 14 P / N, 16 P / N [Z]."""
+    weight, gradient, states = state_bytes(optimizer, precision)
+    shared = [1 / ranks if stage >= first else 1.0 for first in (3, 2, 1)]
+    return weight * params * shared[0], gradient * params * shared[1], states * params * shared[2]
+
+
+def ring(ranks: int) -> float:
+    """The share of a reduce-scatter's or an all-gather's bytes that a rank sends: (N - 1) / N [T]."""
+    return (ranks - 1) / ranks
+
+
+def traffic(
+    params: float, ranks: int, stage: int, classic: bool = False, weight: int = 2, gradient: int = 2
+) -> float:
+    """Bytes that a rank sends in a step on a ring: 4 P, 4 P, 4 P, 6 P, times (N - 1) / N, section 7 of [Z].
+
+    An all-reduce is a reduce-scatter and an all-gather. ``classic``: stage 1 by all-reduce of the gradients, 6 P.
+    """
+    reductions = 2 if stage == 0 or classic else 1
+    gathers = (0, 1, 1, 2)[stage]
+    return ring(ranks) * params * (reductions * gradient + gathers * weight)
+
+
+def scalar_traffic(n_tensors: int, ranks: int, replicas: int = 1) -> float:
+    """Bytes of the engine's own all-reduce a step: an element for each parameter tensor, the norm, 16 bits, float32."""
+    message = 4 * (n_tensors + 17)
+    return 2 * message * (ring(ranks) + ring(replicas))
+
+
+def hybrid(large: float, small: float, ranks: int) -> tuple[float, float]:
+    """Bytes held and sent with ``large`` parameters at stage 3 and ``small`` at stage 2; (N - 1) / N is left out."""
+    held = 16 * large / ranks + 2 * small + 14 * small / ranks
+    return held, 6 * large + 4 * small
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dense transformer of n ``layers`` of ``width`` d, on B = ``batch`` sequences of L = ``seq`` tokens a rank."""
+
+    layers: int
+    width: int
+    heads: int
+    seq: int
+    batch: int
+    itemsize: int = 2
+
+    @property
+    def token_bytes(self) -> int:
+        """BLd: one value for each token and unit of width."""
+        return self.itemsize * self.batch * self.seq * self.width
+
+    @property
+    def attention_bytes(self) -> int:
+        """B H L^2: the probabilities of one layer, where attention is materialised."""
+        return self.itemsize * self.batch * self.heads * self.seq**2
+
+
+def layer_activations(shape: Shape, norm_outputs: bool = False) -> tuple[int, int]:
+    """Bytes of one layer for backward: 14 BLd, and B H L^2 of attention probabilities.
+
+    The 14: input of the norm 1, Q K V 3, output 1, input of the second norm 1, before and after GELU 4 + 4. The
+    documents leave out what the norms give to the matrices behind them, which these keep: with ``norm_outputs`` it is
+    16 BLd, as [K] has it without its masks of dropout, and as a step of our transformer measures.
+    """
+    return (16 if norm_outputs else 14) * shape.token_bytes, shape.attention_bytes
+
+
+def best_interval(layers: int) -> int:
+    """Keeping every k-th of n layers' inputs and recomputing k at a time holds n / k + k: least at k = sqrt(n) [C]."""
+    return max(1, round(math.sqrt(layers)))
+
+
+def activations(shape: Shape, mode: str = "none", tensor: int = 1) -> float:
+    """Bytes of activations at their peak, of all layers, by what is recomputed.
+
+    ``block``: a layer keeps its input; ``sub-block``: those of attention and MLP; ``selective``: all but probabilities;
+    ``sqrt``: every k-th layer keeps its input. Beside that stands what is recomputed at once. ``tensor``: ranks that
+    share each matrix and keep 1 / N of each checkpoint (P_a of [Z], section 6.1).
+    """
+    linear, attention = layer_activations(shape)
+    one, n = shape.token_bytes / tensor, shape.layers
+    if mode == "none":
+        return n * (linear + attention)
+    if mode == "selective":
+        return n * linear + attention
+    if mode == "sub-block":
+        halves = 5 * shape.token_bytes + attention, 9 * shape.token_bytes
+        return 2 * n * one + max(halves)
+    if mode == "block":
+        return n * one + linear + attention
+    every = best_interval(n)
+    return math.ceil(n / every) * one + every * (linear + attention)
+
+
+def recomputed_share(shape: Shape, mode: str) -> float:
+    """FLOPs that are done again, by those of a step (forward and backward, three times the forward's)."""
+    tokens = shape.batch * shape.seq
+    attention = 4 * tokens * shape.seq * shape.width
+    forward = 24 * tokens * shape.width**2 + attention
+    again = {"none": 0.0, "selective": attention}.get(mode, forward)
+    return again / (3 * forward)
+
+
+def recomputation_value(shape: Shape) -> list[tuple[str, float, float]]:
+    """What a layer may recompute: name, bytes that it saves, FLOPs that it costs; the best first.
+
+    A multiply-add is two FLOPs. A norm, and a GELU, are taken at 8 an element.
+    """
+    tokens, one = shape.batch * shape.seq, shape.token_bytes
+    elements = tokens * shape.width
+    rows = [
+        ("norm outputs", 2.0 * one, 8.0 * 2 * elements),
+        ("GELU output", 4.0 * one, 8.0 * 4 * elements),
+        ("attention probabilities", float(shape.attention_bytes), 2.0 * elements * shape.seq),
+        ("Q K V", 3.0 * one, 6.0 * elements * shape.width),
+    ]
+    return sorted(rows, key=lambda row: -row[1] / row[2])
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU and its network: bytes of memory, FLOP/s that a step reaches, bytes a second, seconds a collective."""
+
+    memory: float = 80e9
+    flops: float = 150e12
+    bandwidth: float = 100e9
+    latency: float = 10e-6
+
+
+def stage_3_seconds(params: float, layers: int, machine: Machine) -> float:
+    """Communication of a step at stage 3 with nothing hidden: three collectives a layer, 6 P bytes."""
+    return 3 * layers * machine.latency + 6 * params / machine.bandwidth
+
+
+def compute_seconds(params: float, batch: float, seq: int, machine: Machine) -> float:
+    """6 P FLOPs a token, forward and backward."""
+    return 6 * params * batch * seq / machine.flops
+
+
+def break_even_batch(params: float, layers: int, seq: int, machine: Machine, share: float = 0.05) -> int:
+    """Least sequences a rank at which stage 3's communication is below ``share`` of the compute."""
+    sequence = compute_seconds(params, 1, seq, machine)
+    return math.ceil(stage_3_seconds(params, layers, machine) / (share * sequence))
+
+
+def prefetch_depth(layer_params: float, compute: float, bandwidth: float) -> int:
+    """k* = ceil(T_gather / T_compute): layers to gather ahead so that no gather is waited for."""
+    return max(1, math.ceil(2 * layer_params / bandwidth / compute))
+
+
+def stage_that_fits(totals: dict[int, float], memory: float, ranks: int) -> int | None:
+    """The lowest stage whose bytes fit; stage 1 sends what stage 0 does, so 0 is for one rank. ``None``: none fits."""
+    for stage in (0,) if ranks == 1 else (1, 2, 3):
+        if totals[stage] <= memory:
+            return stage
+    return None
+
+
+def tensor_traffic(shape: Shape, tensor: int, checkpoints: int = 0) -> float:
+    """Bytes that a rank sends in a step to those that share its matrices, section 6 of [Z].
+
+    A block has two all-reduces in forward and two in backward. Recomputation repeats forward's, but for the last of
+    each of the ``checkpoints``, whose result backward does not need. P_a gathers each checkpoint once.
+    """
+    again = 2 * shape.layers - checkpoints if checkpoints else 0
+    all_reduces = 4 * shape.layers + again
+    return ring(tensor) * shape.token_bytes * (2 * all_reduces + checkpoints)

@@ -1,0 +1,79 @@
+"""Recomputation: keep a part of the model's input only, run its forward again in backward; and where the input lies."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from ..buffers.comm import Collectives
+
+#: What is recomputed: nothing; whole blocks; attention and MLP by themselves; the attention probabilities alone.
+MODES = ("none", "block", "sub-block", "selective")
+
+
+class _Kept:
+    """A row of the arena, for as long as autograd holds it."""
+
+    def __init__(self, arena: "Checkpoints", row: int, shape: torch.Size) -> None:
+        self.arena, self.row, self.shape = arena, row, shape
+
+    def __del__(self) -> None:
+        self.arena.free.append(self.row)
+
+
+class Checkpoints:
+    """One arena in which the inputs of recomputed blocks lie, so that they do not fragment memory (ZeRO's M_D).
+
+    Args:
+        count: rows of the arena: checkpoints of one micro-batch. More of them get memory of their own.
+        group: the ranks of tensor parallelism, which hold equal inputs. Each keeps its part of one, and the block's
+            backward gathers it (ZeRO's P_a). Ranks of data parallelism hold different inputs: those cannot be divided.
+    """
+
+    def __init__(self, count: int, group: dist.ProcessGroup | None = None) -> None:
+        self.count = count
+        self.comm = Collectives(group) if group else None
+        self.arena: torch.Tensor | None = None  # [count, elements of a part], of the first checkpoint's size
+        self.free: list[int] = []
+
+    def save(self, tensor: torch.Tensor) -> Any:
+        """This rank's part of ``tensor`` in a row of the arena; or the tensor itself where it does not fit."""
+        size = self.comm.size if self.comm else 1
+        if not tensor.is_floating_point() or tensor.numel() % size:
+            return tensor
+        rank = self.comm.rank if self.comm else 0
+        part = tensor.detach().reshape(-1).chunk(size)[rank]
+        if self.arena is None:
+            self.arena = part.new_empty(self.count, part.numel())
+            self.free = list(range(self.count))
+        fits = (part.numel(), part.dtype) == (self.arena.shape[1], self.arena.dtype)
+        if not fits or not self.free:
+            return tensor
+        row = self.free.pop()
+        self.arena[row].copy_(part)
+        return _Kept(self, row, tensor.shape)
+
+    def load(self, kept: Any) -> torch.Tensor:
+        """The whole tensor again; with a group, a collective of its ranks."""
+        if isinstance(kept, torch.Tensor):
+            return kept
+        assert self.arena is not None
+        part = self.arena[kept.row]
+        if self.comm is None:
+            return part.clone().view(kept.shape)
+        whole: torch.Tensor = part.new_empty(part.numel() * self.comm.size)
+        self.comm.all_gather(whole, part).wait()
+        return whole.view(kept.shape)
+
+
+def recomputed(
+    function: Callable[..., torch.Tensor], *args: Any, keep: Checkpoints | None = None
+) -> torch.Tensor:
+    """``function(*args)``, whose inner activations are recomputed in backward; its inputs lie in ``keep``."""
+    # The hooks see what checkpoint() itself saves, that is the inputs; inside it installs its own.
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep.save, keep.load) if keep else nullcontext()
+    with hooks:
+        return checkpoint(function, *args, use_reentrant=False)
