@@ -1,6 +1,6 @@
-"""``dynamiccl plan``: what each ZeRO stage holds, sends and costs for a model, before anything is started.
+"""``dynamiccl plan``: memory, traffic and time of each ZeRO stage for a model, before a job starts.
 
-The figures are those of ``zero_workload/formulas.py``; with a run's folder, what the run measured stands beside them.
+``zero_workload/formulas.py`` computes the figures. With a run's folder, the measured figures are shown too.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ def plan(
     ranks: Annotated[int | None, Option(min=1, help="Data-parallel ranks.")] = None,
     layers: Annotated[int, Option(min=1, help="Transformer layers.")] = 32,
     width: Annotated[int, Option(min=0, help="Model width; 0: from params and layers.")] = 0,
-    heads: Annotated[int, Option(min=0, help="Attention heads; 0: of 128 elements each.")] = 0,
+    heads: Annotated[int, Option(min=0, help="Attention heads; 0: heads of 128 elements.")] = 0,
     seq: Annotated[int, Option(min=1, help="Tokens in a sequence.")] = 2048,
-    batch: Annotated[int, Option(min=1, help="Sequences a rank.")] = 1,
+    batch: Annotated[int, Option(min=1, help="Sequences per rank.")] = 1,
     optimizer: Annotated[str, Option(help="adam, adan, lion or sgd.")] = "adam",
     precision: Annotated[str, Option(help="mixed (16 bit, fp32 masters) or fp32.")] = "mixed",
     tensor: Annotated[int, Option(min=1, help="Ranks that share each matrix.")] = 1,
-    memory: Annotated[float, Option(min=0.001, help="GB of one GPU.")] = 80.0,
-    bandwidth: Annotated[float, Option(min=0.001, help="GB/s that a rank sends.")] = 100.0,
-    latency: Annotated[float, Option(min=0, help="Microseconds of a collective.")] = 10.0,
-    tflops: Annotated[float, Option(min=0.001, help="TFLOP/s that a GPU reaches.")] = 150.0,
+    memory: Annotated[float, Option(min=0.001, help="Memory of a GPU, in GB.")] = 80.0,
+    bandwidth: Annotated[float, Option(min=0.001, help="Send bandwidth of a rank, in GB/s.")] = 100.0,
+    latency: Annotated[float, Option(min=0, help="Latency of a collective, in microseconds.")] = 10.0,
+    tflops: Annotated[float, Option(min=0.001, help="Compute speed of a GPU, in TFLOP/s.")] = 150.0,
     json: Json = False,
 ) -> None:
-    """Memory, traffic and time of ZeRO stages 0 to 3 for a transformer, and which stage to use.
+    """Compute memory, traffic and time of ZeRO stages 0 to 3 for a transformer, and advise a stage.
 
     \b
     dynamiccl plan --params 7e9 --ranks 8 --batch 4
-    dynamiccl plan runs/tune/latest     # what a run held and sent, too
+    dynamiccl plan runs/tune/latest     # also what a run used
     """
     from ...zero_workload import formulas
 
@@ -45,10 +45,10 @@ def plan(
         params = params or measured["params"]
         ranks = ranks or measured["ranks"]
     if params is None or ranks is None:
-        fail("say --params and --ranks, e.g. --params 7e9 --ranks 8")
+        fail("give --params and --ranks, e.g. --params 7e9 --ranks 8")
     if optimizer not in formulas.MOMENTS or precision not in formulas.PRECISIONS:
         known = f"{', '.join(formulas.MOMENTS)}; {', '.join(formulas.PRECISIONS)}"
-        fail(f"no figures for {optimizer} in {precision}: know {known}")
+        fail(f"no figures for {optimizer} in {precision}: known are {known}")
     itemsize = formulas.PRECISIONS[precision][0]
     wide = width or max(128, round((params / (12 * layers)) ** 0.5 / 128) * 128)
     shape = formulas.Shape(layers, wide, heads or max(1, wide // 128), seq, batch, itemsize)

@@ -176,11 +176,11 @@ def test_measured_figures_stand_beside_the_formulas() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "say --params and --ranks"),
+        ("", "give --params and --ranks"),
         ("--params 7e9 --ranks 0", "must be at least 1, not 0"),
         (
             "--params 7e9 --ranks 8 --optimizer sofia",
-            "no figures for sofia in mixed: know sgd, lion, adam, adan",
+            "no figures for sofia in mixed: known are sgd, lion, adam, adan",
         ),
         ("/nowhere", "nowhere"),
     ],
