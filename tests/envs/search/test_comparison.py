@@ -176,14 +176,14 @@ def test_a_window_is_its_middle_and_its_noise_knows_that_steps_go_together():
 
 def test_the_width_is_the_formulas():
     """Howard et al. 2021, section 3.2: sqrt((n + rho) log((n + rho) / (rho alpha^2))) / n, worked out by hand."""
-    assert half_width(0) == math.inf
+    assert half_width(0, ALPHA) == math.inf
     level = 2 * math.log(20) + math.log(1 + 2 * math.log(20))  # 7.936
     rho = 4 / level  # 0.504
     assert (level, rho) == (pytest.approx(7.9362, abs=1e-3), pytest.approx(0.5040, abs=1e-3))
-    assert half_width(1) == pytest.approx(3.264, abs=1e-3) and half_width(4) == pytest.approx(
+    assert half_width(1, ALPHA) == pytest.approx(3.264, abs=1e-3) and half_width(4, ALPHA) == pytest.approx(
         1.5176, abs=1e-4
     )
-    assert half_width(12, alpha=0.01) == pytest.approx(1.0469, abs=1e-4)
+    assert half_width(12, 0.01) == pytest.approx(1.0469, abs=1e-4)
 
 
 def test_windows_take_turns_with_one_switch_a_pair_and_an_aborted_one_is_measured_once_more():
