@@ -72,7 +72,7 @@ def all_works() -> WorkloadArrays:
     rng = np.random.default_rng(0)  # the same steps on every machine
     calls = recorded.calls.sum(axis=1)
     sources = np.flatnonzero(calls >= LEAST_MANY)
-    dealt = [_dealt(works, w, rng) for w in np.repeat(sources, VERSIONS)]
+    dealt = [_dealt(works, int(w), rng) for w in np.repeat(sources, VERSIONS)]
     return _joined(works, dealt)
 
 

@@ -203,7 +203,7 @@ class Fabric:
             return np.asarray(own * linear)
         each = staircase(tiles[:, None], sms[:, :, None], taken[:, :, None])
         steps = SEEN * each.mean(axis=2)
-        known = tiles.any(axis=1)[:, None]
+        known = np.asarray(tiles.any(axis=1))[:, None]
         return np.asarray(own * np.where(known, steps, linear))
 
     def _time_us(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> float:
