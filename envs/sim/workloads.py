@@ -63,17 +63,21 @@ def recorded_works() -> WorkloadArrays:
 @functools.cache
 def all_works() -> WorkloadArrays:
     """The steps on record and, after them, those with many slots; kinds of call begin with the N_BESIDE others."""
-    recorded = recorded_works()
+    works = numbered_for_jobs(recorded_works())
+    rng = np.random.default_rng(0)  # the same steps on every machine
+    calls = works.calls.sum(axis=1)
+    sources = np.flatnonzero(calls >= LEAST_MANY)
+    dealt = [_dealt(works, int(w), rng) for w in np.repeat(sources, VERSIONS)]
+    return _joined(works, dealt)
+
+
+def numbered_for_jobs(recorded: WorkloadArrays) -> WorkloadArrays:
+    """Steps as they are recorded, their kinds of call numbered as jobs of any width have them."""
     kind = recorded.steps.slot
     after = np.where(kind >= 0, kind + N_BESIDE, -1)
     slot = np.where(kind >= SLOTS, kind - SLOTS, after)
     steps = replace(recorded.steps, slot=slot.astype(np.int32))
-    works = replace(recorded, steps=steps)
-    rng = np.random.default_rng(0)  # the same steps on every machine
-    calls = recorded.calls.sum(axis=1)
-    sources = np.flatnonzero(calls >= LEAST_MANY)
-    dealt = [_dealt(works, int(w), rng) for w in np.repeat(sources, VERSIONS)]
-    return _joined(works, dealt)
+    return replace(recorded, steps=steps)
 
 
 @dataclass(frozen=True)

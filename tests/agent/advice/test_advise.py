@@ -19,6 +19,7 @@ from dynamiccl.envs.sim.emulated.timeline import CROWD
 from dynamiccl.envs.sim.fabric.fabric import Fabric
 from dynamiccl.envs.sim.jobs import HELD_OUT, STANDARD, SampledClusters, assemble, draw_jobs
 from dynamiccl.envs.sim.step import Law
+from dynamiccl.envs.sim.workloads import numbered_for_jobs
 from dynamiccl.envs.sim.worlds import Extra, Extras
 from dynamiccl.traces.importers.recording import read_recording
 from dynamiccl.traces.queries.skew import exposed_ns
@@ -100,7 +101,7 @@ def like_the_demo(exposed):
     scattered = {i for i, op in enumerate(ops) if op[0] == "reduce_scatter"}
     ops.append(("optimizer", 1.0, scattered))
     workload = Recording.of("zero-3", ops).workload()
-    works = arrays_of([(workload, False)])
+    works = numbered_for_jobs(arrays_of([(workload, False)]))
     fabric = Fabric.of(cluster("dgx-h100-2x8"), 0)
     rng = np.random.default_rng(0)
     sites = SampledClusters(
