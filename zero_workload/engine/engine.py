@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..buffers.comm import Collectives
+from ..buffers.layout import Bucket
 from ..buffers.settings import Settings
 from .agreement import agree
 from .checkpoint import load, masters, save
@@ -167,12 +168,15 @@ class Engine:
         small, large = self._split_units()
         self.replicated = Replicated(small, self.reducer)
         self.sharded = Sharded(large, self.reducer, self.names)
-        trained = self.replicated.buckets + self.sharded.buckets
-        self.buckets = [b for b in trained if b.master is not None]
         self.owned = parts_of(self.buckets, self.shapes if whole else None)
         regroup(optimizer, self.params, self.shapes, self.owned)
         self.outside = Outside(self.params, self.names, settings.stage > 0 or self._masters_apart)
         self._hook()
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets that are trained, those of whole units first."""
+        return [b for b in self.replicated.buckets + self.sharded.buckets if b.master is not None]
 
     def _split_units(self) -> tuple[list[Unit], list[Unit]]:
         """Units that stay whole, and those that are sharded."""

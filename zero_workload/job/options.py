@@ -138,14 +138,7 @@ def _left(add: Callable[..., object]) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Complete the command line and say what is wrong with it before any process starts. Raises ValueError."""
-    args.device = args.device or ("cuda" if args.backend == "nccl" else "cpu")
-    if args.backend == "emulated" and not hasattr(dist.Backend, "EMULATED"):
-        start = "start the job with `dynamiccl tune --cluster PRESET`"
-        raise ValueError(f"backend emulated is not there: {start}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("this machine has no GPU that PyTorch can use: take --backend gloo --device cpu")
-    if args.backend == "nccl" and args.device == "cpu":
-        raise ValueError("backend nccl needs --device cuda")
+    _check_device(args)
     ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
     require_fit(ranks, args.hsdp or 0, args.tensor_parallel)
     if args.hsdp and args.hsdp < ranks // args.tensor_parallel and args.stage < 2:
@@ -161,6 +154,18 @@ def check(args: argparse.Namespace) -> None:
     args.zero = _settings(args)
     args.made, args.elementwise = optimizer_of(args.optimizer, args.lr)
     args.corpus = Corpus(args.seq)
+
+
+def _check_device(args: argparse.Namespace) -> None:
+    """Complete the device, and raise ValueError where it does not go with the backend or this machine."""
+    args.device = args.device or ("cuda" if args.backend == "nccl" else "cpu")
+    if args.backend == "emulated" and not hasattr(dist.Backend, "EMULATED"):
+        start = "start the job with `dynamiccl tune --cluster PRESET`"
+        raise ValueError(f"backend emulated is not there: {start}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("this machine has no GPU that PyTorch can use: take --backend gloo --device cpu")
+    if args.backend == "nccl" and args.device == "cpu":
+        raise ValueError("backend nccl needs --device cuda")
 
 
 def _settings(args: argparse.Namespace) -> dict[str, object]:
