@@ -4,27 +4,24 @@ random runs; and no sentence contradicts the summary that it is made from."""
 import io
 import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from command import invoke
 from dynamiccl.agent.daemon.account import TableNames, comparison_row
 from dynamiccl.agent.daemon.console import Expected, LiveView, show_summary
-from dynamiccl.agent.daemon.daemon import Daemon
 from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.report.report import write_report
 from dynamiccl.agent.report.runs import METRICS, state
 from dynamiccl.agent.report.summary import RunSummary
-from dynamiccl.agent.report.verdict import change, cost, ms, outcome, rows_text, verdict
+from dynamiccl.agent.report.verdict import change, cost, ms, outcome, verdict
 from dynamiccl.envs.live.job_ends import JobEnded
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.replay.decisions import load
 from dynamiccl.envs.replay.job import RecordedJob
 from dynamiccl.envs.search.comparison import Comparison, SequentialTest, TimedWindow
 from dynamiccl.traces.files import Trace
-from dynamiccl.traces.reasons import RunEnds
 from dynamiccl.traces.records import Decision
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -232,108 +229,6 @@ def test_what_is_told_as_it_happens_agrees_with_the_end(run):
     assert not any("rolled back" in e for line in lines for e in line.events)
 
 
-# -- single sentences --------------------------------------------------------------------------------------------------
-
-
-def decided_run(**facts):
-    told = {"speedup": 1.147, "speedup_ci95": [1.016, 1.295], "aa_speedup_ci95": [0.867, 1.157], "kept": True}
-    told |= {
-        "compared": "A",
-        "in_force": "A",
-        "default_step_ms": 325.0,
-        "tuned_step_ms": 251.0,
-        "cost_s": 30.0,
-    }
-    return RunSummary.of(told | {"detectable": 0.02, "steps_to_verdict": 126} | facts)
-
-
-def test_the_verdict_is_one_sentence_with_its_strength_its_cost_and_its_payback():
-    text = verdict(decided_run())
-    steps = 30_000 / (325 * (1 - 1 / 1.147))
-    assert text.startswith(
-        "KEPT A: steps 12.8 % shorter (1.6 to 22.8: weak evidence), found at the cost of 30 s"
-    )
-    assert int(re.search(r"repaid after ([\d,]+) steps", text)[1].replace(",", "")) == int(np.ceil(steps))
-    assert decided_run(speedup_ci95=[1.08, 1.2], aa_speedup_ci95=[0.99, 1.01]).strength == "strong evidence"
-    assert decided_run(speedup_ci95=[1.05, 1.2], aa_speedup_ci95=[0.99, 1.01]).strength == "fair evidence"
-    assert "at no cost" in verdict(decided_run(cost_s=-2.0)) and "repaid" not in verdict(
-        decided_run(cost_s=-2.0)
-    )
-    assert "(emulated times)" in verdict(decided_run(emulated=True))
-
-
-def test_a_run_that_ends_in_its_search_is_not_told_to_have_a_verdict_after_none_steps():
-    """Seen: "verdict after None steps: KEPT A", of a job that ended soon after its first table was confirmed."""
-    daemon, said = object.__new__(Daemon), []
-    daemon.outcome, daemon._say = RunSummary(kept=True, ended="the job ended with status 0"), said.append
-    daemon._summary = lambda: decided_run(steps_to_verdict=None)
-    daemon.tuner = SimpleNamespace(search=None)
-    daemon._say_verdict()
-    assert said == ["the job ended with status 0"]
-
-
-def test_a_run_that_is_stopped_in_its_search_is_told_so_once():
-    """Seen: "stopped by `dynamiccl stop`" in two lines, one after the other. The watch, which comes next, says it."""
-    daemon, said = object.__new__(Daemon), []
-    daemon.outcome, daemon._say = RunSummary(ended=RunEnds.STOPPED()), said.append
-    daemon._summary = lambda: decided_run(steps_to_verdict=None)
-    daemon.tuner = SimpleNamespace(search=None)
-    daemon._say_verdict()
-    assert said == []
-
-
-def test_the_command_for_again_is_whole():
-    console = Console(file=io.StringIO(), width=80)
-    s = decided_run(
-        emulated=True, cluster="dgx-a100-2x8", bytes_scale=360.0, compute_scale=7.0, table="t.json"
-    )
-    show_summary(console, s, quiet=True)
-    assert "apply t.json --cluster dgx-a100-2x8 --compute-scale 7 -- COMMAND\n" in console.file.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("facts", "says", "never"),
-    [
-        ({"kept": False}, "NOTHING KEPT: steps under A were 12.8 % shorter", "KEPT A"),
-        ({"kept": False}, "a gain of 2.0% or more would have been seen", "none of"),
-        ({"kept": False, "speedup": 0.98, "speedup_ci95": [0.95, 1.01]}, "2.0 % longer", "shorter"),
-        ({"kept": False, "speedup": None, "speedup_ci95": None}, "NOTHING FOUND", "%  shorter"),
-        (
-            {"kept": False, "dropped": "it was slower"},
-            "REVERTED: it was slower; NCCL's default is used again",
-            "KEPT",
-        ),
-        ({"kept": None, "speedup": None, "detectable": None, "ended": "over"}, "NO VERDICT: over", "NOTHING"),
-        ({"failure": "two ways"}, "FAILED: two ways", "KEPT"),
-    ],
-)
-def test_the_verdict_is_what_the_run_came_to(facts, says, never):
-    text = verdict(decided_run(**facts))
-    assert says in text and never not in text
-
-
-def test_equal_decisions_are_told_together():
-    rows = [
-        {
-            "func": f,
-            "min_bytes": (n << 19) + 1,
-            "max_bytes": n << 20,
-            "algo": "ring",
-            "proto": "ll128",
-            "n_channels": 8,
-        }
-        for f in ("all_gather", "reduce_scatter")
-        for n in (8, 64, 256)
-    ]
-    assert rows_text(rows) == "ring/ll128/8: all_gather, reduce_scatter 5-8, 33-64, 129-256 MiB"
-    rows[0] |= {"algo": None, "proto": None, "n_channels": None}
-    assert (
-        rows_text(rows)
-        == "ring/ll128/8: all_gather 33-64, 129-256 MiB; reduce_scatter 5-8, 33-64, 129-256 MiB"
-    )
-    assert rows_text(rows[:1]) == "NCCL's default"
-
-
 def test_tables_have_one_letter_each_and_windows_belong_to_both_sides():
     names = TableNames()
     a, b = {GATHER: Decision("ring", "ll128", 8)}, {SCATTER: Decision("ring", "ll128", 8)}
@@ -410,13 +305,3 @@ def test_a_trace_of_calls_without_what_nccl_offered_is_not_told_to_hold_none(tmp
     bare = Trace(**{**vars(trace), "offers": trace.offers.head(0)})
     with pytest.raises(Exception, match=r"holds \d+ calls to tune, but not what NCCL offers .* --cluster"):
         load(bare)
-
-
-def test_a_view_has_no_arithmetic_of_its_own():
-    """A stub of a summary with figures that no run has: each view shows them as they are."""
-    s = decided_run(trace="t", report="r", consistency={"calls_checked": 0, "mismatches": 0})
-    s.reasons = {"ended": []}
-    console = Console(file=io.StringIO(), width=80)
-    show_summary(console, s)
-    said = " ".join(console.file.getvalue().split())
-    assert "A 251 ms against NCCL's default 325 ms" in said and "12.8 % shorter" in said
