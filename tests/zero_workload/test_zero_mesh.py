@@ -212,13 +212,16 @@ def test_the_job_cut_by_hsdp_trains_alike_and_sends_what_the_formulas_say(
     assert losses == pytest.approx(whole, rel=1e-5)
 
 
+BUCKET = "a number of at least 0.001 and below 1e9"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ("--prefetch -1", "--prefetch: a whole number from 0 up, not -1"),
-        *((f"--clip {x}", f"--clip: a number above 0 .*, not {x}") for x in ("-1", "0", "nan")),
-        *((f"--bucket-mb {x}", f"--bucket-mb: a number above 0 .*, not {x}") for x in ("inf", "nan", "0")),
-        ("--timeout -5", "--timeout: a number above 0 .*, not -5"),
+        *((f"--clip {x}", f"--clip: a number above 0 and below 1e9, not {x}") for x in ("-1", "0", "nan")),
+        *((f"--bucket-mb {x}", f"--bucket-mb: {BUCKET}, not {x}") for x in ("inf", "nan", "0", "0.0009")),
+        ("--timeout -5", "--timeout: a number above 0 and below 1e9, not -5"),
     ],
 )
 def test_the_job_refuses(arguments: str, words: str) -> None:

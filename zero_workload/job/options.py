@@ -43,8 +43,8 @@ def _amount(text: str, least: float = 0.0) -> float:
         value = float(text)
         if value > 0 and least <= value < 1e9:
             return value
-    bound = f"from {least:g}" if least else "above 0"
-    raise argparse.ArgumentTypeError(f"a number {bound} (and below 1e9), not {text}")
+    bound = f"of at least {least:g}" if least else "above 0"
+    raise argparse.ArgumentTypeError(f"a number {bound} and below 1e9, not {text}")
 
 
 def _every(text: str) -> int:
