@@ -160,6 +160,7 @@ def _measured(run: str) -> dict[str, Any]:
     from pathlib import Path
 
     from ...traces.files import Trace, TraceError
+    from ...traces.outside import parse_json
 
     with refusing(TraceError, OSError, ValueError):
         trace = Trace.read(Path(run))
@@ -168,7 +169,7 @@ def _measured(run: str) -> dict[str, Any]:
             fail(
                 f"{run} has no job.jsonl: `plan RUN` knows runs of our own job (dynamiccl tune without a COMMAND)"
             )
-        records = [json_module.loads(line) for line in log.read_text("utf-8").splitlines()]
+        records = [parse_json(line) for line in log.read_text("utf-8").splitlines()]
     ended = [record for record in records if "memory" in record]
     if not ended:
         fail(f"{log} holds no memory: the job writes it when it ends")

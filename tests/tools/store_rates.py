@@ -37,7 +37,7 @@ class Phases(NamedTuple):
 
 
 class Still:
-    """In place of the plugin: one communicator that counts on, and is never at its limit."""
+    """In place of the plugin: one communicator that counts on, and is never at its limit. One agreement a rank."""
 
     def __init__(self, n_ranks: int, n_nodes: int) -> None:
         self.shape, self.ended = (n_ranks, n_nodes), 0
@@ -46,7 +46,10 @@ class Still:
         made = int(100 * time.monotonic())
         return {7: CommView(*self.shape, made, {16: 1})}
 
-    def limit(self, comm: int, distance: int) -> int:
+    def join(self) -> int:
+        return 1
+
+    def limit(self, owner: int, comm: int, distance: int) -> int:
         return self.comms()[comm].made + distance
 
     def identity(self) -> str:
@@ -58,9 +61,10 @@ class Still:
     def waiting(self) -> int:
         return 0
 
-    def stage(self, message: bytes) -> None: ...
-    def switch(self, comm: int, since: int, until: int) -> None: ...
-    def lift(self, generation: int) -> None: ...
+    def stage(self, owner: int, message: bytes) -> None: ...
+    def switch(self, owner: int, comm: int, since: int, until: int) -> None: ...
+    def lift(self, owner: int, generation: int) -> None: ...
+    def part(self, owner: int) -> None: ...
 
 
 class Tables:

@@ -79,6 +79,7 @@ OURS = (
     "agent/train/",
     "envs/bench/",
     "envs/nccl/agreement/",
+    "envs/sim/fabric/measured.py",
     "traces/importers/",
     "zero_workload/",
 )

@@ -28,12 +28,13 @@ def submit(
     dynamiccl lab submit runs/tune/latest --out my-cluster
     """
     from ....traces.files import TraceError
+    from ....traces.outside import read_json
     from ...checks.results.submit import build
 
     folder = out or Path("submission")
     with refusing(ValueError, OSError, TraceError):
         sizes = build(results, folder)
-    header = json_module.loads((folder / "header.json").read_text())
+    header = read_json(folder / "header.json")
     if json:
         print(json_module.dumps({"folder": str(folder), "bytes": sizes, "header": header}, indent=1))
         return

@@ -151,12 +151,13 @@ def test_tables_do_change_and_steps_are_recorded(framework_jobs):
 def wait_for_steps(run: RunFolder, n: int) -> None:
     """Until every rank has ended ``n`` more steps."""
     count: dict[int, int] = {}
-    end = time.monotonic() + 60
+    # It ends a hang and claims no speed: at a load of 20 on two cores four steps took 43 s.
+    end = time.monotonic() + 180
     while (len(count) < 2 or min(count.values()) < n) and time.monotonic() < end:
         time.sleep(0.02)
         for rank, steps in steps_of(run).items():
             count[rank] = count.get(rank, 0) + len(steps)
-    assert len(count) == 2, "the job did not get going"
+    assert len(count) == 2, f"the job did not get going: steps by rank {count}"
 
 
 @pytest.mark.slow
