@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUN := OMP_NUM_THREADS=1 $(BIN)/dynamiccl
 DEMO_STEPS ?= 600
 SOURCES := agent envs examples traces zero_workload tests
-C_SOURCES := $(wildcard envs/nccl/plugin/*.[ch] envs/sim/*.c tests/*.[ch])
+C_SOURCES := $(wildcard envs/nccl/plugin/*.[ch] envs/sim/*.c tests/tools/*.[ch])
 
 .PHONY: demo docs test test-slow test-timing test-all test-next coverage check format setup bench gpu-check model-check clean
 

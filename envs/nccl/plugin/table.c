@@ -1,4 +1,5 @@
-// Tables in memory: what this process decides by. Which of them answers is a communicator's affair (switch.c).
+// Tables in memory: what this process decides by. Which of them answers is a communicator's affair
+// (switch.c).
 //
 // A table is filled while nobody refers to it. A reader that was given its number just before the last
 // reference went may find it refilled: the sequence number says so, and the reader asks again which table
