@@ -58,11 +58,14 @@ def test_plays_whole_jobs_within_what_is_open_and_ends(name, suite):
 
 
 def test_a_search_that_finds_much_beats_one_that_finds_nothing(suite):
-    """On jobs with more than 5 % to gain every method finds some of it."""
+    """On jobs with more than 5 % to gain every method finds some of it. Not in the world of many slots: there a window
+    of a sweep tries all of them at once, and three windows can cost what a whole search may lose."""
+    much = np.flatnonzero((suite.gain > 0.05) & (suite.strata != "many"))[:3]
+    assert len(much) == 3
     lost = {}
     for name in ("default", "coordinate-descent", "sweep"):
         policy = make_chooser(name)
-        opened = suite.open(np.arange(6, 8), 0)
+        opened = suite.open(much, 0)
         lost[name] = play(policy, *opened, after=0).scores.lost.mean()
     assert max(lost, key=lost.__getitem__) == "default", lost
 

@@ -4,14 +4,15 @@ import math
 
 import numpy as np
 import pytest
-from dynamiccl.envs.search.sequential import ALPHA, Race, middle, window_noise
-from dynamiccl.envs.search.watch import SearchConfig
+from dynamiccl.envs.search.comparison import Comparison, LongSteps, SequentialTest, Terms
+from dynamiccl.envs.search.config import ALPHA, LEAST_PAIRS, SearchConfig
+from dynamiccl.envs.search.step_times import trimmed_mean, window_noise
 from step_series import LONG, all_series
 
 RULES = SearchConfig()
 PROFILE, STEPS, SWITCH = 12, RULES.window_steps[0], 2
-#: Least pairs of a comparison that counts: with fewer no table is ever taken.
-LEAST = 2
+TABLE, DEFAULT = np.array([18]), np.array([0])
+TERMS = Terms(RULES.pairs, RULES.pairs_long_steps, LEAST_PAIRS, RULES.least_gain, known_gain=None)
 
 
 def most_of(n, level, sure=0.95):
@@ -25,19 +26,29 @@ def most_of(n, level, sure=0.95):
     return k
 
 
-def race(steps):
+def without_long_steps():
+    """Every table ran long enough that steps which are too rare for a comparison change no verdict."""
+    long_steps = LongSteps()
+    long_steps.add(TABLE, np.ones(10**6), 1.0)
+    return long_steps
+
+
+def compared(steps):
     """What a comparison says of a table that is the default, run as in a search; None where there are too few steps."""
     noise = window_noise(np.log(steps[:PROFILE]), STEPS)
-    found, at = Race(noise * math.sqrt(2)), PROFILE
+    test = SequentialTest(noise * math.sqrt(2), ALPHA)
+    comparison, at = Comparison(TABLE, DEFAULT, test), PROFILE
+    long_steps = without_long_steps()
     while at + 2 * (STEPS + SWITCH) <= len(steps):
-        windows = [middle(steps[at + SWITCH + shift :][:STEPS]) for shift in (0, STEPS + SWITCH)]
+        first, second = (trimmed_mean(steps[at + SWITCH + shift :][:STEPS]) for shift in (0, STEPS + SWITCH))
         at += 2 * (STEPS + SWITCH)
         # Reference and table change places from pair to pair.
-        found.add(*(windows if found.n % 2 == 0 else windows[::-1]))
-        said = found.verdict(RULES.pairs, RULES.least_gain)
-        if said is not None:
-            return said
-    return None if found.n < LEAST else False
+        reference, table = (first, second) if test.n % 2 == 0 else (second, first)
+        comparison.add_log(math.log(reference / table))
+        verdict = comparison.decide(TERMS, long_steps)
+        if verdict is not None:
+            return verdict
+    return None if test.n < LEAST_PAIRS else False
 
 
 def stretches(series, n):
@@ -53,7 +64,7 @@ def test_the_default_seldom_beats_itself_on_real_steps(which):
         parts = [one.settled for one in every if len(one.seconds) < LONG]
     else:
         parts = [part for one in every if len(one.seconds) >= LONG for part in stretches(one, 150)]
-    said = [result for part in parts if (result := race(part)) is not None]
+    said = [result for part in parts if (result := compared(part)) is not None]
     false, allowed = sum(said), most_of(len(said), ALPHA / 2)
     print(f"{which} series: {false} false tables in {len(said)} comparisons, {allowed} are allowed")
     assert len(said) >= (190 if which == "short" else 20) and false <= allowed
