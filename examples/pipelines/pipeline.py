@@ -2,6 +2,8 @@
 
 Ranks 0 and 1 hold the first half of the blocks, 2 and 3 the second. Each half shards its optimizer states over its two
 ranks. The schedule is torch's; it must not scale the gradients, because the engine has them by then.
+
+dynamiccl tune --cluster dgx-h100-2x8 -- torchrun --nproc-per-node 4 examples/pipelines/pipeline.py
 """
 
 import torch

@@ -184,7 +184,7 @@ def test_the_snippet_of_the_environments_runs():
     assert done.returncode == 0, done.stderr
     # Names and a gain: before, six indices that were all zero.
     table, gain = done.stdout.splitlines()
-    assert re.fullmatch(r"table in force:( (ring|nvls|pat)/(ll|ll128|simple)(/\d+)?)+", table)
+    assert re.fullmatch(r"current table:( (ring|nvls|pat)/(ll|ll128|simple)(/\d+)?)+", table)
     steps, saved = map(
         int, re.fullmatch(r"in (\d+) steps the time of (\d+) of NCCL's own was saved", gain).groups()
     )

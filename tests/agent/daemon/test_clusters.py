@@ -123,7 +123,7 @@ def test_the_run_that_had_most_of_the_slots_counts_and_of_these_the_newest(kept,
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('{"format": 2, "slo', "JSONDecodeError"),
+        ('{"format": 2, "slo', "ValueError"),
         ('{"format": 1, "slots": [], "run": "of an older release"}', "format 1, this release reads 2"),
         ('{"format": 99}', "format 99, this release reads 2"),
         ("[1, 2]", "TypeError"),

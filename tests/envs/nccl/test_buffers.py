@@ -55,7 +55,7 @@ def test_communicators_that_rest_hold_the_table_that_they_stand_in_alone(plugin)
 def test_a_table_without_a_buffer_is_told_of_and_the_empty_one_needs_none(plugin):
     """Nobody can hold so many but by changes that are all ahead."""
     comms = [Communicator(plugin.path, 1000 + i, 8, 1, 0) for i in range(90)]
-    with pytest.raises(NoRoom, match="90, hold all"):
+    with pytest.raises(NoRoom, match="the 90 communicators of a rank hold all"):
         for at in range(6):
             for comm in comms:
                 plugin.stage(OWNER, table(at))

@@ -103,7 +103,8 @@ EIGHT = [8, 1]  # ranks, nodes
 )
 def test_kernel_times_are_asked_for_only_where_there_is_room(asks, shm_mib, shapes, more, mask):
     """Before: always, and a rank of a container with Docker's 64 MiB died at its first collective."""
-    assert asks(shm_mib, shapes, **more) == mask
+    launched = 2048  # asked for wherever NCCL has it; it takes no memory
+    assert [found & ~launched for found in asks(shm_mib, shapes, **more)] == mask
 
 
 # -- whole jobs --------------------------------------------------------------------------------------------------------
