@@ -279,7 +279,7 @@ def test_the_plan_is_eight_and_a_half_minutes_and_minutes_mean_the_sweep():
 
 
 def test_a_session_whose_rank_dies_is_over_at_once(tmp_path):
-    session = Session("none", Machine.here(CLUSTER), tmp_path, program=fake("sys.exit(3)"))
+    session = Session("none", Machine.here(CLUSTER), tmp_path, program=fake("time.sleep(60)"))
     os.kill(session._ranks[1].pid, signal.SIGKILL)
     with pytest.raises(PartFailed, match="status -9"):
         session.do("sweep", time.monotonic() + 30, 1)
