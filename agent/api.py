@@ -51,7 +51,7 @@ class Run:
         """What the run came to, as in ``summary.json``; falsy as long as the run has left none."""
         from .report.summary import RunSummary
 
-        return RunSummary.read(self.out, self.out / "out")
+        return RunSummary.read(self.out)
 
     @property
     def table(self) -> Table | None:
