@@ -217,7 +217,8 @@ class Job(Reader):
         trial = chosen != self.confirmed
         if trial or chosen != self._to_stay:  # else it is in force already, and to stay
             self.publish(chosen, 2 * (n_steps + discard) + SPARE_STEPS if trial else 0, one_of)
-        attempt = Attempt(self.generation, trial, n_steps, discard, counted, self.rhythm)
+        is_few = trial and one_of > 0
+        attempt = Attempt(self.generation, trial, n_steps, discard, counted, self.rhythm, is_few)
         began = last = time.monotonic()
         while not attempt.is_whole:
             alive = self.is_alive()

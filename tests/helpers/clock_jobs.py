@@ -21,7 +21,7 @@ from dynamiccl.envs.live.obedience import CallAudit
 from dynamiccl.envs.nccl.agreement.protocol import CommVote, LeftOut, Vote, decide
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.shm import RunFolder, encode_table
-from dynamiccl.traces.records import COLL, Decision, Rule, Table
+from dynamiccl.traces.records import COLL, Decision, Rule, Table, Trial
 from nccl_groups import Groups
 from nccl_halves import Call
 from nccl_late import HostStream
@@ -242,7 +242,7 @@ class Run:
                 Vote(rank.number, 1, "same", {COMM: rank.vote} if rank.vote else {}) for rank in self.ranks
             ]
             steps = self.random.choice([0, 1, 2])
-            decision, left_out = decide(votes, self.generation, steps, self._gone)
+            decision, left_out = decide(votes, self.generation, Trial(steps), self._gone)
             self._hear(left_out)
             for rank in self._shuffled():
                 if rank.vote is not None and COMM in decision.switches:

@@ -16,8 +16,8 @@ from typing import Any
 
 from ....traces.reasons import NotAgreeing, NotTuning
 from ....traces.records import AgreementState
-from ..plugin.bindings import CommView, NoRoom, Plugin
-from ..shm import trial_steps_of
+from ..plugin.bindings import CommView, NoRoom, Plugin, Span
+from ..shm import trial_of
 from ..steps.steps import Steps
 from . import protocol
 from .lookout import IDLE_S
@@ -43,7 +43,8 @@ _SILENT_S = 30.0  # a store that is away for longer is told of
 _IN_A_ROW, _PATIENCE = 3, 5
 TOGETHER = AgreementState.OPEN, "all ranks decide together"
 
-Tell = Callable[[AgreementState | None, str], None]
+#: A state, its reason, and the generation of a table that was refused, else 0.
+Tell = Callable[[AgreementState | None, str, int], None]
 
 
 class Agreement:
@@ -58,7 +59,7 @@ class Agreement:
         published: TableMailbox,
         store: Callable[[], Any],
         versions: str = "",
-        tell: Tell = lambda state, text: None,
+        tell: Tell = lambda state, text, generation: None,
     ) -> None:
         """``store()`` gives a new connection of our own to the job's store.
 
@@ -73,7 +74,7 @@ class Agreement:
         self._comms: frozenset[int] = frozenset()  # communicators that rank 0 has heard of
         self._owner = plugin.join()  # what this agreement lays ready and limits in the plugin is its own
         self._leader = _Leader(n_ranks, published) if rank == 0 else None
-        self._said: tuple[AgreementState, str] | None = None  # last, on rank 0
+        self._said: tuple[AgreementState, str, int] | None = None  # last, on rank 0
         self._thread = threading.Thread(target=self._run, name="dynamiccl-agreement", daemon=True)
         if not self._owner:
             self._stop(NotAgreeing.TOO_MANY(rank=rank))
@@ -108,7 +109,7 @@ class Agreement:
                 faults += 1
                 if now - away_since > _SILENT_S and not told and not self._end.is_set():
                     why = NotAgreeing.FAULT(rank=self.rank, error=str(error) or type(error).__name__)
-                    self._tell(None, NotAgreeing.NOT_CONNECTED(why=why))
+                    self._tell(None, NotAgreeing.NOT_CONNECTED(why=why), 0)
                     told = True
                 self._end.wait(min(_SOON_S * 2**faults, _LATER_S))
         self._plugin.part(self._owner)
@@ -191,15 +192,17 @@ class Agreement:
         # One vote at least is worth waiting for: who was silent may be back.
         n_votes = max(len(leader.known) - len(leader.silent), min(1, len(leader.known)))
         proposal = Proposal(leader.number, table, n_votes)
-        steps, left_out = trial_steps_of(table), dict[int, LeftOut]()
+        trial, left_out = trial_of(table), dict[int, LeftOut]()
         must = leader.switched if leader.lost < _PATIENCE else set[int]()
-        part = protocol.lead(leader.number, self._identity(), generation, steps, leader.gone, must, left_out)
+        part = protocol.lead(leader.number, self._identity(), generation, trial, leader.gone, must, left_out)
         decision = self._drive(part, proposal)
         leader.ended(message, decision, left_out)
         if leader.number > 2 and not leader.silent:
             self._store.forget(leader.number - 2)  # all have voted since
         if decision.switches:
             self._say(*TOGETHER)
+        elif trial.turn_steps and 0 in left_out and left_out[0].for_good:
+            self._say(AgreementState.NO_TURNS, left_out[0].why, generation)
         elif leader.lost >= _IN_A_ROW:
             self._say(AgreementState.LOSING, leader.why)
 
@@ -244,14 +247,14 @@ class Agreement:
                 return store.settle(number, decision)
             case protocol.Await():
                 return self._awaited(number)
-            case protocol.Switch(comm, since, until):
-                return self._switch(comm, since, until)
+            case protocol.Switch(comm, span):
+                return self._switch(comm, span)
             case protocol.Lift(generation):
                 return self._plugin.lift(self._owner, generation)
 
-    def _switch(self, comm: int, since: int, until: int) -> None:
+    def _switch(self, comm: int, span: Span) -> None:
         try:
-            self._plugin.switch(self._owner, comm, since, until)
+            self._plugin.switch(self._owner, comm, *span)
         except OSError as error:
             # The other ranks have the table now: no further one, and the user hears of it.
             self._stop(NotAgreeing.NOT_SWITCHED(rank=self.rank, error=error))
@@ -286,20 +289,23 @@ class Agreement:
         limit, pace = 0, self._pace.calls_a_step(comm)
         if not view.no_clock:
             answer_s, spread_s = self._store.answer_s, self._store.lookout.spread_s()
-            limit = self._plugin.limit(self._owner, comm, self._pace.distance(comm, answer_s, spread_s))
-        return CommVote(view.n_ranks, view.n_nodes, limit, pace, view.marks, view.no_clock)
+            distance = self._pace.distance(comm, answer_s, spread_s, view.a_step)
+            limit = self._plugin.limit(self._owner, comm, distance)
+        rhythm = view.a_step, view.offset
+        return CommVote(view.n_ranks, view.n_nodes, limit, pace, view.marks, view.no_clock, *rhythm)
 
-    def _say(self, state: AgreementState, text: str) -> None:
-        if self._leader is not None and (state, text) != self._said:
-            self._said = state, text
-            self._tell(state, text)
+    def _say(self, state: AgreementState, text: str, generation: int = 0) -> None:
+        word = state, text, generation
+        if self._leader is not None and word != self._said:
+            self._said = word
+            self._tell(*word)
 
     def _stop(self, why: str) -> None:
         self.stopped = why
         if self._leader is not None:
             self._say(AgreementState.CLOSED if self._leader.switched else AgreementState.SHUT, why)
         else:
-            self._tell(None, why)
+            self._tell(None, why, 0)
 
     def close(self) -> None:
         """This rank takes no further part; what is there to stay stays."""
@@ -379,7 +385,10 @@ class _Leader:
         self.lost, self.news = 0, False
         self._wanted = None if message == self._wanted else self._wanted
         if decision.switches:
-            self.switched, self._tries = set(decision.switches), bool(trial_steps_of(message[1]))
+            trial, switched = trial_of(message[1]), set(decision.switches)
+            # Turns need a rhythm: who has none keeps its table, and is in later rounds as before.
+            self.switched = self.switched | switched if trial.turn_steps else switched
+            self._tries = trial.trial_steps > 0
             self._stays = self._stays if self._tries else message
 
     def is_over(self, comms: frozenset[int]) -> bool:

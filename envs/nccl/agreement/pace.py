@@ -60,16 +60,17 @@ class Pace:
         steps = last.steps - first.steps
         return (last.counts[comm] - first.counts[comm]) / steps if steps > 0 else 0.0
 
-    def distance(self, comm: int, answer_s: float, spread_s: float = 0.0) -> int:
+    def distance(self, comm: int, answer_s: float, spread_s: float = 0.0, rhythm: int = 0) -> int:
         """How many calls ahead a limit is: two rounds as they last, half a second or two steps, one step at least.
 
         ``answer_s``: the store took so long to answer in this very round, maybe much longer than in those before.
-        ``spread_s``: another rank may hear of the round so much later than this one.
+        ``spread_s``: another rank may hear of the round so much later than this one. ``rhythm``: the last steps had so
+        many calls each, 0: they differed.
         """
         first, last = self._ends(comm)
         busiest = max((self._rate(comm, a, b) for a, b in pairwise(self._samples)), default=0.0)
         if not busiest:
-            return _RESTING
+            return 2 * rhythm + _LEAST if rhythm else _RESTING  # steps that last longer than the samples do
         a_step = self.calls_a_step(comm)
         seconds = last.at_s - first.at_s
         step_s = seconds / (last.steps - first.steps) if last.steps > first.steps else math.inf

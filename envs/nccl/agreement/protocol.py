@@ -22,6 +22,12 @@ So a table changes on all ranks of a communicator at one call, or on none. A com
 voted, or otherwise than the rest, is left out, and NCCL decides alone there. A trial ends at E on every rank with
 nobody alive to say so; then holds again what was there to stay.
 
+Between N and E a trial's table may *take turns* with the one that is there to stay. A turn is one collective, or some
+steps long. The decision says all of it: N, E, the length of a turn in collectives, which turns are the trial's. Turns
+that follow steps need a *rhythm*: of each communicator the ranks tell how many collectives a step has (L), and how many
+there were at the end of the last step, less L for each step since the ranks attached (O). Where all tell the same, the
+end of step s is collective O + L s on every rank. All communicators then turn at the ends of the same steps.
+
 :func:`lead` and :func:`follow` are the two parts as generators: they yield what is to be done, and are sent what came
 of it. ``agreement.py`` does it with a store and a plugin; ``tests/tools/protocol_model.py`` explores every order of
 events.
@@ -35,9 +41,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ....traces.reasons import NotAgreeing
+from ....traces.records import Trial
+from ..plugin.bindings import Span
 
 #: A trial whose calls a step nobody knows ends after so many calls.
 SOME_CALLS = 64
+#: Turns of two tables that make a whole: A B B A. Of more tables one turn of each ``one_of`` is the trial's.
+QUAD = 4
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,10 @@ class CommVote:
     calls_a_step: float
     marks: Mapping[int, int]  # hash of the first so many collectives
     no_clock: str = ""  # why their number is not the same on all ranks; then there is no limit
+    a_step: int = 0  # collectives of a step; 0: the last steps differed
+    offset: int = (
+        0  # collectives at the end of the last step, less `a_step` for each step since the ranks attached
+    )
 
     @property
     def newest(self) -> int:
@@ -73,13 +87,10 @@ class Vote:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a round comes to: for each communicator from which collective the table holds, and until which.
-
-    Until 0 is to stay. Without communicators the round is lost.
-    """
+    """What a round comes to: at which collectives of each communicator the table holds. Without any it is lost."""
 
     generation: int = 0
-    switches: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    switches: Mapping[int, Span] = field(default_factory=dict)
 
 
 class LeftOut(NamedTuple):
@@ -93,27 +104,70 @@ ABORT = Decision()
 
 
 def decide(
-    votes: Sequence[Vote], generation: int, trial_steps: int, gone: Mapping[int, str]
+    votes: Sequence[Vote], generation: int, trial: Trial, gone: Mapping[int, str]
 ) -> tuple[Decision, dict[int, LeftOut]]:
-    """The decision of a round, and the communicators without a part in it.
+    """The decision of a round, and the communicators without a part in it; as 0: why there is none for any of them.
 
-    ``trial_steps``: about how many steps the table is tried for, 0 = to stay. ``gone``: communicators that have left
-    for good, and why.
+    ``trial``: how the table is tried; without steps it is to stay. ``gone``: communicators that have left for good, and
+    why.
     """
-    switches, left_out = {}, {}
+    sound, left_out = dict[int, list[CommVote]](), dict[int, LeftOut]()
     for comm in sorted({comm for vote in votes for comm in vote.comms}):
         members = [vote for vote in votes if comm in vote.comms]
-        found = [vote.comms[comm] for vote in members]
         if comm in gone:
             left_out[comm] = LeftOut(gone[comm], True)
         elif odd := _odd(comm, members):
             left_out[comm] = odd
         else:
-            first = max(one.limit for one in found)
-            calls = trial_steps * max(one.calls_a_step for one in found)
-            length = math.ceil(calls) or SOME_CALLS
-            switches[comm] = first, first + length if trial_steps else 0
+            sound[comm] = [vote.comms[comm] for vote in members]
+    if not trial.turn_steps:
+        return Decision(generation, {comm: _span(words, trial) for comm, words in sound.items()}), left_out
+    uneven = {comm for comm, words in sound.items() if not _has_rhythm(words)}
+    switches = _turns({comm: words for comm, words in sound.items() if comm not in uneven}, trial)
+    # A communicator that is used in some steps only keeps its table.
+    busy = [comm for comm in sorted(uneven) if max(one.calls_a_step for one in sound[comm]) >= 1]
+    is_late = any(not one.for_good for one in left_out.values())  # the next round may find more
+    if sound and not is_late and (busy or not switches):
+        comm = busy[0] if busy else next(iter(sound))
+        rank = next(vote.rank for vote in votes if comm in vote.comms)
+        left_out[0] = LeftOut(NotAgreeing.NO_RHYTHM(rank=rank), True)
     return Decision(generation, switches), left_out
+
+
+def _span(words: Sequence[CommVote], trial: Trial) -> Span:
+    """Where the table holds on a communicator if no step matters."""
+    since = max(one.limit for one in words)
+    if not trial.trial_steps:
+        return Span(since)
+    calls = trial.trial_steps * max(one.calls_a_step for one in words)
+    until = since + (math.ceil(calls) or SOME_CALLS)
+    turn_calls = 1 if trial.one_of else 0
+    return Span(since, until, turn_calls, 0, trial.one_of, trial.swap)
+
+
+def _has_rhythm(words: Sequence[CommVote]) -> bool:
+    """Whether the ranks of a communicator agree on where its steps end."""
+    return words[0].a_step > 0 and len({(one.a_step, one.offset) for one in words}) == 1
+
+
+def _turns(rhythms: Mapping[int, Sequence[CommVote]], trial: Trial) -> dict[int, Span]:
+    """Where the table holds if it takes turns by steps: on all these communicators in the same steps."""
+    if not rhythms:
+        return {}
+    turns = QUAD if trial.one_of == 2 else trial.one_of
+    block = turns * trial.turn_steps
+    steps = block * math.ceil(trial.trial_steps / block)
+    ahead = []  # at this step no communicator is beyond its limit
+    for words in rhythms.values():
+        limit = max(one.limit for one in words)
+        ahead.append(math.ceil((limit - words[0].offset) / words[0].a_step))
+    spans = {}
+    for comm, words in rhythms.items():
+        a_step = words[0].a_step
+        since = words[0].offset + a_step * max(ahead)
+        length = a_step * trial.turn_steps
+        spans[comm] = Span(since, since + a_step * steps, length, a_step, trial.one_of, trial.swap)
+    return spans
 
 
 def _odd(comm: int, members: Sequence[Vote]) -> LeftOut | None:
@@ -184,11 +238,10 @@ class Await(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """Tell the plugin from when until when the staged table holds on a communicator."""
+    """Tell the plugin at which collectives the staged table holds on a communicator."""
 
     comm: int
-    since: int
-    until: int
+    span: Span
 
 
 class Lift(NamedTuple):
@@ -216,7 +269,7 @@ def lead(
     number: int,
     identity: str,
     generation: int,
-    trial_steps: int,
+    trial: Trial,
     gone: Mapping[int, str],
     must: set[int],
     left_out: dict[int, LeftOut],
@@ -229,7 +282,7 @@ def lead(
     others = yield Gather()
     own = yield from _vote(0, number, identity)
     votes = [own, *(vote for vote in others if vote.round == number)]
-    decision, found = decide(votes, generation, trial_steps, gone)
+    decision, found = decide(votes, generation, trial, gone)
     left_out.update(found)
     if why := _why_no_round(votes):
         left_out[0] = why
@@ -257,7 +310,7 @@ def _vote(rank: int, number: int, identity: str) -> Generator[Request, Any, Vote
 
 
 def _act(vote: Vote, decision: Decision) -> Generator[Request, Any, None]:
-    for comm, (since, until) in decision.switches.items():
+    for comm, span in decision.switches.items():
         if comm in vote.comms and not vote.comms[comm].no_clock:
-            yield Switch(comm, since, until)
+            yield Switch(comm, span)
     yield Lift(decision.generation if decision.switches else 0)

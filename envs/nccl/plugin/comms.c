@@ -73,6 +73,7 @@ void dccl_comms_after_fork(void) {
   atomic_store(&n_contexts, 0);
   dccl_clock_after_fork();
   dccl_switch_after_fork();
+  dccl_rhythm_after_fork();
 }
 
 // ---- records ----
@@ -128,6 +129,7 @@ uint32_t dynamiccl_comms(struct dccl_comm_view* comms, uint32_t capacity) {
                                       .count = dccl_get(&seat->n_colls),
                                       .clock = dccl_clock_of(seat)};
       dccl_copy_marks(seat, view);
+      dccl_copy_rhythm(seat, view);
     }
     n++;
   }

@@ -253,7 +253,8 @@ def test_messages_that_are_no_table_change_nothing(plugin):
 def test_static_table_by_environment():
     """Without a daemon: the table travels in the environment, and nonsense there is said once and ignored."""
     message = encode_table(Table(4, (Rule(0, 0, "all_gather", 0, 2**40, Decision("ring", "simple")),)))
-    program = "from dynamiccl.envs.nccl.plugin.bindings import Plugin; p = Plugin.load(); print(p.open(), p.ended())"
+    program = "from dynamiccl.envs.nccl.plugin.bindings import Plugin as P; p = P.load(); "
+    program += "print(p.open(), p.ended().generation)"
     for value, generation in (("hex:" + message.hex(), 4), ("hex:00zz", 0), ("/nowhere", 0), ("hex:", 0)):
         env = {**os.environ, "DYNAMICCL_TABLE": value}
         env.pop("DYNAMICCL_RUN", None)
