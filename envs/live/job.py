@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from .job_ends import JobEnded
 from .obedience import Disobeyed, slot_of
 from .pauses import Attempt, Cut, Rhythm
 from .reader import Reader, log
+from .turns import MOST_FAILED, QUAD, Lease, Turns, lease_steps, together
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,6 +71,7 @@ class Job(Reader):
     """
 
     tries_few = True  # it can run a table at few calls, and tell their times
+    takes_turns = True  # two tables can take turns by its steps
 
     def __init__(
         self,
@@ -136,15 +138,13 @@ class Job(Reader):
         self.new_steps()
         time.sleep(POLL_S * 5)
 
-    def publish(self, decisions: Decisions, trial_steps: int = 0, one_of: int = 0) -> int:
-        """Make ``decisions`` the table of the next generation; the rest as of :class:`Table`."""
+    def publish(self, decisions: Decisions, *trial: int) -> int:
+        """Make ``decisions`` the table of the next generation; ``trial``: as :class:`Trial`, none to stay."""
         self.generation += 1
-        self._to_stay = None if trial_steps else _decided(decisions)
-        table = Table.of(self.generation, decisions, trial_steps, one_of)
+        self._to_stay = None if trial and trial[0] else _decided(decisions)
+        table = Table.of(self.generation, decisions, *trial)
         self.obedience.expect(table)
-        log.debug(
-            "table %d published (%s): %s", self.generation, "trial" if trial_steps else "to stay", table.rules
-        )
+        log.debug("table %d published %s: %s", self.generation, table.trial, table.rules)
         self.run.table.publish(table)
         if self.writer:
             self.writer.log("table", {"table": table})
@@ -219,6 +219,51 @@ class Job(Reader):
             self.publish(chosen, 2 * (n_steps + discard) + SPARE_STEPS if trial else 0, one_of)
         is_few = trial and one_of > 0
         attempt = Attempt(self.generation, trial, n_steps, discard, counted, self.rhythm, is_few)
+        return self._run(attempt, give_up_ms)
+
+    def alternate(
+        self,
+        decisions: Decisions,
+        n_steps: int,
+        turn_steps: int = 1,
+        discard: int = 0,
+        give_up_ms: float = math.inf,
+    ) -> Turns | None:
+        """Let ``decisions`` and the confirmed table take turns of ``turn_steps`` steps, and return ``n_steps`` of them.
+
+        Both numbers of steps are whole quads of turns; the first ``discard`` do not count. Ends early once a step of
+        ``decisions`` took longer than ``give_up_ms``. Afterwards the confirmed table is in force. None where the job's
+        steps are not alike: measure it in windows. Raises JobEnded.
+        """
+        chosen, quad = _decided(decisions), QUAD * turn_steps
+        leases: list[Lease] = []
+        failed, wanted, waited = 0, n_steps + discard, 0
+        while wanted > 0 and failed < MOST_FAILED:
+            steps = lease_steps(wanted, waited, quad)
+            swap = 1 - len(leases) % 2
+            lease = Lease(self.publish(chosen, steps, 2, turn_steps, swap), steps, quad, self.rhythm)
+            if cut := self._run(lease, give_up_ms):
+                self._say(f"turns are measured again: {cut.what}")
+            if self.refused[0] == lease.generation:
+                break
+            leases.append(lease)
+            failed = 0 if lease.n_kept else failed + 1
+            wanted, waited = wanted - lease.n_kept, lease.waited
+            if lease.newest_ms > give_up_ms:
+                break
+        self._end_turns()
+        turns = together(leases, self.steady, discard, n_steps)
+        if not turns.has_both:
+            return None
+        return replace(turns, disobeyed=self.obedience.verdict(leases[-1].generation, self.assembler.comms))
+
+    def _end_turns(self) -> None:
+        """One more round: it puts the confirmed table in force, and its votes say whether the last turns were alike."""
+        self.publish(self.confirmed)
+        self._run(Attempt(self.generation, False, 1, 0, {}, self.rhythm), math.inf)
+
+    def _run(self, attempt: Attempt | Lease, give_up_ms: float) -> Cut | None:
+        """Give an attempt all steps until it is whole; what cuts that short. Raises JobEnded."""
         began = last = time.monotonic()
         while not attempt.is_whole:
             alive = self.is_alive()
@@ -232,13 +277,15 @@ class Job(Reader):
                 break
             if not alive:
                 raise JobEnded(self.ended())
+            if self.refused[0] == attempt.generation:
+                return Cut(self.refused[1])
             if (cut := self._wait(attempt, last)) is not None:
                 return cut
             time.sleep(POLL_S * (5 if self.thin else 1))
         self._told = ""
         return None
 
-    def _wait(self, attempt: Attempt, last: float) -> Cut | None:
+    def _wait(self, attempt: Attempt | Lease, last: float) -> Cut | None:
         """No step has come since ``last``: say what is waited for; in a pause wait, however long, until one comes."""
         silent_s = time.monotonic() - last
         if not attempt.seen and (silent_s > 2 or (self.state and self.state[0] == AgreementState.LOSING)):

@@ -42,6 +42,8 @@ class Reader:
         self.state: tuple[AgreementState, str] | None = (
             None  # of the ranks' agreement, as rank 0 said it last
         )
+        self.steady: set[int] = set()  # tables in whose turns all ranks kept their rhythm, as rank 0 has said
+        self.refused: tuple[int, str] = (0, "")  # the last table whose turns were refused, and why
         self._known: set[str] = set()  # rings whose communicators and offers were read
         self._fresh: list[np.ndarray[Any, Any]] = []
         self._stepped_at = 0.0  # when the first step of any rank was seen
@@ -97,6 +99,7 @@ class Reader:
             begun, word = bytes(row["text"]).split(b"\0", 1)[0].decode("utf-8", "ignore"), self._word()
             text = word if word.startswith(begun) else begun
             self.state = AgreementState(int(row["code"])), text
+            self._hear(self.state[0], text, int(row["generation"]))
             log.info("the ranks' agreement is %s: %s", self.state[0].name, text)
         steps = rows[rows["kind"] == STEP].view(STEP_DTYPE)
         if len(steps):
@@ -106,6 +109,13 @@ class Reader:
         if len(steps):
             self._fresh.append(steps)
             self.last_step = int(steps["step"][-1])
+
+    def _hear(self, state: AgreementState, text: str, generation: int) -> None:
+        """Of turns."""
+        if state == AgreementState.NO_TURNS:
+            self.refused = generation, text
+        elif state == AgreementState.OPEN and generation:
+            self.steady.add(generation)
 
     def _word(self) -> str:
         """The last word of the ranks' agreement: a record holds 80 bytes of it."""

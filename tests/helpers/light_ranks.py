@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from dynamiccl.envs.nccl.agreement import agreement as agreements
+from dynamiccl.envs.nccl.agreement import leader
 from dynamiccl.envs.nccl.agreement.agreement import Agreement
 from dynamiccl.envs.nccl.agreement.mailbox import TableMailbox
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
@@ -185,7 +185,7 @@ def run(
             try:
                 os.close(read)
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
-                agreements.ATTACH_S = attach_s
+                leader.ATTACH_S = attach_s
                 light = LightRank(rank, n_ranks, server.port, folder.path)
                 program(light)
                 with os.fdopen(write, "w") as file:

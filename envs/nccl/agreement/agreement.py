@@ -8,7 +8,6 @@ more where a communicator came later than the table that is there to stay.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,14 +19,13 @@ from ..plugin.bindings import CommView, NoRoom, Plugin, Span
 from ..shm import trial_of
 from ..steps.steps import Steps
 from . import protocol
+from .leader import PATIENCE, Leader
 from .lookout import IDLE_S
 from .mailbox import TableMailbox
 from .pace import Pace
 from .protocol import CommVote, Decision, LeftOut
 from .store import Parted, Proposal, RoundStore
 
-#: How long rank 0 waits for ranks that have not taken a step yet, or whose NCCL has not loaded the tuner.
-ATTACH_S = float(os.environ.get("DYNAMICCL_ATTACH_S", "60"))
 _IDLE_S, _A_RANK_S = 0.25, 1e-4  # until NCCL is looked for again; with many ranks the job's end waits longer
 _LOOK_S = 0.02  # between two looks of rank 0 at what the daemon has published
 #: Between two questions of rank 0 whether a rank or a communicator is new; IDLE_S where no rounds run.
@@ -37,10 +35,8 @@ _HELD_S = 0.02
 _LOOKS = 3  # of rank 0 for the votes, of another rank for the decision: so many a round takes at least
 _VOTES_S = 0.5  # for the votes of all ranks, or four rounds as they last
 _SOON_S, _LATER_S = 0.25, 60.0  # until a store that is away is tried again: at first, and at most
-_AGAIN_S = 0.2  # until a lost round is tried again, doubled each time
 _SILENT_S = 30.0  # a store that is away for longer is told of
-#: So many lost rounds in a row, and the user hears of it; from so many on, rank 0 goes on without who does not vote.
-_IN_A_ROW, _PATIENCE = 3, 5
+_IN_A_ROW = 3  # so many lost rounds, and the user hears of it
 TOGETHER = AgreementState.OPEN, "all ranks decide together"
 
 #: A state, its reason, and the generation of a table that was refused, else 0.
@@ -73,7 +69,7 @@ class Agreement:
         self._pace = Pace(_LOOKS * self._look_s)
         self._comms: frozenset[int] = frozenset()  # communicators that rank 0 has heard of
         self._owner = plugin.join()  # what this agreement lays ready and limits in the plugin is its own
-        self._leader = _Leader(n_ranks, published) if rank == 0 else None
+        self._leader = Leader(n_ranks, published) if rank == 0 else None
         self._said: tuple[AgreementState, str, int] | None = None  # last, on rank 0
         self._thread = threading.Thread(target=self._run, name="dynamiccl-agreement", daemon=True)
         if not self._owner:
@@ -161,7 +157,7 @@ class Agreement:
 
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
-    def _lead_rounds(self, leader: _Leader) -> None:
+    def _lead_rounds(self, leader: Leader) -> None:
         asked, lookout = 0.0, self._store.lookout
         while not self._end.wait(_LOOK_S):
             leader.look()
@@ -185,7 +181,7 @@ class Agreement:
                 if self.stopped:
                     return
 
-    def _lead(self, leader: _Leader, message: tuple[int, bytes]) -> None:
+    def _lead(self, leader: Leader, message: tuple[int, bytes]) -> None:
         """One round."""
         generation, table = message
         leader.number += 1
@@ -193,14 +189,16 @@ class Agreement:
         n_votes = max(len(leader.known) - len(leader.silent), min(1, len(leader.known)))
         proposal = Proposal(leader.number, table, n_votes)
         trial, left_out = trial_of(table), dict[int, LeftOut]()
-        must = leader.switched if leader.lost < _PATIENCE else set[int]()
-        part = protocol.lead(leader.number, self._identity(), generation, trial, leader.gone, must, left_out)
+        must = leader.switched if leader.lost < PATIENCE else set[int]()
+        rhythms: dict[int, tuple[int, int]] = {}
+        known = leader.gone, must, left_out, rhythms
+        part = protocol.lead(leader.number, self._identity(), generation, trial, *known)
         decision = self._drive(part, proposal)
-        leader.ended(message, decision, left_out)
+        leader.ended(message, decision, left_out, rhythms)
         if leader.number > 2 and not leader.silent:
             self._store.forget(leader.number - 2)  # all have voted since
         if decision.switches:
-            self._say(*TOGETHER)
+            self._say(*TOGETHER, leader.steady)
         elif trial.turn_steps and 0 in left_out and left_out[0].for_good:
             self._say(AgreementState.NO_TURNS, left_out[0].why, generation)
         elif leader.lost >= _IN_A_ROW:
@@ -317,80 +315,3 @@ class Agreement:
         """After :meth:`close`, before the interpreter ends: no thread may be inside the store's code then."""
         if self._thread.ident is not None:
             self._thread.join(8 * (_IDLE_S + _A_RANK_S * self.n_ranks))
-
-
-class _Leader:
-    """What rank 0 knows of the other ranks, and which tables are wanted."""
-
-    def __init__(self, n_ranks: int, published: TableMailbox) -> None:
-        self.known: set[int] = set()  # ranks that are there, but rank 0
-        self.silent: set[int] = set()  # of them, who has not voted in the last round
-        self.gone: dict[int, str] = {}  # communicators that have left for good, and why
-        self.switched: set[int] = set()  # communicators of the last round that was not lost
-        self.news = False  # a rank or a communicator is new
-        self.number, self.lost, self.why = (
-            0,
-            0,
-            "",
-        )  # the last round, lost ones in a row, why the last of them was
-        self.not_before = 0.0  # of the next round
-        self._absent, self._published = set(range(1, n_ranks)), published
-        self._until = time.monotonic() + ATTACH_S
-        self._wanted: tuple[int, bytes] | None = None  # to be in force, and is not
-        self._stays = published.confirmed()  # the last table that was decided to stay, in this life or before
-        self._tries = False  # the table decided last is a trial
-
-    def look(self) -> None:
-        """Whether the daemon has published another table."""
-        if (found := self._published.take()) is not None:
-            self._wanted, self.not_before = found, 0.0
-
-    def hears(self, store: RoundStore) -> None:
-        """Whether ranks have come, or communicators."""
-        if not store.has_news():
-            return
-        self.news = True
-        if store.are_there(sorted(self._absent)):
-            here = set(self._absent)
-        else:
-            here = {rank for rank in self._absent if store.are_there([rank])}
-        self.known |= here
-        self._absent -= here
-
-    def is_waiting(self, comms: frozenset[int]) -> bool:
-        """Whether ranks, or rank 0's own communicators ``comms``, may still come before the first round."""
-        return (bool(self._absent) or not comms) and self.number == 0 and time.monotonic() < self._until
-
-    def misses(self) -> str:
-        """Why no round can be led, not even later; empty if one can."""
-        late = time.monotonic() > self._until
-        return self.why if late and self.lost >= _PATIENCE and not self.switched else ""
-
-    def next(self) -> tuple[int, bytes] | None:
-        """The table of the next round, if there is to be one: first what stays, for who does not have it yet."""
-        if self._stays is not None and not self._tries and (self.news or not self.switched):
-            return self._stays
-        return self._wanted
-
-    def ended(self, message: tuple[int, bytes], decision: Decision, left_out: dict[int, LeftOut]) -> None:
-        """A round is over."""
-        self.gone |= {comm: one.why for comm, one in left_out.items() if comm and one.for_good}
-        refused = 0 in left_out and left_out[0].for_good
-        if not (decision.switches or refused):
-            self.lost += 1
-            reasons = [left_out[0]] if 0 in left_out else list(left_out.values())
-            self.why = next((one.why for one in reasons), NotAgreeing.LATE_STORE())
-            self.not_before = time.monotonic() + _AGAIN_S * 2 ** min(self.lost, _PATIENCE)
-            return
-        self.lost, self.news = 0, False
-        self._wanted = None if message == self._wanted else self._wanted
-        if decision.switches:
-            trial, switched = trial_of(message[1]), set(decision.switches)
-            # Turns need a rhythm: who has none keeps its table, and is in later rounds as before.
-            self.switched = self.switched | switched if trial.turn_steps else switched
-            self._tries = trial.trial_steps > 0
-            self._stays = self._stays if self._tries else message
-
-    def is_over(self, comms: frozenset[int]) -> bool:
-        """Whether all of rank 0's communicators have left for good."""
-        return bool(comms) and comms <= self.gone.keys()

@@ -145,6 +145,19 @@ def _span(words: Sequence[CommVote], trial: Trial) -> Span:
     return Span(since, until, turn_calls, 0, trial.one_of, trial.swap)
 
 
+def rhythms_of(votes: Sequence[Vote]) -> dict[int, tuple[int, int]]:
+    """(collectives a step, offset) of each communicator whose ranks have all told the same."""
+    words: dict[int, list[CommVote]] = {}
+    for vote in votes:
+        for comm, word in vote.comms.items():
+            words.setdefault(comm, []).append(word)
+    found = {}
+    for comm, told in words.items():
+        if len(told) == told[0].n_ranks and _has_rhythm(told):
+            found[comm] = told[0].a_step, told[0].offset
+    return found
+
+
 def _has_rhythm(words: Sequence[CommVote]) -> bool:
     """Whether the ranks of a communicator agree on where its steps end."""
     return words[0].a_step > 0 and len({(one.a_step, one.offset) for one in words}) == 1
@@ -273,8 +286,10 @@ def lead(
     gone: Mapping[int, str],
     must: set[int],
     left_out: dict[int, LeftOut],
+    rhythms: dict[int, tuple[int, int]],
 ) -> Part:
-    """Rank 0's part. ``left_out`` is filled with the communicators that have no part in the round.
+    """Rank 0's part. ``left_out`` is filled with the communicators that have no part in the round, ``rhythms`` with
+    what :func:`rhythms_of` its votes says.
 
     The round is lost rather than go on without one that ``must`` be in it.
     """
@@ -284,6 +299,7 @@ def lead(
     votes = [own, *(vote for vote in others if vote.round == number)]
     decision, found = decide(votes, generation, trial, gone)
     left_out.update(found)
+    rhythms.update(rhythms_of(votes))
     if why := _why_no_round(votes):
         left_out[0] = why
     late = {comm for comm, one in found.items() if comm in must and not one.for_good}

@@ -1,0 +1,119 @@
+"""What rank 0 knows between two rounds: the other ranks, the tables that are wanted, how the last round ended."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from ....traces.reasons import NotAgreeing
+from ..shm import trial_of
+from .mailbox import TableMailbox
+from .protocol import Decision, LeftOut
+from .store import RoundStore
+
+#: How long rank 0 waits for ranks that have not taken a step yet, or whose NCCL has not loaded the tuner.
+ATTACH_S = float(os.environ.get("DYNAMICCL_ATTACH_S", "60"))
+_AGAIN_S = 0.2  # until a lost round is tried again, doubled each time
+PATIENCE = 5  # so many lost rounds in a row, and rank 0 goes on without who does not vote
+
+
+class Leader:
+    """What rank 0 knows of the other ranks, and which tables are wanted."""
+
+    def __init__(self, n_ranks: int, published: TableMailbox) -> None:
+        self.known: set[int] = set()  # ranks that are there, but rank 0
+        self.silent: set[int] = set()  # of them, who has not voted in the last round
+        self.gone: dict[int, str] = {}  # communicators that have left for good, and why
+        self.switched: set[int] = set()  # communicators of the last round that was not lost
+        self.news = False  # a rank or a communicator is new
+        self.number, self.lost, self.why = (
+            0,
+            0,
+            "",
+        )  # the last round, lost ones in a row, why the last of them was
+        self.not_before = 0.0  # of the next round
+        self._absent, self._published = set(range(1, n_ranks)), published
+        self._until = time.monotonic() + ATTACH_S
+        self._wanted: tuple[int, bytes] | None = None  # to be in force, and is not
+        self._stays = published.confirmed()  # the last table that was decided to stay, in this life or before
+        self._tries = False  # the table decided last is a trial
+        self.steady = (
+            0  # generation of the last trial in turns, if the round after it has shown its steps' rhythm
+        )
+        self._lease: tuple[int, dict[int, tuple[int, int]]] = (
+            0,
+            {},
+        )  # its generation, its communicators' rhythms
+
+    def look(self) -> None:
+        """Whether the daemon has published another table."""
+        if (found := self._published.take()) is not None:
+            self._wanted, self.not_before = found, 0.0
+
+    def hears(self, store: RoundStore) -> None:
+        """Whether ranks have come, or communicators."""
+        if not store.has_news():
+            return
+        self.news = True
+        if store.are_there(sorted(self._absent)):
+            here = set(self._absent)
+        else:
+            here = {rank for rank in self._absent if store.are_there([rank])}
+        self.known |= here
+        self._absent -= here
+
+    def is_waiting(self, comms: frozenset[int]) -> bool:
+        """Whether ranks, or rank 0's own communicators ``comms``, may still come before the first round."""
+        return (bool(self._absent) or not comms) and self.number == 0 and time.monotonic() < self._until
+
+    def misses(self) -> str:
+        """Why no round can be led, not even later; empty if one can."""
+        late = time.monotonic() > self._until
+        return self.why if late and self.lost >= PATIENCE and not self.switched else ""
+
+    def next(self) -> tuple[int, bytes] | None:
+        """The table of the next round, if there is to be one: first what stays, for who does not have it yet."""
+        if self._stays is not None and not self._tries and (self.news or not self.switched):
+            return self._stays
+        return self._wanted
+
+    def ended(
+        self,
+        message: tuple[int, bytes],
+        decision: Decision,
+        left_out: dict[int, LeftOut],
+        rhythms: dict[int, tuple[int, int]],
+    ) -> None:
+        """A round is over."""
+        self.gone |= {comm: one.why for comm, one in left_out.items() if comm and one.for_good}
+        refused = 0 in left_out and left_out[0].for_good
+        if not (decision.switches or refused):
+            self.lost += 1
+            reasons = [left_out[0]] if 0 in left_out else list(left_out.values())
+            self.why = next((one.why for one in reasons), NotAgreeing.LATE_STORE())
+            self.not_before = time.monotonic() + _AGAIN_S * 2 ** min(self.lost, PATIENCE)
+            return
+        self.lost, self.news = 0, False
+        self._wanted = None if message == self._wanted else self._wanted
+        if decision.switches:
+            trial, switched = trial_of(message[1]), set(decision.switches)
+            self._check_lease(rhythms)
+            if trial.turn_steps:
+                self._lease = decision.generation, {comm: rhythms[comm] for comm in switched}
+            # Turns need a rhythm: who has none keeps its table, and is in later rounds as before.
+            self.switched = self.switched | switched if trial.turn_steps else switched
+            self._tries = trial.trial_steps > 0
+            self._stays = self._stays if self._tries else message
+
+    def _check_lease(self, rhythms: dict[int, tuple[int, int]]) -> None:
+        """Whether all communicators of the last lease have kept their rhythm on all ranks.
+
+        This rank sees its own communicators only: others may have been turns late while its steps looked whole.
+        """
+        generation, before = self._lease
+        is_steady = all(rhythms.get(comm) == rhythm for comm, rhythm in before.items())
+        self.steady, self._lease = generation if is_steady else 0, (0, {})
+
+    def is_over(self, comms: frozenset[int]) -> bool:
+        """Whether all of rank 0's communicators have left for good."""
+        return bool(comms) and comms <= self.gone.keys()
