@@ -187,7 +187,7 @@ class Run:
         rank.at += 1
         if rank.comm.profiler.version > 4 and rank.random.random() < 0.1:
             rank.comm.group(
-                calls, offer(ring_ll=10, ring_simple=30), runs=False
+                calls, offer(ring_ll128=10, ring_simple=30), runs=False
             )  # priced alone, on this rank
         self._may_be_late(rank)
         if kind == "captured":
@@ -196,7 +196,9 @@ class Run:
             self._replay(rank, calls)
         else:
             rank.comm.answers = []
-            rank.comm.group(calls, offer(ring_ll=10, ring_simple=30), moment=lambda: self._in_between(rank))
+            rank.comm.group(
+                calls, offer(ring_ll128=10, ring_simple=30), moment=lambda: self._in_between(rank)
+            )
             rank.answers[place] = set(rank.comm.answers)
 
     def _in_between(self, rank: Rank) -> None:
@@ -213,7 +215,7 @@ class Run:
     def _capture(self, rank: Rank, calls: list[Call]) -> None:
         old = rank.comm.profiler.version == 4
         rank.plugin.capture(old)  # as the probe says it; later releases say so themselves
-        rank.comm.captures(calls, offer(ring_ll=10, ring_simple=30))
+        rank.comm.captures(calls, offer(ring_ll128=10, ring_simple=30))
         rank.plugin.capture(False)
         rank.has_captured = True
 

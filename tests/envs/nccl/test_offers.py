@@ -21,7 +21,7 @@ def test_channels_are_left_alone_where_nccl_would_not_clip_them(plugin, algo, n_
     comm = Communicator(plugin.path, 42, 16, n_nodes, 0)
     for decision, others in ((Decision(algo, "simple", 8), 10), (Decision(None, None, 8), 50)):
         plugin.activate(encode_table(Table.of(1, {slot: decision})))
-        cost = offer(ring_ll=others, **{f"{algo}_simple": 20})
+        cost = offer(ring_ll128=others, **{f"{algo}_simple": 20})
         assert comm.get_coll_info("all_gather", MB, cost) == sets
         assert ALGOS[choose(cost)[0]] == algo
     comm.finalize()
@@ -31,7 +31,7 @@ def test_a_price_of_ten_to_the_thirty_is_no_offer(plugin):
     """2.32 offers PAT at 1.7e38 where it has none."""
     plugin.activate(encode_table(Table.of(1, {Slot(0, 0, "all_gather", 20): Decision("pat", "simple", 8)})))
     comm = Communicator(plugin.path, 42, 8, 1, 0, "2.32.3")
-    cost = offer(ring_ll=10, pat_simple=1.7e38)
+    cost = offer(ring_ll128=10, pat_simple=1.7e38)
     assert comm.get_coll_info("all_gather", MB, cost) == 0 and choose(cost) == (1, 0)
     comm.finalize()
 
