@@ -69,12 +69,11 @@ class Trace:
 
     @property
     def tables(self) -> dict[int, tuple[dict[str, Any], ...]]:
-        """Rules of each table that was published to hold at all calls, by generation; generation 0 (no rule) is always
-        there."""
-        logged = [
-            t for line in self.log if line["kind"] == "table" and not (t := line["table"]).get("one_of")
-        ]
-        return {0: (), **{int(t["generation"]): tuple(t["rules"]) for t in logged}}
+        """Rules of each table that was published to hold in whole steps, by generation; generation 0 (no rule) is
+        always there."""
+        logged = [line["table"] for line in self.log if line["kind"] == "table"]
+        in_steps = [table for table in logged if not table.get("one_of") or table.get("turn_steps")]
+        return {0: (), **{int(table["generation"]): tuple(table["rules"]) for table in in_steps}}
 
 
 def _read_log(path: Path, warnings: list[str]) -> list[dict[str, Any]]:

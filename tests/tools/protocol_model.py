@@ -16,13 +16,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from dynamiccl.envs.nccl.agreement import protocol
-from dynamiccl.envs.nccl.agreement.protocol import CommVote, Decision, Vote
+from dynamiccl.envs.nccl.agreement.protocol import Decision
 from dynamiccl.envs.nccl.plugin.bindings import Span
 from plugin_model import ALIKE, EMPTY, NO_LIMIT, Change, Clock, Table
 from protocol_audit import expected, label_of, wrong_label
 from protocol_scopes import CAPTURED, LARGE, Scope
-
-MARKS = {16: 1}
+from protocol_words import thawed
 
 
 class Rank(NamedTuple):
@@ -383,29 +382,10 @@ def _request(scope: Scope, r: int, number: int, results: tuple[Any, ...]) -> Any
     try:
         request = next(part)
         for result in results:
-            request = part.send(_thawed(scope, number, request, result))
+            request = part.send(thawed(scope, number, request, result))
     except StopIteration as end:
         return end.value
     return request
-
-
-def _thawed(scope: Scope, number: int, request: Any, result: Any) -> Any:
-    match request:
-        case protocol.Limit():
-            return _words(scope, result)
-        case protocol.Gather():
-            return [Vote(rank, number, "", _words(scope, limits), "", full) for rank, limits, full in result]
-        case protocol.Settle() | protocol.Await():
-            return result and Decision(result[0], dict(result[1]))
-    return result
-
-
-def _words(scope: Scope, limits: Any) -> dict[int, CommVote]:
-    votes = {}
-    for comm, limit, a_step, offset in limits:
-        n_ranks, no_clock = len(scope.members[comm]), "told late" if limit < 0 else ""
-        votes[comm] = CommVote(n_ranks, 1, max(limit, 0), 1.0, MARKS, no_clock, a_step, offset)
-    return votes
 
 
 def main() -> None:

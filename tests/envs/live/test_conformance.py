@@ -77,7 +77,7 @@ class Told(live.Job):
     """``live.Job`` over ranks that answer from the recording: steps under the table before until all have switched,
     then those of the window, with their collectives."""
 
-    tries_few = False
+    tries_few = takes_turns = False
 
     def __init__(self, folder, trace, recorded, seed, monkeypatch):
         self.ranks_here = [Rank(0, known_of(trace)), Rank(1, np.zeros(0, COLL_DTYPE))]

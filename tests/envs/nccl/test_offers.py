@@ -32,7 +32,7 @@ def test_a_price_of_ten_to_the_thirty_is_no_offer(plugin):
     """2.32 offers PAT at 1.7e38 where it has none."""
     plugin.activate(encode_table(Table.of(1, {Slot(0, 0, "all_gather", 20): Decision("pat", "simple", 8)})))
     comm = Communicator(plugin.path, 42, 8, 1, 0, "2.32.3")
-    cost = offer(ring_ll128=10, pat_simple=1.7e38)
+    cost = offer(ring_ll=10, pat_simple=1.7e38)
     assert comm.get_coll_info("all_gather", MB, cost) == 0 and choose(cost) == (1, 0)
     comm.finalize()
 

@@ -121,7 +121,7 @@ def test_what_is_unset_stays_unset(plugin, release):
 def test_the_row_of_a_class_goes_before_the_row_for_all(plugin, release):
     slots = {
         Slot(0, 0, "all_gather", 20): Decision("ring", "simple"),
-        Slot(16, 1, "all_gather", 20): Decision("ring", "ll128"),
+        Slot(16, 1, "all_gather", 20): Decision("ring", "ll"),
     }
     rules = [Rule.of(s, d) for s, d in slots.items()]
     rules.append(Rule(16, 2, "all_gather", 0, 2**40, Decision()))  # these are left alone
@@ -129,11 +129,11 @@ def test_the_row_of_a_class_goes_before_the_row_for_all(plugin, release):
     chosen = {}
     for n_ranks, n_nodes in ((8, 1), (16, 1), (16, 2), (1, 16)):
         comm = Communicator(plugin.path, 7, n_ranks, n_nodes, 0, release)
-        cost = offer(ring_ll=10, ring_ll128=20, ring_simple=30)
+        cost = offer(ring_ll=20, ring_ll128=10, ring_simple=30)
         comm.get_coll_info("all_gather", MB, cost)
         chosen[n_ranks, n_nodes] = PROTOS[choose(cost)[1]]
         comm.finalize()
-    assert chosen == {(8, 1): "simple", (16, 1): "ll128", (16, 2): "ll", (1, 16): "simple"}
+    assert chosen == {(8, 1): "simple", (16, 1): "ll", (16, 2): "ll128", (1, 16): "simple"}
 
 
 decisions = st.sampled_from([Decision(None, None, 3), *(Decision(*p, n) for p in PAIRS for n in (0, 1, 64))])
