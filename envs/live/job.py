@@ -244,7 +244,7 @@ class Job(Reader):
             lease = Lease(self.publish(chosen, steps, 2, turn_steps, swap), steps, quad, self.rhythm)
             if cut := self._run(lease, give_up_ms):
                 self._say(f"turns are measured again: {cut.what}")
-            if self.refused[0] == lease.generation:
+            if self.heard.refused == lease.generation:
                 break
             leases.append(lease)
             failed = 0 if lease.n_kept else failed + 1
@@ -252,7 +252,7 @@ class Job(Reader):
             if lease.newest_ms > give_up_ms:
                 break
         self._end_turns()
-        turns = together(leases, self.steady, discard, n_steps)
+        turns = together(leases, self.heard.steady, discard, n_steps)
         if not turns.has_both:
             return None
         return replace(turns, disobeyed=self.obedience.verdict(leases[-1].generation, self.assembler.comms))
@@ -277,8 +277,8 @@ class Job(Reader):
                 break
             if not alive:
                 raise JobEnded(self.ended())
-            if self.refused[0] == attempt.generation:
-                return Cut(self.refused[1])
+            if self.heard.refused == attempt.generation:
+                return Cut(self.heard.why)
             if (cut := self._wait(attempt, last)) is not None:
                 return cut
             time.sleep(POLL_S * (5 if self.thin else 1))

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import subprocess
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,15 @@ RESTART_S = 60.0
 ELSEWHERE_S = 10.0
 
 
+@dataclass
+class HeardOfTurns:
+    """What rank 0 has said of tables that take turns, by generation."""
+
+    steady: set[int] = field(default_factory=set)  # all ranks have kept their rhythm in its turns
+    refused: int = 0  # the last one whose turns were refused
+    why: str = ""
+
+
 class Reader:
     """The rings of a run folder, read; and ``process``, where the job was started here."""
 
@@ -42,8 +52,7 @@ class Reader:
         self.state: tuple[AgreementState, str] | None = (
             None  # of the ranks' agreement, as rank 0 said it last
         )
-        self.steady: set[int] = set()  # tables in whose turns all ranks kept their rhythm, as rank 0 has said
-        self.refused: tuple[int, str] = (0, "")  # the last table whose turns were refused, and why
+        self.heard = HeardOfTurns()
         self._known: set[str] = set()  # rings whose communicators and offers were read
         self._fresh: list[np.ndarray[Any, Any]] = []
         self._stepped_at = 0.0  # when the first step of any rank was seen
@@ -113,9 +122,9 @@ class Reader:
     def _hear(self, state: AgreementState, text: str, generation: int) -> None:
         """Of turns."""
         if state == AgreementState.NO_TURNS:
-            self.refused = generation, text
+            self.heard.refused, self.heard.why = generation, text
         elif state == AgreementState.OPEN and generation:
-            self.steady.add(generation)
+            self.heard.steady.add(generation)
 
     def _word(self) -> str:
         """The last word of the ranks' agreement: a record holds 80 bytes of it."""

@@ -198,7 +198,7 @@ class Agreement:
         if leader.number > 2 and not leader.silent:
             self._store.forget(leader.number - 2)  # all have voted since
         if decision.switches:
-            self._say(*TOGETHER, leader.steady)
+            self._say(*TOGETHER, leader.last.steady)
         elif trial.turn_steps and 0 in left_out and left_out[0].for_good:
             self._say(AgreementState.NO_TURNS, left_out[0].why, generation)
         elif leader.lost >= _IN_A_ROW:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass, field
 
 from ....traces.reasons import NotAgreeing
 from ..shm import trial_of
@@ -15,6 +16,25 @@ from .store import RoundStore
 ATTACH_S = float(os.environ.get("DYNAMICCL_ATTACH_S", "60"))
 _AGAIN_S = 0.2  # until a lost round is tried again, doubled each time
 PATIENCE = 5  # so many lost rounds in a row, and rank 0 goes on without who does not vote
+
+
+@dataclass
+class LastTable:
+    """The table that was decided last."""
+
+    is_trial: bool = False
+    generation: int = 0  # where it takes turns by steps
+    rhythms: dict[int, tuple[int, int]] = field(default_factory=dict)  # of the communicators in its turns
+    steady: int = 0  # generation of the one before, if the round after it has shown its steps' rhythm
+
+    def check(self, rhythms: dict[int, tuple[int, int]]) -> None:
+        """The next round: whether all communicators in turns have kept their rhythm on all ranks.
+
+        Rank 0 sees its own communicators only: others may have been turns late while its steps looked whole.
+        """
+        is_steady = all(rhythms.get(comm) == rhythm for comm, rhythm in self.rhythms.items())
+        self.steady = self.generation if is_steady else 0
+        self.generation, self.rhythms = 0, {}
 
 
 class Leader:
@@ -36,14 +56,7 @@ class Leader:
         self._until = time.monotonic() + ATTACH_S
         self._wanted: tuple[int, bytes] | None = None  # to be in force, and is not
         self._stays = published.confirmed()  # the last table that was decided to stay, in this life or before
-        self._tries = False  # the table decided last is a trial
-        self.steady = (
-            0  # generation of the last trial in turns, if the round after it has shown its steps' rhythm
-        )
-        self._lease: tuple[int, dict[int, tuple[int, int]]] = (
-            0,
-            {},
-        )  # its generation, its communicators' rhythms
+        self.last = LastTable()
 
     def look(self) -> None:
         """Whether the daemon has published another table."""
@@ -73,7 +86,7 @@ class Leader:
 
     def next(self) -> tuple[int, bytes] | None:
         """The table of the next round, if there is to be one: first what stays, for who does not have it yet."""
-        if self._stays is not None and not self._tries and (self.news or not self.switched):
+        if self._stays is not None and not self.last.is_trial and (self.news or not self.switched):
             return self._stays
         return self._wanted
 
@@ -97,22 +110,14 @@ class Leader:
         self._wanted = None if message == self._wanted else self._wanted
         if decision.switches:
             trial, switched = trial_of(message[1]), set(decision.switches)
-            self._check_lease(rhythms)
+            self.last.check(rhythms)
             if trial.turn_steps:
-                self._lease = decision.generation, {comm: rhythms[comm] for comm in switched}
+                self.last.generation = decision.generation
+                self.last.rhythms = {comm: rhythms[comm] for comm in switched}
             # Turns need a rhythm: who has none keeps its table, and is in later rounds as before.
             self.switched = self.switched | switched if trial.turn_steps else switched
-            self._tries = trial.trial_steps > 0
-            self._stays = self._stays if self._tries else message
-
-    def _check_lease(self, rhythms: dict[int, tuple[int, int]]) -> None:
-        """Whether all communicators of the last lease have kept their rhythm on all ranks.
-
-        This rank sees its own communicators only: others may have been turns late while its steps looked whole.
-        """
-        generation, before = self._lease
-        is_steady = all(rhythms.get(comm) == rhythm for comm, rhythm in before.items())
-        self.steady, self._lease = generation if is_steady else 0, (0, {})
+            self.last.is_trial = trial.trial_steps > 0
+            self._stays = self._stays if self.last.is_trial else message
 
     def is_over(self, comms: frozenset[int]) -> bool:
         """Whether all of rank 0's communicators have left for good."""

@@ -111,6 +111,21 @@ def decide(
     ``trial``: how the table is tried; without steps it is to stay. ``gone``: communicators that have left for good, and
     why.
     """
+    sound, left_out = _sorted_out(votes, gone)
+    if not trial.turn_steps:
+        return Decision(generation, {comm: _span(words, trial) for comm, words in sound.items()}), left_out
+    even = {comm: words for comm, words in sound.items() if _has_rhythm(words)}
+    is_late = any(not one.for_good for one in left_out.values())  # the next round may find more
+    if not is_late and (odd := _without_rhythm(sound, even)):
+        rank = next(vote.rank for vote in votes if odd[0] in vote.comms)
+        left_out[0] = LeftOut(NotAgreeing.NO_RHYTHM(rank=rank), True)
+    return Decision(generation, _turns(even, trial)), left_out
+
+
+def _sorted_out(
+    votes: Sequence[Vote], gone: Mapping[int, str]
+) -> tuple[dict[int, list[CommVote]], dict[int, LeftOut]]:
+    """The words on each communicator whose ranks are of one mind, and why the others are left out."""
     sound, left_out = dict[int, list[CommVote]](), dict[int, LeftOut]()
     for comm in sorted({comm for vote in votes for comm in vote.comms}):
         members = [vote for vote in votes if comm in vote.comms]
@@ -120,18 +135,18 @@ def decide(
             left_out[comm] = odd
         else:
             sound[comm] = [vote.comms[comm] for vote in members]
-    if not trial.turn_steps:
-        return Decision(generation, {comm: _span(words, trial) for comm, words in sound.items()}), left_out
-    uneven = {comm for comm, words in sound.items() if not _has_rhythm(words)}
-    switches = _turns({comm: words for comm, words in sound.items() if comm not in uneven}, trial)
-    # A communicator that is used in some steps only keeps its table.
-    busy = [comm for comm in sorted(uneven) if max(one.calls_a_step for one in sound[comm]) >= 1]
-    is_late = any(not one.for_good for one in left_out.values())  # the next round may find more
-    if sound and not is_late and (busy or not switches):
-        comm = busy[0] if busy else next(iter(sound))
-        rank = next(vote.rank for vote in votes if comm in vote.comms)
-        left_out[0] = LeftOut(NotAgreeing.NO_RHYTHM(rank=rank), True)
-    return Decision(generation, switches), left_out
+    return sound, left_out
+
+
+def _without_rhythm(sound: Mapping[int, list[CommVote]], even: Mapping[int, list[CommVote]]) -> list[int]:
+    """The communicators for whose sake tables cannot take turns by steps.
+
+    One that is used in some steps only is none of them: it keeps its table.
+    """
+    if not even:
+        return [*sound]
+    uneven = [comm for comm in sound if comm not in even]
+    return [comm for comm in uneven if max(one.calls_a_step for one in sound[comm]) >= 1]
 
 
 def _span(words: Sequence[CommVote], trial: Trial) -> Span:

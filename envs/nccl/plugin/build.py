@@ -14,17 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = (
-    *(
-        "table.c",
-        "ring.c",
-        "comms.c",
-        "clock.c",
-        "switch.c",
-        "rhythm.c",
-        "tuner.c",
-        "next_tuner.c",
-        "profiler.c",
-    ),
+    *("table.c", "ring.c", "comms.c", "clock.c", "switch.c", "tuner.c", "next_tuner.c", "profiler.c"),
     "room.c",
 )
 HEADERS = ("abi.h", "plugin.h", "seat.h")
