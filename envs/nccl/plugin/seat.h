@@ -44,7 +44,6 @@ struct dccl_seat {
   _Atomic uint64_t firsts[MADE];  // number of the first call of its group
   // Steps: collectives up to the last end of one, those of the last, and how many in a row had so many.
   uint64_t ended_at, a_step, n_alike;  // guarded by `dccl_seating`
-  _Atomic bool in_turns;               // turns that follow steps are under way
   struct {
     _Atomic uint64_t at, hash;
   } marks[DCCL_MARKS];
@@ -52,6 +51,7 @@ struct dccl_seat {
   // Which changes may still hold, see switch.c. Another word at each change, as the high bits count them.
   _Atomic uint64_t order;
   _Atomic uint32_t decided, generation;  // of the last switch, of the table that answered last
+  _Atomic bool in_turns;                 // turns that follow steps are under way
   struct {
     _Atomic uint32_t n, group;
     _Atomic uint64_t n_bytes[ASKS];

@@ -53,9 +53,10 @@ static uint64_t due_turn(const struct change* c, uint64_t block) {
 // decided, and the counts are those of calls that all ranks make. Where a turn is one collective, a group is
 // also the trial's if a collective was that no group began with: else calls that come in groups would miss
 // it.
-static bool is_due(const struct change* c, uint64_t looked_at, uint64_t count) {
+static bool is_due(const struct change* c, const struct dccl_seat* seat, uint64_t count) {
   const uint64_t length = c->length, from = c->from;
   if (length == 0) return true;
+  const uint64_t looked_at = atomic_load_explicit(&seat->looked_at, memory_order_relaxed);
   const uint64_t turn = (count - from) / length, block = c->one_of == 2 ? turn / 2 : turn / c->one_of;
   const uint64_t missed = looked_at > from ? looked_at - from : 0, earliest = c->a_step != 0 ? turn : missed;
   const uint64_t due = due_turn(c, block);
@@ -74,8 +75,7 @@ dccl_table dccl_table_now(struct dccl_seat* seat) {
     for (uint64_t n = order % SWITCHES; n > 0; n--, places >>= PLACE_BITS) {
       const struct change* c = &seat->changes[places % SWITCHES];
       if (count < dccl_get(&c->from)) continue;
-      const uint64_t looked_at = atomic_load_explicit(&seat->looked_at, memory_order_relaxed);
-      const bool tries = count < dccl_get(&c->until) && is_due(c, looked_at, count);
+      const bool tries = count < dccl_get(&c->until) && is_due(c, seat, count);
       table = dccl_get(tries ? &c->trial : &c->base);
       break;
     }
