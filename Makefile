@@ -106,7 +106,7 @@ $(VENV)/ready: pyproject.toml setup.py dynamiccl_autoload.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python \
-		--constraint constraints.txt --editable '.[train,dev,optimizers]'
+		--constraint constraints.txt --editable '.[train,plot,dev,optimizers]'
 	touch $@
 
 # The other frameworks that the probe is tested in. Where they cannot be installed their tests say so and are skipped;

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+#: Letters of a run's sparkline.
+SPARKS = 16
 #: State of the ranks' agreement, for people.
 _AGREE = {"OPEN": "yes", "WAITING": "not yet", "LOSING": "too late", "SHUT": "no", "CLOSED": "no more"}
 
@@ -31,7 +33,8 @@ def top(
 ) -> None:
     """List runs with their step, phase, current table, gain, cost of the search, agreement and lost records.
 
-    It reads only the folders of the runs. The jobs do not notice.
+    "over the run" draws the step times of the run from 0, as the last report had them; the tuner writes a report every
+    half minute. This command reads only the folders of the runs. The jobs do not notice.
 
     \b
     dynamiccl top
@@ -80,6 +83,7 @@ def table(found: list[dict[str, Any]]) -> Table:
         "step",
         "phase",
         "step time",
+        "over the run",
         "current table",
         "shorter",
         "cost",
@@ -90,6 +94,7 @@ def table(found: list[dict[str, Any]]) -> Table:
 
 
 def _row(r: dict[str, Any]) -> list[Any]:
+    from ..report.terminal import sparkline
     from ..report.verdict import PHASES, ms, seconds, side
 
     cost = None
@@ -105,6 +110,7 @@ def _row(r: dict[str, Any]) -> list[Any]:
         r["step"],
         PHASES.get(r["phase"], r["phase"]),
         None if r["step_ms"] is None else ms(r["step_ms"]),
+        sparkline(r["step_times_ms"], SPARKS),
         in_force if r["phase"] or r["kept"] is not None else None,
         gain,
         cost,

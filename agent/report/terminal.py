@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import itertools
+import math
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +13,8 @@ from rich.text import Text
 
 #: Columns where there is no terminal: tables in a pipe must not be cut to 80.
 IN_A_PIPE = 160
+#: Heights of a sparkline's letters.
+BARS = "▁▂▃▄▅▆▇█"
 
 
 def terminal(**options: Any) -> Console:
@@ -42,3 +46,18 @@ def grid(
     for row in rows:
         made.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
     return made
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Positive values as a line of at most ``width`` letters, from 0 to the largest; more values are averaged.
+
+    >>> sparkline([1.0, 2.0, 8.0], 20)
+    '▁▂█'
+    """
+    if len(values) > width:
+        edges = [len(values) * i // width for i in range(width + 1)]
+        parts = [values[a:b] for a, b in itertools.pairwise(edges)]
+        values = [sum(part) / len(part) for part in parts]
+    top = max(values, default=1.0)
+    heights = [math.ceil(len(BARS) * value / top) for value in values]
+    return "".join(BARS[max(height, 1) - 1] for height in heights)
