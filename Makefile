@@ -10,7 +10,7 @@ C_SOURCES := $(wildcard envs/nccl/plugin/*.[ch] envs/sim/*.c tests/tools/*.[ch])
 .PHONY: demo docs test test-slow test-timing test-all test-next coverage check format setup bench gpu-check model-check clean
 
 demo: setup
-	$(RUN) tune --out runs/demo --no-memory --steps $(DEMO_STEPS)
+	$(RUN) demo --steps $(DEMO_STEPS)
 
 # What takes seconds, four at a time.
 test: setup $(VENV)/frameworks

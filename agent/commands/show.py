@@ -112,62 +112,64 @@ def _steps(steps: pd.DataFrame) -> dict[str, Any]:
 # For people ----------------------------------------------------------------------------------------------------------
 
 
+#: Columns from which the table of collectives is shown whole.
+_WIDE = 120
+
+
 def _print(story: dict[str, Any], summary: RunSummary, windows: bool) -> None:
-    from ..report.terminal import grid, wide_terminal
-    from ..report.texts import (
-        COSTS,
-        COSTS_NOTE,
-        NUMBERS,
-        consistency_text,
-        cost_rows,
-        nothing_decided,
-        result_lines,
-        window_parts,
-    )
+    from ..report.terminal import say, wide_terminal
+    from ..report.texts import consistency_text, nothing_decided, result_lines, window_parts
     from ..report.why import lines
 
     console = wide_terminal()
     for warning in story["warnings"]:
-        console.print(f"warning: {warning}", style="yellow", markup=False)
+        say(console, f"warning: {warning}", "yellow")
     _print_head(console, story)
     if summary:
-        console.print("\n".join(["", *result_lines(summary), ""]), markup=False, soft_wrap=True)
+        say(console, "\n".join(["", *result_lines(summary), ""]))
     else:
-        console.print(f"no decisions: {nothing_decided(summary, story['header'])}", markup=False)
+        say(console, f"no decisions: {nothing_decided(summary, story['header'])}")
     if story["slots"]:
-        console.print(grid(COSTS, cost_rows(story["slots"]), NUMBERS, title="time of each collective"))
-        console.print(COSTS_NOTE, style="dim")
+        _print_costs(console, story["slots"])
     for chain in story["why"]:
-        console.print("\n".join(lines(chain, summary)), markup=False, soft_wrap=True)
+        say(console, "\n".join(lines(chain, summary)))
     for line in story["windows"] if windows else ():
-        console.print("  ".join(window_parts(line)), markup=False, soft_wrap=True)
+        say(console, "  ".join(window_parts(line)))
     if summary.consistency:
         bad = summary.consistency["mismatches"]
-        console.print(consistency_text(summary.consistency), style="bold red" if bad else "")
+        say(console, consistency_text(summary.consistency), "bold red" if bad else "")
+
+
+def _print_costs(console: Console, slots: list[dict[str, Any]]) -> None:
+    """The table of collectives, on a narrow terminal without the columns that it has no room for."""
+    from ..report.terminal import grid, say
+    from ..report.texts import COSTS, COSTS_NOTE, NARROW, NUMBERS, cost_rows
+
+    heads = COSTS if console.width >= _WIDE else NARROW
+    places = [COSTS.index(head) for head in heads]
+    rows = [[row[place] for place in places] for row in cost_rows(slots)]
+    console.print(grid(heads, rows, NUMBERS, title="time of each collective"))
+    say(console, COSTS_NOTE, "dim")
 
 
 def _print_head(console: Console, story: dict[str, Any]) -> None:
+    from ..report.terminal import say
     from ..report.texts import emulation_text
 
     h, steps = story["header"], story["steps"]
     console.print(f"[bold]{story['folder']}[/]", soft_wrap=True)
     if h.get("emulated"):
-        console.print(f"{emulation_text(h)}: these are not GPU times", style="yellow")
-    facts = [
-        h.get("date"),
-        h.get("host"),
-        h.get("nccl") and f"NCCL {h['nccl']}",
-        h.get("job") or h.get("command"),
-    ]
-    console.print("  ".join(str(fact) for fact in facts if fact), markup=False, soft_wrap=True)
+        say(console, f"{emulation_text(h)}: these are not GPU times", "yellow")
+    facts = [h.get("date"), h.get("host"), h.get("nccl") and f"NCCL {h['nccl']}"]
+    facts.append(h.get("job") or h.get("command"))
+    say(console, "  ".join(str(fact) for fact in facts if fact))
     if not steps["n"]:
         whole = "; calls are counted over the whole recording" if "source" in h else ""
-        console.print(f"no optimizer step was seen; {story['n_events']} collectives{whole}")
+        say(console, f"no optimizer step was seen; {story['n_events']} collectives{whole}")
         return
-    console.print(
-        f"steps {steps['first']} to {steps['last']}, {steps['median_ms']:.1f} ms (median), "
-        f"{steps['ranks']} ranks recorded, {story['n_events']} collectives, tables: {story['tables']}"
-    )
+    seen = f"steps {steps['first']} to {steps['last']}, {steps['median_ms']:.1f} ms (median), "
+    seen += f"{steps['ranks']} ranks recorded, {story['n_events']} collectives, tables: {story['tables']}"
+    say(console, seen)
     if story["records_lost"]:
         lost = f"{story['records_lost']} records were lost because the tuner did not read them in time"
-        console.print(f"{lost}; counts below are too low", style="yellow")
+        say(console, f"{lost}; counts below are too low", "yellow")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -25,9 +27,25 @@ def terminal(**options: Any) -> Console:
 def wide_terminal() -> Console:
     """For tables on stdout."""
     console = terminal(highlight=False)
-    if not console.is_terminal:
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = IN_A_PIPE
     return console
+
+
+def say(console: Console, text: str, style: str = "") -> None:
+    """Print a text, its lines wrapped between words where they are wider than a terminal. A pipe gets whole lines."""
+    lines = text.splitlines()
+    if console.is_terminal:
+        lines = [part for line in lines for part in _wrapped(line, console.width)]
+    console.print("\n".join(lines), style=style, markup=False, soft_wrap=True)
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """A line in parts of a width; the later ones are indented a bit more than the first. Long words stay whole."""
+    indent = len(line) - len(line.lstrip())
+    later = " " * (indent + 4)
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(line, width, subsequent_indent=later, **options) or [""]
 
 
 def grid(

@@ -23,6 +23,8 @@ COSTS = (
     "sampled",
     "timed by",
 )
+#: Those columns that a terminal of 80 columns has room for; the reasons below the table tell the settings.
+NARROW = ("slot", "calls/step", "default", "tuned", "change")
 NUMBERS = ("calls/step", "default", "tuned", "change", "per step", "sampled")
 COSTS_NOTE = (
     "default, tuned: median time of one call under NCCL's default and under the table, while the step computes. Only "
