@@ -2,61 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
-from typing import Annotated, Any
+import importlib.util
+import os
+import sys
+from typing import Annotated
 
 from . import Argument, fail
 
 SHELLS = ("bash", "zsh", "tcsh")
-#: Arguments and options that take a file or a folder.
-_PATHS = {"run", "runs", "trace", "recordings", "table", "out", "attach", "metrics", "submission", "folder"}
 
 
 def completion(shell: Annotated[str, Argument(help="bash, zsh or tcsh.")]) -> None:
     """Print the completion script of a shell: commands, options and files at the press of Tab.
 
-    \\b
-    eval "$(dynamiccl completion bash)"                            # in ~/.bashrc
-    dynamiccl completion zsh > ~/.zfunc/_dynamiccl                  # in a folder of $fpath
+    \b
+    eval "$(dynamiccl completion bash)"              # in ~/.bashrc
+    dynamiccl completion zsh > ~/.zfunc/_dynamiccl   # in a folder of $fpath
     """
     if shell not in SHELLS:
         fail(f"no completion for {shell!r}: give {', '.join(SHELLS)}")
-    import shtab
-
-    print(shtab.complete(_all_commands(), shell))
-
-
-def _all_commands() -> argparse.ArgumentParser:
-    """One parser of all commands; a command of two words is a command of a command."""
-    from ..cli import NAMES, Parser
-
-    root = argparse.ArgumentParser("dynamiccl")
-    commands = root.add_subparsers(parser_class=_parser)
-    groups: dict[str, Any] = {}
-    for name in NAMES:
-        first, _, second = name.partition(" ")
-        if second and first not in groups:
-            group = commands.add_parser(first, help="Check a machine, file results, train policies.")
-            groups[first] = group.add_subparsers(parser_class=_parser)
-        about = " ".join(Parser(name).paragraphs[0].split())
-        where = groups[first] if second else commands
-        where.add_parser(second or first, help=about)
-    return root
-
-
-def _parser(prog: str, **_: Any) -> argparse.ArgumentParser:
-    """The parser of a command, or of a group of commands."""
-    import shtab
-
-    from ..cli import NAMES, Parser
-
-    name = prog.removeprefix("dynamiccl ")
-    if name not in NAMES:
-        return argparse.ArgumentParser(prog)
-    parser = Parser(name)
-    actions: Sequence[Any] = parser._actions
-    for action in actions:
-        if action.dest in _PATHS:
-            action.complete = shtab.FILE
-    return parser
+    if importlib.util.find_spec("shtab") is None:
+        fail("completion needs shtab: pip install 'dynamiccl[tuner]'")
+    # A program of its own: it asks every command for its options, and no command knows the others.
+    os.execv(sys.executable, [sys.executable, "-m", "dynamiccl.agent.completion", shell])

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from . import OUTPUT, Option, fail
+from . import OUTPUT, Json, Option, fail
 
 #: What the demo's job is made of, and the extra that brings it.
 _NEEDS, _EXTRA = ("torch", "pandas", "rich"), "train,plot"
@@ -22,6 +22,7 @@ def demo(
         "runs/demo"
     ),
     quiet: Annotated[bool, Option(group=OUTPUT, help="Print only the verdict.")] = False,
+    json: Json = False,
 ) -> None:
     """Train the built-in ZeRO-3 job and tune it while it trains. Takes about a minute; needs no GPU and no checkout.
 
@@ -39,6 +40,7 @@ def demo(
         fail(f"the demo trains a job, which needs {missing[0]}: pip install 'dynamiccl[{_EXTRA}]'")
     words = ["tune", "--out", str(out), "--no-memory", "--steps", str(steps)]
     words += ["--quiet"] if quiet else []
+    words += ["--json"] if json else []
     print(f"dynamiccl {shlex.join(words)}", file=sys.stderr, flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # two ranks share the processors
     os.execv(sys.executable, [*_PROGRAM, *words])

@@ -27,10 +27,9 @@ from ...traces.reasons import RunEnds
 from ...traces.records import TUNED_FUNCS, Decision, Slot, Table
 from ...traces.writer import TraceWriter
 from ..policies.choosing import make_chooser
-from ..report.course import VERDICT
 from ..report.outputs import claim, link, run_of
 from ..report.summary import RunSummary, read_object
-from ..report.verdict import seconds, verdict
+from ..report.verdict import VERDICT, seconds, verdict
 from .following import start_follower
 from .log import LOG, log, open_log
 from .memory import Memory, facts_of

@@ -84,7 +84,7 @@ class ReportPage:
         if self._process:
             self._process.kill()  # it must not write after this one
             self._process.wait()
-        program = [sys.executable, "-m", "dynamiccl.agent.report.report"]
+        program = [sys.executable, "-m", "dynamiccl.agent.report.html.report"]
         words = [*before, *program, str(self.out), str(REPORT_EVENTS)]
         quiet = subprocess.DEVNULL
         with tempfile.TemporaryFile("w+") as file:  # a pipe could make the tuner wait for its reader

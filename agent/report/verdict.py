@@ -13,6 +13,8 @@ from .summary import RunSummary
 
 #: The default instead of a table's letter: in files, and for people.
 DEFAULT, OWN = "default", "NCCL's default"
+#: Kind of the line in a trace's log that the tuner writes at each verdict, with its ``step`` and ``text``.
+VERDICT = "verdict"
 #: Phase of a window in the log -> its name for people.
 PHASES = {"verify": "comparison", "refine": "trial"}
 

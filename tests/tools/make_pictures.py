@@ -17,7 +17,7 @@ from browser import CHROMIUM, ROOT, Browser
 from dynamiccl.agent.commands.top import table
 from dynamiccl.agent.daemon.console import LiveView, show_summary
 from dynamiccl.agent.daemon.tuner import WindowLine
-from dynamiccl.agent.report.report import write_report
+from dynamiccl.agent.report.html.report import write_report
 from dynamiccl.agent.report.runs import state
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.traces.files import Trace

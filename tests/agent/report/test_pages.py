@@ -5,7 +5,7 @@ import re
 
 import pytest
 from browser import AXE, CHROMIUM, ROOT, Browser
-from dynamiccl.agent.report.report import write_report
+from dynamiccl.agent.report.html.report import write_report
 from dynamiccl.agent.report.summary import RunSummary
 from synthetic_trace import write_run
 

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pandas as pd
 import pytest
-from dynamiccl.agent.report.report import write_report
+from dynamiccl.agent.report.html.report import write_report
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.verdict import ms, verdict
 from dynamiccl.traces.files import Trace

@@ -7,10 +7,10 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pandas as pd
 import pytest
-from dynamiccl.agent.report import run_plot
-from dynamiccl.agent.report.course import Band, course_of, in_words
-from dynamiccl.agent.report.points import binned, sparks, trial_spans
-from dynamiccl.agent.report.report import write_report
+from dynamiccl.agent.report.html import run_plot
+from dynamiccl.agent.report.html.course import Band, course_of, in_words
+from dynamiccl.agent.report.html.points import binned, sparks, trial_spans
+from dynamiccl.agent.report.html.report import write_report
 from dynamiccl.agent.report.runs import state
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.terminal import sparkline

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ...traces.outside import atomically
+from ....traces.outside import atomically
+from ..runs import SPARKS_FILE
 from .course import Course
-from .runs import SPARKS_FILE
 
 Array = np.ndarray[Any, Any]
 

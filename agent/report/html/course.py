@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ...traces.files import Trace
-from .summary import RunSummary
-from .verdict import DEFAULT, ms, side
+from ....traces.files import Trace
+from ..summary import RunSummary
+from ..verdict import DEFAULT, VERDICT, ms, side
 
 Array = np.ndarray[Any, Any]
 
-#: Kind of the log line that the tuner writes at each verdict, with its ``step`` and ``text``.
-VERDICT = "verdict"
 #: Name of a table that no window names.
 _UNNAMED = "a table"
 

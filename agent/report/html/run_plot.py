@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..verdict import DEFAULT, OWN, ms, side
 from .course import Band, Course
 from .points import binned, trial_spans
-from .verdict import DEFAULT, OWN, ms, side
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

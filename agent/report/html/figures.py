@@ -13,12 +13,12 @@ from html import escape
 
 import pandas as pd
 
-from ...traces.files import Trace
-from ...traces.queries.costs import Generations, typical_step
-from ...traces.records import Slot, size_class
+from ....traces.files import Trace
+from ....traces.queries.costs import Generations, typical_step
+from ....traces.records import Slot, size_class
+from ..summary import RunSummary
+from ..verdict import OWN, ms, side
 from .page import legend
-from .summary import RunSummary
-from .verdict import OWN, ms, side
 
 #: Bars and ranks that are drawn of a step at most: with more a timeline can neither be read nor loaded quickly.
 MAX_BARS = 2000

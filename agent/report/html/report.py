@@ -11,18 +11,19 @@ from typing import Any
 
 import pandas as pd
 
-from ...traces.files import Trace, TraceError
-from ...traces.outside import atomically
-from ...traces.queries.costs import generations, slot_costs
-from . import run_plot, slow_rank
+from ....traces.files import Trace, TraceError
+from ....traces.outside import atomically
+from ....traces.queries.costs import generations, slot_costs
+from .. import slow_rank
+from ..summary import RunSummary
+from ..texts import COSTS, COSTS_NOTE, NUMBERS, consistency_text, cost_rows, emulation_text, result_lines
+from ..verdict import seconds, what_changed
+from ..why import chains, lines
+from . import run_plot
 from .course import Course, course_of, in_words
 from .figures import timeline_figure
 from .page import facts, legend, page, section, table
 from .points import write_sparks
-from .summary import RunSummary
-from .texts import COSTS, COSTS_NOTE, NUMBERS, consistency_text, cost_rows, emulation_text, result_lines
-from .verdict import seconds, what_changed
-from .why import chains, lines
 
 #: What the header of a trace tells as well, of a run that left no summary.
 _IN_HEADER = ("cluster", "emulated", "bytes_scale", "compute_scale", "stage", "n_processes", "policy")
