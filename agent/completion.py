@@ -18,7 +18,7 @@ _PATHS = {"run", "runs", "trace", "recordings", "table", "out", "attach", "metri
 def _all_commands() -> argparse.ArgumentParser:
     """One parser of all commands; a command of two words is a command of a command."""
     root = argparse.ArgumentParser("dynamiccl")
-    commands = root.add_subparsers(parser_class=_parser)
+    commands = root.add_subparsers(parser_class=_parser)  # type: ignore[call-overload]
     groups: dict[str, Any] = {}
     for name in NAMES:
         first, _, second = name.partition(" ")

@@ -86,13 +86,13 @@ def _draw_step(plot: Plot, step: Step, top: int, colours: Mapping[str, str]) -> 
     for lane, bars in step.bars.groupby("lane"):
         y -= 1
         plot.text(0, y + 0.5, str(lane), dx=-6, dy=4, anchor="end")
-        for bar in bars.itertuples():
-            slot = str(bar.slot)
+        places = zip(bars["start"], bars["ms"], strict=True)
+        words = zip(bars["slot"], bars["said"], strict=True)
+        for (start, length), (slot, said) in zip(places, words, strict=True):
             colour = colours.get(slot, _OTHER)
             name = slot if slot in colours else "other"
             plot.legend[name] = colour
-            length = float(bar.ms)
-            plot.bar(float(bar.start), length, y, colour, str(bar.said))
+            plot.bar(start, length, y, colour, said)
     if step.end_ms:
         plot.upright(step.end_ms, y, top - 1, "var(--quiet)", dash="3 3")
     return y

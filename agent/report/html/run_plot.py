@@ -9,7 +9,7 @@ import io
 import re
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -72,7 +72,7 @@ def draw(course: Course, size: Size, colour: str = "") -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    style = {"svg.fonttype": "none", "svg.hashsalt": size.name, "font.size": 12}
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": size.name, "font.size": 12}
     with matplotlib.rc_context(style):
         inches = size.width / _DPI, size.height / _DPI
         figure = Figure(inches, dpi=_DPI)
