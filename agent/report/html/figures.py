@@ -86,9 +86,8 @@ def _draw_step(plot: Plot, step: Step, top: int, colours: Mapping[str, str]) -> 
     for lane, bars in step.bars.groupby("lane"):
         y -= 1
         plot.text(0, y + 0.5, str(lane), dx=-6, dy=4, anchor="end")
-        places = zip(bars["start"], bars["ms"], strict=True)
-        words = zip(bars["slot"], bars["said"], strict=True)
-        for (start, length), (slot, said) in zip(places, words, strict=True):
+        columns = bars[["start", "ms", "slot", "said"]]
+        for start, length, slot, said in columns.to_numpy():
             colour = colours.get(slot, _OTHER)
             name = slot if slot in colours else "other"
             plot.legend[name] = colour
