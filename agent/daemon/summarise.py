@@ -24,7 +24,7 @@ from .request import Request
 REPORT_EVENTS = 500_000
 #: Seconds between two drawings of the report while the job runs, at least; and at least so many times the seconds that
 #: the drawing before took.
-EVERY_S, BREAK = 30.0, 20.0
+EVERY_S, BREAK = 30.0, 10.0
 
 
 def summarise(request: Request, found: RunSummary, outcome: RunSummary, job: Job) -> RunSummary:
