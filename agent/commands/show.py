@@ -113,6 +113,7 @@ def _steps(steps: pd.DataFrame) -> dict[str, Any]:
 
 
 def _print(story: dict[str, Any], summary: RunSummary, windows: bool) -> None:
+    from ...traces.queries.exposed import critical_lines
     from ..report.terminal import grid, wide_terminal
     from ..report.texts import (
         COSTS,
@@ -137,6 +138,8 @@ def _print(story: dict[str, Any], summary: RunSummary, windows: bool) -> None:
     if story["slots"]:
         console.print(grid(COSTS, cost_rows(story["slots"]), NUMBERS, title="time of each collective"))
         console.print(COSTS_NOTE, style="dim")
+    if not summary.exposed:  # a run has named them with its results
+        console.print("\n".join(critical_lines(story["why"])), markup=False, soft_wrap=True)
     for chain in story["why"]:
         console.print("\n".join(lines(chain, summary)), markup=False, soft_wrap=True)
     for line in story["windows"] if windows else ():

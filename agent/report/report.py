@@ -16,6 +16,7 @@ from ...traces.outside import atomically
 from ...traces.queries.costs import generations, slot_costs
 from . import slow_rank
 from .figures import timeline_figure, windows_figure
+from .losses import loss_figure, loss_lines, read_losses
 from .page import facts, page, section, table
 from .summary import RunSummary
 from .texts import COSTS, COSTS_NOTE, NUMBERS, consistency_text, cost_rows, emulation_text, result_lines
@@ -52,6 +53,7 @@ def write_report(path: Path | str, summary: RunSummary, trace: Trace) -> Path:
         _missing(s, trace, costs),
         _figure("Timeline of a step", _TIMELINE, timeline_figure(trace, which, s)),
         _figure("Step time over the run", _WINDOWS, windows_figure(trace, s)),
+        _losses(trace, s),
         _why(s, trace),
         _costs(costs, s, bool(which.tuned)),
         _settings(s, trace),
@@ -123,6 +125,16 @@ def _costs(costs: pd.DataFrame, s: RunSummary, is_tuned: bool) -> str:
 
 def _figure(heading: str, lead: str, drawn: str) -> str:
     return section(heading, lead, drawn) if drawn else ""
+
+
+def _losses(trace: Trace, s: RunSummary) -> str:
+    """The loss curve; empty for a job that logs none."""
+    found = read_losses(trace)
+    if found is None:
+        return ""
+    said = "; ".join(loss_lines(found))
+    lead = f"A table changes the time of a collective, and at most the order of its sums. Here: {said}."
+    return section("Loss over the run", lead, loss_figure(found, s))
 
 
 def _settings(s: RunSummary, trace: Trace) -> str:
