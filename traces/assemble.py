@@ -16,14 +16,13 @@ import numpy as np
 if TYPE_CHECKING:  # imported where tables are made: `dynamiccl stop` only reads records
     import pandas as pd
 
-from .columns import COMM_COLUMNS as COMM_COLUMNS
-from .columns import COMPUTE_COLUMNS as COMPUTE_COLUMNS
-from .columns import EVENT_COLUMNS as EVENT_COLUMNS
-from .columns import OFFER_COLUMNS as OFFER_COLUMNS
-from .columns import STEP_COLUMNS as STEP_COLUMNS
-from .columns import WAIT_COLUMNS as WAIT_COLUMNS
-from .columns import Columns
-from .names import DTYPES
+from .names import COMM_COLUMNS as COMM_COLUMNS
+from .names import COMPUTE_COLUMNS as COMPUTE_COLUMNS
+from .names import DTYPES, Columns
+from .names import EVENT_COLUMNS as EVENT_COLUMNS
+from .names import OFFER_COLUMNS as OFFER_COLUMNS
+from .names import STEP_COLUMNS as STEP_COLUMNS
+from .names import WAIT_COLUMNS as WAIT_COLUMNS
 from .records import (
     ALGOS,
     COLL,
