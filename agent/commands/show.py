@@ -106,7 +106,18 @@ def _steps(steps: pd.DataFrame) -> dict[str, Any]:
         "last": int(first["index"].max()),
         "ranks": int(steps["rank"].nunique()),
         "median_ms": float(first["duration_ns"].median()) / 1e6,
+        "memory_pressure": _pressure(steps),
     }
+
+
+def _pressure(steps: pd.DataFrame) -> dict[str, float] | None:
+    """Returns the least and the most used part of the memory of the fullest GPU; None if the job does not tell."""
+    known = steps[steps["memory_total"] > 0]
+    if known.empty:
+        return None
+    used = known["memory_used"] / known["memory_total"]
+    of_fullest = used.groupby(known["index"]).max()
+    return {"least": float(of_fullest.min()), "most": float(of_fullest.max())}
 
 
 # For people ----------------------------------------------------------------------------------------------------------
@@ -171,6 +182,9 @@ def _print_head(console: Console, story: dict[str, Any]) -> None:
         f"steps {steps['first']} to {steps['last']}, {steps['median_ms']:.1f} ms (median), "
         f"{steps['ranks']} ranks recorded, {story['n_events']} collectives, tables: {story['tables']}"
     )
+    if steps["memory_pressure"]:
+        least, most = steps["memory_pressure"].values()
+        console.print(f"memory pressure: {least:.0%} to {most:.0%} of the fullest GPU's memory is used")
     if story["records_lost"]:
         lost = f"{story['records_lost']} records were lost because the tuner did not read them in time"
         console.print(f"{lost}; counts below are too low", style="yellow")
