@@ -24,7 +24,7 @@ GAP = 0.06
 SHAPES = {
     "12 narrow blocks": Shape(layers=12, width=128, heads=4, seq=64, vocab=1024),
     "4 blocks": Shape(layers=4, width=256, heads=4, seq=64, vocab=1024),
-    "2 wide blocks, large vocabulary": Shape(layers=2, width=256, heads=4, seq=64, vocab=8192),
+    "6 blocks, large vocabulary": Shape(layers=6, width=256, heads=4, seq=64, vocab=8192),
 }
 RANKS = (4, 64)
 #: Letter, true stage, settings.
@@ -38,7 +38,7 @@ STAGES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 COLOURS = ("#2f6fb3", "#d98a1f", "#3f9166", "#b9558f", "#a5673f", "#5a6671")
 #: Pixels: the picture, the plot's left, top and side.
-WIDTH, HEIGHT, LEFT, TOP, SIDE = 640, 460, 70, 40, 340
+WIDTH, HEIGHT, LEFT, TOP, SIDE = 680, 460, 70, 40, 340
 
 
 class Fingerprint(NamedTuple):
@@ -84,15 +84,19 @@ def drawing(points: list[Fingerprint]) -> str:
     marks = [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>']
     marks += _axes()
     found = groups(points)
-    legend = dict(zip(found, (point.stage for point in points), strict=True))
+    legend: dict[int, list[str]] = {}
+    for point, group in zip(points, found, strict=True):
+        stages = legend.setdefault(group, [])
+        if point.stage not in stages:
+            stages.append(point.stage)
     for point, group in zip(points, found, strict=True):
         x, y = _place(point.gathered, point.all_reduced)
         marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8" fill="{COLOURS[group]}" fill-opacity="0.35"/>')
         marks.append(_text(x, y + 4, point.letter, "middle"))
-    for row, (group, stage) in enumerate(legend.items()):
+    for row, (group, stages) in enumerate(legend.items()):
         y = TOP + 20 + 24 * row
         marks.append(f'<circle cx="{LEFT + SIDE + 36}" cy="{y}" r="8" fill="{COLOURS[group]}"/>')
-        marks.append(_text(LEFT + SIDE + 52, y + 4, f"group {group + 1}: {stage}"))
+        marks.append(_text(LEFT + SIDE + 52, y + 4, f"group {group + 1}: {', '.join(stages)}"))
     title = f"{len(points)} dry runs: {len(legend)} groups, found without labels"
     marks.append(_text(LEFT, 22, title))
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'

@@ -48,7 +48,7 @@ def test_the_stage_is_read_off_the_stream(settings: dict[str, Any], stage: str) 
 @pytest.mark.slow
 def test_distances_alone_separate_the_stages() -> None:
     """The picture of the page, of a few of its runs: one group for each stream, whatever the model and its ranks."""
-    runs = [("4 blocks", 4), ("2 wide blocks, large vocabulary", 64)]
+    runs = [("4 blocks", 4), ("6 blocks, large vocabulary", 64)]
     points = [
         make_stages.fingerprint(letter, stage, make_stages.SHAPES[name], ranks, settings)
         for name, ranks in runs
@@ -63,3 +63,5 @@ def test_the_picture_shows_four_groups() -> None:
     """The committed picture is that of the command's runs."""
     picture = make_stages.OUT.read_text(encoding="utf-8")
     assert f"{len(make_stages.every_run())} dry runs: 4 groups" in picture
+    for stage in dict.fromkeys(stage for _, stage, _ in make_stages.STAGES):
+        assert f": {stage}</text>" in picture  # alone in its group
