@@ -14,11 +14,11 @@ demo: setup
 
 # What takes seconds, four at a time.
 test: setup $(VENV)/frameworks
-	$(BIN)/python -m pytest -m "not slow and not timing" -n 4 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not timing" -n 4 --dist loadfile --no-loadscope-reorder
 
 # The rest: whole tuned jobs, restarts, killed and frozen processes, wheels on every Python.
 test-slow: setup $(VENV)/frameworks
-	$(BIN)/python -m pytest -m "slow and not timing" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "slow and not timing" -n 2 --dist loadfile --no-loadscope-reorder
 	seed=$$(date +%s); echo "property tests on random examples, --hypothesis-seed=$$seed"; \
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m "hypothesis and not slow" -n 2 --hypothesis-seed=$$seed
 

@@ -46,7 +46,7 @@ def tries_and_stops(folder: RunFolder, program: Program) -> Found:
     found_by: list[Publisher] = []
 
     def beside(server: StoreServer, pids: list[int]) -> None:
-        daemon = Publisher(folder, server, 0.4, 15)
+        daemon = Publisher(folder, server, 0.4, 15, patience_s=60)
         found_by.append(daemon)
         while "stops" not in server.values:
             time.sleep(0.01)

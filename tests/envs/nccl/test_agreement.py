@@ -169,8 +169,13 @@ def test_a_rank_that_dies_holds_nobody(seed):
 
 
 def keeps_being_tuned(found):
-    """To the end tables are tried, and the last, the empty one, comes into force."""
+    """Every table that the tuner asks for takes effect, to the end, and so does the last, the empty one.
+
+    The first may come and go before a step ends; of the last trial the job's end may be in the way.
+    """
     for rank in found["ranks"]:
+        asked = set(range(2, found["emptied"] - 1))
+        assert asked <= set(rank["steps_under"]), asked - set(rank["steps_under"])
         answers = rank["answers"]["7"]
         print(f"{len(tables(rank)) // 2} trials of {found['published']} tables on one communicator")
         assert any(answers[len(answers) * 5 // 6 :]), "before: none from the 27th group on"
@@ -195,7 +200,7 @@ def test_hosts_a_step_of_1500_calls_apart_get_their_tables():
     found = outcome("far_apart")
     seen = {generation for generation in found["ranks"][0]["steps_under"] if generation}
     print(f"{len(seen)} of {found['published']} tables took effect")
-    assert found["published"] >= 12 and len(seen) >= 0.9 * (found["published"] - 2)
+    assert found["published"] >= 10 and len(seen) >= 0.9 * (found["published"] - 2)
 
 
 def test_a_rank_whose_plugin_refuses_a_switch_says_so_and_changes_no_further_table():
