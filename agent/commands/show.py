@@ -106,7 +106,18 @@ def _steps(steps: pd.DataFrame) -> dict[str, Any]:
         "last": int(first["index"].max()),
         "ranks": int(steps["rank"].nunique()),
         "median_ms": float(first["duration_ns"].median()) / 1e6,
+        "memory_pressure": _pressure(steps),
     }
+
+
+def _pressure(steps: pd.DataFrame) -> dict[str, float] | None:
+    """Returns the least and the most used part of the memory of the fullest GPU; None if the job does not tell."""
+    known = steps[steps["memory_total"] > 0]
+    if known.empty:
+        return None
+    used = known["memory_used"] / known["memory_total"]
+    of_fullest = used.groupby(known["index"]).max()
+    return {"least": float(of_fullest.min()), "most": float(of_fullest.max())}
 
 
 # For people ----------------------------------------------------------------------------------------------------------
@@ -117,6 +128,7 @@ _WIDE = 120
 
 
 def _print(story: dict[str, Any], summary: RunSummary, windows: bool) -> None:
+    from ...traces.queries.exposed import critical_lines
     from ..report.terminal import say, wide_terminal
     from ..report.texts import consistency_text, nothing_decided, result_lines, window_parts
     from ..report.why import lines
@@ -131,6 +143,8 @@ def _print(story: dict[str, Any], summary: RunSummary, windows: bool) -> None:
         say(console, f"no decisions: {nothing_decided(summary, story['header'])}")
     if story["slots"]:
         _print_costs(console, story["slots"])
+    if not summary.exposed:  # a run has named them with its results
+        say(console, "\n".join(critical_lines(story["why"])))
     for chain in story["why"]:
         say(console, "\n".join(lines(chain, summary)))
     for line in story["windows"] if windows else ():
@@ -170,6 +184,9 @@ def _print_head(console: Console, story: dict[str, Any]) -> None:
     seen = f"steps {steps['first']} to {steps['last']}, {steps['median_ms']:.1f} ms (median), "
     seen += f"{steps['ranks']} ranks recorded, {story['n_events']} collectives, tables: {story['tables']}"
     say(console, seen)
+    if steps["memory_pressure"]:
+        least, most = steps["memory_pressure"].values()
+        say(console, f"memory pressure: {least:.0%} to {most:.0%} of the fullest GPU's memory is used")
     if story["records_lost"]:
         lost = f"{story['records_lost']} records were lost because the tuner did not read them in time"
         say(console, f"{lost}; counts below are too low", "yellow")

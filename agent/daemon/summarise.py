@@ -30,7 +30,7 @@ EVERY_S, BREAK = 30.0, 10.0
 def summarise(request: Request, found: RunSummary, outcome: RunSummary, job: Job) -> RunSummary:
     """The summary so far. ``found``: what the search gave, of an earlier tuner of the run where there was one;
     ``outcome``: how this one's stands."""
-    losses: list[float | None] = [*logged(request.job_log, "loss")] or [None]
+    losses: list[float | None] = [loss for _, loss in logged(request.job_log, "loss")] or [None]
     emulated = asdict(request.emulated) if request.emulated else {}
     agreement = {"state": job.state[0].name, "text": job.state[1]} if job.state else {}
     no_gain = RunEnds.NO_GAIN() if found.is_decided and not outcome.kept else ""

@@ -59,6 +59,9 @@ class RunSummary:
     steps_to_first_gain: int | None = None
     steps_to_verdict: int | None = None
     decisions: list[dict[str, Any]] = field(default_factory=list)
+    exposed: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # slot, share of the step, exposed part of its time, in default steps; empty: the job does not tell
     default_share_after: float | None = None
     kept: bool | None = None
     dropped: str | None = None

@@ -22,6 +22,7 @@ from ..why import chains, lines
 from . import run_plot
 from .course import Course, course_of, in_words
 from .figures import timeline_figure
+from .losses import Losses, loss_lines, read_losses
 from .page import facts, legend, page, section, table
 from .points import write_sparks
 
@@ -31,6 +32,9 @@ _IN_HEADER = ("cluster", "emulated", "bytes_scale", "compute_scale", "stage", "n
 _COURSE = (
     "Each step of the lowest recorded rank. The background shows the current table, a dashed line a switch to another "
     "one, a solid line a verdict. Orange below: steps on trial under another table."
+)
+_LOSS = (
+    "A table changes the time of a collective, and at most the order of its sums: the loss stays what it was."
 )
 _NO_PLOT = "The plot needs matplotlib: pip install 'dynamiccl[plot]'. In words:"
 _TIMELINE = (
@@ -55,7 +59,7 @@ def write_report(path: Path | str, summary: RunSummary, trace: Trace) -> Path:
         _masthead(s, trace, place),
         _headline(s, trace),
         _missing(s, trace, costs),
-        _course(course),
+        _course(course, read_losses(trace)),
         _figure("Timeline of a step", _TIMELINE, timeline_figure(trace, which, s)),
         _why(s, trace),
         _costs(costs, s, bool(which.tuned)),
@@ -88,19 +92,23 @@ def _headline(s: RunSummary, trace: Trace) -> str:
     return f'<div class="card">{said}</div>'
 
 
-def _course(course: Course) -> str:
+def _course(course: Course, losses: Losses | None) -> str:
     """The plot of the whole run; in words where matplotlib is not installed."""
-    heading = "Step time over the run"
     if not course.steps.size:
         return ""
+    heading, lead = "Step time over the run", [_COURSE, run_plot.beyond(course)]
+    if losses:
+        heading = "Step time and loss over the run"
+        lead += [_LOSS, f"Here: {'; '.join(loss_lines(losses))}."]
     try:
-        plots = run_plot.run_plots(course)
+        plots = run_plot.run_plots(course, losses)
     except ImportError:
         items = "".join(f"<li>{escape(text)}</li>" for text in in_words(course))
-        return section(heading, _NO_PLOT, f'<div class="card"><ul>{items}</ul></div>')
-    colours = {name: f"var(--{colour})" for name, colour in run_plot.legend(course).items()}
+        told = " ".join([_NO_PLOT, *lead[2:]])
+        return section(heading, told, f'<div class="card"><ul>{items}</ul></div>')
+    colours = {name: f"var(--{colour})" for name, colour in run_plot.legend(course, losses).items()}
     drawn = f'{legend(colours)}<div class="plot run">{"".join(plots.values())}</div>'
-    return section(heading, f"{_COURSE} {run_plot.beyond(course)}".strip(), drawn)
+    return section(heading, " ".join(part for part in lead if part), drawn)
 
 
 def _missing(s: RunSummary, trace: Trace, costs: pd.DataFrame) -> str:

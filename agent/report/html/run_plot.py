@@ -1,4 +1,4 @@
-"""The plot of a run, drawn by matplotlib as SVG: the time of each step over the whole run.
+"""The plot of a run, drawn by matplotlib as SVG: the time of each step over the whole run, and the loss below it.
 
 matplotlib is optional (``pip install 'dynamiccl[plot]'``). Only the process that draws the report imports it.
 """
@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import io
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..verdict import DEFAULT, OWN, ms, side
-from .course import Band, Course
+from .course import Band, Course, Mark
+from .losses import Losses, binned_losses
 from .points import binned, trial_spans
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Size:
     letter: float = 6.5
 
 
+#: The panel of the loss, where the job tells its loss: its part of the plot, and of the plot's height what it adds.
+_LOSS_PART, _LOSS_MORE = 0.35, 0.4
 #: A report shows the one that fits its window.
 SIZES = (Size("wide", 1064, 340, 2000), Size("narrow", 320, 260, 500))
 #: Colours of the page by their names in ``page.py``; a file of its own has these values.
@@ -57,27 +60,35 @@ _FONT = "system-ui, Arial, sans-serif"
 _DPI = 72
 
 
-def run_plots(course: Course) -> dict[str, str]:
-    """Returns the plot as SVG by the names of SIZES, in the page's colours.
+def run_plots(course: Course, losses: Losses | None = None) -> dict[str, str]:
+    """Returns the plot as SVG by the names of SIZES, in the page's colours; with the loss where it is known.
 
     Raises ImportError if matplotlib is not installed. A course without steps has no plot.
     """
     if not course.steps.size:
         return {}
-    return {size.name: draw(course, size, "var(--{})") for size in SIZES}
+    return {size.name: draw(course, size, "var(--{})", losses) for size in SIZES}
 
 
-def draw(course: Course, size: Size, colour: str = "") -> str:
+def draw(course: Course, size: Size, colour: str = "", losses: Losses | None = None) -> str:
     """Returns one SVG. ``colour``: how a colour is written from its name; empty: by its value in COLOURS."""
     import matplotlib
     from matplotlib.figure import Figure
 
+    if losses:
+        size = replace(size, height=round(size.height * (1 + _LOSS_MORE)))
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": size.name, "font.size": 12}
     with matplotlib.rc_context(style):
         inches = size.width / _DPI, size.height / _DPI
         figure = Figure(inches, dpi=_DPI)
-        axes = figure.subplots()
+        if losses:
+            ratios = [1 - _LOSS_PART, _LOSS_PART]
+            axes, below = figure.subplots(2, sharex=True, height_ratios=ratios)
+            _loss(below, losses, course, size)
+        else:
+            axes = below = figure.subplots()
         _step_times(axes, course, size)
+        below.set_xlabel("step of the job", color=COLOURS["quiet"])
         left, right = _LEFT / size.width, 1 - _RIGHT / size.width
         bottom, top = _BOTTOM / size.height, 1 - _TOP / size.height
         figure.subplots_adjust(left, bottom, right, top)
@@ -100,6 +111,18 @@ def _step_times(axes: Axes, course: Course, size: Size) -> None:
     trials = trial_spans(course, size.points // 2)
     axes.broken_barh(trials, (0, _STRIP * top), color=COLOURS["slot-1"], linewidth=0)
     _draw_marks(axes, course, size)
+    axes.set_ylabel("step time, ms", color=COLOURS["quiet"])
+
+
+def _loss(axes: Axes, losses: Losses, course: Course, size: Size) -> None:
+    """The panel of the loss: the curve of training, a dot for each loss on held-out text, the marks of the run."""
+    _style(axes, size)
+    axes.plot(*binned_losses(losses), color=COLOURS["ink"], linewidth=0.9)
+    for step, loss in losses.held_out:
+        axes.plot(step, loss, "o", color=COLOURS["tuned"], markersize=4)
+    for mark in course.marks:
+        _draw_mark(axes, mark)
+    axes.set_ylabel("loss", color=COLOURS["quiet"])
 
 
 def _top(course: Course) -> float:
@@ -117,8 +140,6 @@ def _style(axes: Axes, size: Size) -> None:
     axes.tick_params(length=0, colors=COLOURS["quiet"])
     axes.grid(axis="y", color=COLOURS["line"], linewidth=0.8)
     axes.set_axisbelow(False)
-    axes.set_xlabel("step of the job", color=COLOURS["quiet"])
-    axes.set_ylabel("step time, ms", color=COLOURS["quiet"])
     for spine in axes.spines.values():
         spine.set_visible(False)
 
@@ -150,12 +171,16 @@ def _draw_bands(axes: Axes, course: Course, size: Size) -> None:
 def _draw_marks(axes: Axes, course: Course, size: Size) -> None:
     """A line at each switch and each verdict; a verdict's line is solid and has its name."""
     for mark in course.marks:
-        colour = COLOURS["tuned" if mark.is_verdict else "quiet"]
-        look = "solid" if mark.is_verdict else "dashed"
-        axes.axvline(mark.step, color=colour, linewidth=1.2, linestyle=look)
+        _draw_mark(axes, mark)
         if mark.is_verdict:
             is_right = mark.step > course.steps[0] + 0.85 * len(course.steps)
             _label(axes, mark.step, f" {mark.text} ", row=1, align="right" if is_right else "left")
+
+
+def _draw_mark(axes: Axes, mark: Mark) -> None:
+    colour = COLOURS["tuned" if mark.is_verdict else "quiet"]
+    look = "solid" if mark.is_verdict else "dashed"
+    axes.axvline(mark.step, color=colour, linewidth=1.2, linestyle=look)
 
 
 def _label(axes: Axes, step: float, text: str, row: int, align: str) -> None:
@@ -184,7 +209,7 @@ def _said(course: Course) -> str:
     return "; ".join([*parts, *verdicts])
 
 
-def legend(course: Course) -> dict[str, str]:
+def legend(course: Course, losses: Losses | None = None) -> dict[str, str]:
     """What a colour stands for -> the name of the colour."""
     found = {}
     for table, colour in band_colours(course.bands).items():
@@ -192,6 +217,8 @@ def legend(course: Course) -> dict[str, str]:
         found[name] = colour
     if course.on_trial.any():
         found["steps on trial under another table"] = "slot-1"
+    if losses and losses.held_out:
+        found["loss on held-out text"] = "tuned"
     return found
 
 
