@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from dynamiccl.agent.daemon.request import workload
-from dynamiccl.agent.report.html.losses import difference, read_losses
+from dynamiccl.agent.report.losses import difference, read_losses
 from dynamiccl.agent.report.outputs import logged
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.envs.replay.decisions import default_generations

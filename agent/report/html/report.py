@@ -15,6 +15,7 @@ from ....traces.files import Trace, TraceError
 from ....traces.outside import atomically
 from ....traces.queries.costs import generations, slot_costs
 from .. import slow_rank
+from ..losses import Losses, loss_lines, read_losses
 from ..summary import RunSummary
 from ..texts import COSTS, COSTS_NOTE, NUMBERS, consistency_text, cost_rows, emulation_text, result_lines
 from ..verdict import seconds, what_changed
@@ -22,7 +23,6 @@ from ..why import chains, lines
 from . import run_plot
 from .course import Course, course_of, in_words
 from .figures import timeline_figure
-from .losses import Losses, loss_lines, read_losses
 from .page import facts, legend, page, section, table
 from .points import write_sparks
 

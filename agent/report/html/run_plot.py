@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..losses import Losses, binned_losses
 from ..verdict import DEFAULT, OWN, ms, side
 from .course import Band, Course, Mark
-from .losses import Losses, binned_losses
 from .points import binned, trial_spans
 
 if TYPE_CHECKING:

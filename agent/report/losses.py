@@ -7,13 +7,14 @@ Only a job that writes its losses has this figure: lines ``{"step": ..., "loss":
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ....envs.replay.decisions import default_generations
-from ....traces.files import Trace
-from ..outputs import logged
+from ...envs.replay.decisions import default_generations
+from ...traces.files import Trace
+from .outputs import logged
 
 Array = np.ndarray[Any, Any]
 
@@ -39,7 +40,7 @@ class Losses:
 
 def read_losses(trace: Trace) -> Losses | None:
     """The losses that the job of a trace has logged; None without any."""
-    log = trace.folder.parent / JOB_LOG
+    log = Path(trace.folder).parent / JOB_LOG
     by_step = dict(logged(log, "loss"))
     if not by_step:
         return None
