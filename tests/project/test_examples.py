@@ -61,7 +61,7 @@ def test_each_script_trains_under_the_tuner(script, tmp_path):
     out = tmp_path / "out"
     tune = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--cluster", "dgx-h100-2x8", "--no-memory"]
     command = [*tune, "--out", str(out), "--", *TORCHRUN, str(script), "60"]
-    # DeepSpeed builds an extension at its first use. A process killed in between leaves a lock that all others wait for.
+    # DeepSpeed builds an extension at its first use. A process killed meanwhile leaves a lock behind.
     env = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
     assert done.returncode == 0, done.stderr
