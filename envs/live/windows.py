@@ -13,6 +13,8 @@ import numpy as np
 import pandas as pd
 
 from ...traces import spaces
+from ...traces.assemble import COMPUTE_COLUMNS, WAIT_COLUMNS, empty
+from ...traces.queries.exposed import exposed_parts
 from ...traces.queries.slots import SlotProfile, find_slots, outside_the_offer, with_sizes
 from ...traces.reasons import NotTuning, names
 from ...traces.records import TUNED_FUNCS, Decision, Slot
@@ -47,6 +49,7 @@ class LiveWindows:
         self._refused: set[tuple[Slot, Decision]] = set()
         self.profiles: list[SlotProfile] = []
         self.profile_events = pd.DataFrame()
+        self.exposed: dict[Slot, float] = {}  # part of each slot's time; empty: the job does not tell
         self.windows = 0
         self._before_ms = 0.0  # a step under the table before
 
@@ -72,6 +75,8 @@ class LiveWindows:
         events = self.profile_events = self._events(window)
         offers = self.job.assembler.offers
         found = find_slots(events, offers, window.step_ms * 1e3, self.job.memory_pressure)
+        waits = getattr(self.job, "waits", empty(WAIT_COLUMNS))
+        self.exposed = exposed_parts(events, empty(COMPUTE_COLUMNS), waits)
         outside = outside_the_offer(events, offers)
         self.left_alone = [NotTuning.OUTSIDE(slot=slot, ran=ran) for slot, ran in outside.items()]
         return [p for p in found if p.slot.func in self.funcs and p.slot not in outside]
@@ -176,7 +181,9 @@ class LiveWindows:
         seen = self.profile_events
         tuned = seen[seen["func"].isin(self.funcs)] if len(seen) else seen
         if seen.empty and not self.job.assembler.comms:
-            text = self.job.state[1] if self.job.state else ""
+            if not self.job.state:  # no rank has begun to agree: there is no default group
+                return NotTuning.NO_GROUP()
+            text = self.job.state[1]
             told = NotTuning.NOT_LOADED_AS_TOLD(why=text) if text else NotTuning.NOT_LOADED()
             return text if "other-backend" in names(text) else told
         if self.left_alone:

@@ -197,7 +197,7 @@ def test_200_lives_of_a_group_and_100_idle_groups_keep_being_tuned(name, n):
 
 @pytest.mark.slow
 def test_hosts_a_step_of_1500_calls_apart_get_their_tables():
-    """Before: 3 of 13, for want of a common count. The first comes before the ranks have met, the last when they end."""
+    """Before: 3 of 13, for want of a common count. The first comes before the ranks meet, the last at their end."""
     found = outcome("far_apart")
     seen = {generation for generation in found["ranks"][0]["steps_under"] if generation}
     print(f"{len(seen)} of {found['published']} tables took effect")
