@@ -189,7 +189,8 @@ class Search:
         AUTO, after the verdict as the current table does. Returns whether it was open."""
         is_open = bool(self.open[self.turn, config])
         if not self.config.budget:  # nothing may be tried, whatever the policy wants
-            is_open, what = False, LEAVE
+            is_open = False
+            what = LEAVE
         self._enter(self.phase.decide(config, what, is_open))
         return is_open
 

@@ -232,23 +232,6 @@ def test_a_table_in_force_whose_long_steps_cost_more_than_it_gains_is_gone(prior
     assert gone == n_jobs if is_gone else gone <= 7
 
 
-@pytest.mark.parametrize("first", [None, np.array([20, 18])])
-def test_without_a_budget_nothing_is_tried(prior, first):
-    """What ``tune --budget 0`` promises. Before: a division by zero."""
-    told = Told(good)
-    search = Search(*told.begin(), prior, SearchConfig(budget=0.0), first=first)
-    ran = []
-    for _ in range(60):
-        plan = search.plan()
-        if plan is None:
-            assert np.isfinite(search.observe()).all()
-            search.decide(20, COMPARE)
-            continue
-        ran.append(plan.configs.tolist())
-        search.record(plan, told.measure(plan))
-    assert search.is_done and search.marks.verdict is not None and ran and not np.any(ran)
-
-
 def test_turns_then_a_window_under_all(prior):
     told = Told(good)
     job, default = told.begin()
