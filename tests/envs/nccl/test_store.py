@@ -182,7 +182,9 @@ def test_requests_to_a_real_store(n_ranks, capsys):
     assert found["quiet"]["a_rank_and_second"] <= 1.0
     assert found["quiet"]["of_the_busiest_node_a_second"] <= 1.3  # one a second, and who asks at the edge
     assert found["search"]["looks_a_node_and_second"] <= 4.2
-    assert found["rounds"] >= 1 and done.stderr == ""
+    # A machine that cannot look up its own name in time has PyTorch say so of any connection, the job's too.
+    said = [line for line in done.stderr.splitlines() if "hostname of the client socket" not in line]
+    assert found["rounds"] >= 1 and said == []
 
 
 def test_who_loses_its_connection_takes_part_in_the_next_round(capfd):
