@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from ...traces import spaces
-from ...traces.assemble import COMPUTE_COLUMNS, WAIT_COLUMNS, empty
+from ...traces.assemble import COMPUTE_COLUMNS, empty
 from ...traces.queries.exposed import exposed_parts
 from ...traces.queries.slots import SlotProfile, find_slots, outside_the_offer, with_sizes
 from ...traces.reasons import NotTuning, names
@@ -74,8 +74,7 @@ class LiveWindows:
         events = self.profile_events = self._events(window)
         offers = self.job.assembler.offers
         found = find_slots(events, offers, window.step_ms * 1e3, self.job.memory_pressure)
-        waits = getattr(self.job, "waits", empty(WAIT_COLUMNS))
-        self.exposed = exposed_parts(events, empty(COMPUTE_COLUMNS), waits)
+        self.exposed = exposed_parts(events, empty(COMPUTE_COLUMNS), self.job.waits)
         outside = outside_the_offer(events, offers)
         self.left_alone = [NotTuning.OUTSIDE(slot=slot, ran=ran) for slot, ran in outside.items()]
         return [p for p in found if p.slot.func in self.funcs and p.slot not in outside]
