@@ -1,8 +1,8 @@
 """What the agreement asks of a real TCPStore: ``python store_rates.py --ranks 256`` prints the rates.
 
-A node is a process, its ranks are threads of it, each with the real agreement and a connection of its own; what stands
-in for NCCL and the plugin does nothing. Once rank 0 has heard of all ranks, a table comes each second (the search), then
-none does (quiet). Every call on a connection counts as one request.
+A node is a process, its ranks are threads of it, each with the real agreement and a connection of its own; what
+stands in for NCCL and the plugin does nothing. Once rank 0 has heard of all ranks, a table comes each second (the
+search), then none does (quiet). Every call on a connection counts as one request.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def write_whole(place: Path, text: str) -> None:
 
 
 def agreed_begin(folder: Path, leader: agreements._Leader | None, wait_s: float) -> float:
-    """When all nodes begin, by the clock of this machine: rank 0's node writes it down once it has heard of all ranks."""
+    """When all nodes begin, by this machine's clock: rank 0's node writes it once it has heard of all ranks."""
     until = time.monotonic() + wait_s
     while leader is not None and leader._absent and time.monotonic() < until:
         time.sleep(0.1)
