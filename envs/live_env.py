@@ -15,7 +15,7 @@ class LiveEnv(SearchEnv):
 
     ## Arguments
     ``job``: a :class:`dynamiccl.envs.live.job.Job`; ``config``: how the search is run; the rest as
-    :class:`live_windows.LiveWindows` has it.
+    :class:`live.windows.LiveWindows` has it.
 
     ## Starting State
     Some default steps, from which the slots are found; a table of an episode before is no more in force. Raises

@@ -8,6 +8,9 @@ os.environ.setdefault(
     "OPENBLAS_NUM_THREADS", "1"
 )  # before numpy: the matrices here are small, threads only fight
 
+# The width of the terminal that starts the tests is none of theirs.
+os.environ.pop("COLUMNS", None)
+
 # What tests learn of emulated clusters is no other test's, and not the user's.
 os.environ["DYNAMICCL_MEMORY"] = "off"
 

@@ -9,12 +9,10 @@ from ...envs.bench.job_suites import JobSuite
 from ...envs.bench.scores import Scores, by_stratum, ranks, summary
 from ...envs.bench.submissions import claimed, replay, rows_of
 from ...envs.search.config import HORIZON
-from .run import UNRANKED
+from .run import READERS, UNRANKED
 
 #: A row of the board, see :meth:`Board.rows`.
 Row = Mapping[str, Any]
-#: Entrants that read the truth and search nothing.
-READERS = ("oracle", "static-best")
 #: What a row says beside the entrant's name.
 REMARKS = {
     "lstm": "(ours)",

@@ -31,9 +31,11 @@ from ...envs.bench.job_suites import JobSuite
 from ...envs.bench.submissions import enter
 from ..policies.choosing import CLASSICAL, DEFAULT, make_chooser
 
+#: Entrants that read the truth and search nothing.
+READERS = ("oracle", "static-best")
 #: On the board without a rank: ``aa`` is the default policy under other noise (what lies between it and that policy is
-#: luck); the others read the truth and search nothing.
-UNRANKED = ("aa", "oracle", "static-best")
+#: luck), and those that read the truth.
+UNRANKED = ("aa", *READERS)
 #: Seconds between two signs of life while entrants play.
 WAIT_S = 10.0
 #: The board's entrants that play.

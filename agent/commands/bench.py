@@ -72,12 +72,12 @@ def bench(
     console.print(f"{board.title}: {', '.join(names) or 'no policy'} to play; a policy takes some minutes")
     for k, result in enumerate(given, 1):
         _tell(console.print, k, total, result, board.judge(result, check or None))
-    playing = names, suite, most, folder
 
     def wait(seconds: float, remaining: int) -> None:
         console.print(f"{seconds:.0f} s: {remaining} of {len(names)} still play")
 
-    for k, result in enumerate(run(*playing, processes, limit, wait), len(given) + 1):
+    results = run(names, suite, most, folder, processes, limit, wait)
+    for k, result in enumerate(results, len(given) + 1):
         _tell(console.print, k, total, result, board.judge(result))
     _show(board, folder, json, total)
     console.print(f"written: {folder / 'board.md'}", soft_wrap=True)

@@ -31,7 +31,7 @@ def demo(
 
     It is `dynamiccl tune` with a few options; the command prints them first.
 
-    \\b
+    \b
     dynamiccl demo
     dynamiccl show runs/demo
     """

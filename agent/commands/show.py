@@ -123,10 +123,6 @@ def _pressure(steps: pd.DataFrame) -> dict[str, float] | None:
 # For people ----------------------------------------------------------------------------------------------------------
 
 
-#: Columns from which the table of collectives is shown whole.
-_WIDE = 120
-
-
 def _print(story: dict[str, Any], summary: RunSummary, windows: bool) -> None:
     from ...traces.queries.exposed import critical_lines
     from ..report.terminal import say, wide_terminal
@@ -156,12 +152,10 @@ def _print(story: dict[str, Any], summary: RunSummary, windows: bool) -> None:
 
 def _print_costs(console: Console, slots: list[dict[str, Any]]) -> None:
     """The table of collectives, on a narrow terminal without the columns that it has no room for."""
-    from ..report.terminal import grid, say
+    from ..report.terminal import fitting, grid, say
     from ..report.texts import COSTS, COSTS_NOTE, NARROW, NUMBERS, cost_rows
 
-    heads = COSTS if console.width >= _WIDE else NARROW
-    places = [COSTS.index(head) for head in heads]
-    rows = [[row[place] for place in places] for row in cost_rows(slots)]
+    heads, rows = fitting(console, COSTS, NARROW, cost_rows(slots))
     console.print(grid(heads, rows, NUMBERS, title="time of each collective"))
     say(console, COSTS_NOTE, "dim")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from . import Argument, Json, Option, fail, refusing, results
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 
@@ -63,11 +64,11 @@ def top(
         fail(f"no run in {places}: give a folder of runs, or start a run with dynamiccl tune")
     console = wide_terminal()
     if once or not console.is_terminal:
-        console.print(table(found, console.width))
+        console.print(table(found, console))
         return
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True) as live:
         while True:
-            live.update(table(found, console.width), refresh=True)
+            live.update(table(found, console), refresh=True)
             time.sleep(every)
             found = look()
 
@@ -79,19 +80,15 @@ HEADS = (
 )
 NARROW = ("run", "state", "step", "step time", "over the run", "current table")
 _NUMBERS = ("step", "step time", "lost records")
-#: Columns of a terminal from which the whole table is shown.
-_WIDE = 120
 
 
-def table(found: list[dict[str, Any]], width: int = _WIDE) -> Table:
-    """Returns a table with one row per run; see ``runs.state``. ``width``: of the terminal."""
+def table(found: list[dict[str, Any]], console: Console) -> Table:
+    """Returns a table with one row per run; see ``runs.state``. ``console``: where it is to be shown."""
     from rich import box
 
-    from ..report.terminal import grid
+    from ..report.terminal import fitting, grid
 
-    heads = HEADS if width >= _WIDE else NARROW
-    places = [HEADS.index(head) for head in heads]
-    rows = [[row[place] for place in places] for row in map(_row, found)]
+    heads, rows = fitting(console, HEADS, NARROW, map(_row, found))
     return grid(heads, rows, _NUMBERS, no_wrap=True, box=box.SIMPLE)
 
 

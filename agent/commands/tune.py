@@ -57,7 +57,7 @@ def tune(
         ),
     ] = "expected-improvement",
     budget: Annotated[
-        float, Option(min=0, group=SEARCH, help="Maximum cost, as a share of the job's time.")
+        float, Option(min=0, group=SEARCH, help="Maximum cost, as a share of the job's time. 0: only watch.")
     ] = 0.05,
     once: Annotated[
         bool, Option(group=SEARCH, help="Stop at the verdict: no later trials, no monitoring.")

@@ -207,7 +207,7 @@ def _cures(s: RunSummary) -> list[str]:
     if s.job_failed:
         return ["Fix the job first: the times of a failed job say nothing about its tables."]
     if s.is_decided:
-        in_vain = not s.kept and not s.dropped
+        in_vain = not s.kept and not s.dropped and s.budget_s != 0
         return (
             ["Try more steps, or nodes with fewer other jobs. The job may also have little to gain."]
             if in_vain

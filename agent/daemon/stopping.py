@@ -47,8 +47,7 @@ def end_tuning(run: Path, wait_s: float) -> Stopped:
     had_table = folder.table.generation() > 0
     (run / STOP).touch()
     had_tuner = is_locked(run / TUNER)
-    is_untouched = not _has_begun(folder) or not (had_table or _tries_a_table(folder))
-    if is_untouched and not (run / STATUS).exists():
+    if not (run / STATUS).exists() and _is_untouched(folder, had_table):
         return Stopped(had_tuner, job_runs=True, in_force=True, has_begun=False)
     from ...envs.live.job import Job  # imports pandas, which takes seconds
 
@@ -62,16 +61,25 @@ def end_tuning(run: Path, wait_s: float) -> Stopped:
     return Stopped(had_tuner, job.is_alive(), in_force)
 
 
+def _is_untouched(folder: RunFolder, had_table: bool) -> bool:
+    """Whether no table has changed anything here; ``had_table``: one was published before the tuner was to end."""
+    if not _has_begun(folder):
+        return True
+    return not had_table and not _tries_a_table(folder)
+
+
 def _has_begun(folder: RunFolder) -> bool:
     """Whether a process here has asked for a setting, or would find a table if it asked now."""
-    if folder.table.generation() and not _is_empty(folder):
-        return True
-    return any(ring.calls()[0] for ring in folder.rings())
+    return _has_rows(folder) or any(ring.calls()[0] for ring in folder.rings())
 
 
-def _is_empty(folder: RunFolder) -> bool:
-    """Whether the newest table leaves everything to NCCL."""
-    found = folder.table.read()
+def _has_rows(folder: RunFolder) -> bool:
+    """Whether there is a table that leaves not everything to NCCL, or none that can be read."""
+    return folder.table.generation() > 0 and not _is_empty(folder.table.read())
+
+
+def _is_empty(found: tuple[int, bytes] | None) -> bool:
+    """Whether a table, as it was read, leaves everything to NCCL."""
     return found is not None and not decode_table(found[1]).rules
 
 
@@ -79,7 +87,7 @@ def _tries_a_table(folder: RunFolder) -> bool:
     """Whether a tuner publishes a table with rows before it sees, within SEEN_S, that it is to end."""
     end = time.monotonic() + SEEN_S
     while is_locked(folder.path / TUNER) and time.monotonic() < end:
-        if folder.table.generation() and not _is_empty(folder):
+        if _has_rows(folder):
             return True
         time.sleep(_EVERY_S)
     return False
@@ -90,7 +98,7 @@ def _runs_default(job: Job, folder: RunFolder, end: float) -> bool:
     while True:
         job.poll()
         found = folder.table.read()
-        is_empty = _is_empty(folder)
+        is_empty = _is_empty(found)
         for rows in job.new_steps():
             generation = int(rows["generation"][-1])
             if is_empty and found is not None and generation in (0, found[0]):

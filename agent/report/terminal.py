@@ -15,6 +15,8 @@ from rich.text import Text
 
 #: Columns where there is no terminal: tables in a pipe must not be cut to 80.
 IN_A_PIPE = 160
+#: Columns of a terminal from which a table is shown whole.
+WIDE = 120
 #: Heights of a sparkline's letters.
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -46,6 +48,15 @@ def _wrapped(line: str, width: int) -> list[str]:
     later = " " * (indent + 4)
     options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
     return textwrap.wrap(line, width, subsequent_indent=later, **options) or [""]
+
+
+def fitting(
+    console: Console, heads: Sequence[str], narrow: Sequence[str], rows: Iterable[Sequence[Any]]
+) -> tuple[Sequence[str], list[list[Any]]]:
+    """Heads and rows of a table: all columns where there is room for them, else the ``narrow`` ones."""
+    shown = heads if console.width >= WIDE else narrow
+    places = [heads.index(head) for head in shown]
+    return shown, [[row[place] for place in places] for row in rows]
 
 
 def grid(

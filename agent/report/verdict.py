@@ -92,6 +92,8 @@ def _decided(s: RunSummary) -> str:
         return f"KEPT {s.in_force or 'the table'}{emulated}: {what}".rstrip(", ")
     if s.dropped:
         return f"REVERTED{emulated}: {s.dropped}; {OWN} is used again"
+    if s.budget_s == 0:
+        return f"NOTHING TRIED{emulated}: a budget of 0 allows no trial; {OWN} stays"
     seen = f"; a gain of {s.detectable:.1%} or more would have been seen" if s.detectable is not None else ""
     if came:
         what = f"steps under {side(s.compared)} were {came} than under {OWN}, which stays"

@@ -120,7 +120,7 @@ class Job(Reader):
         else:
             events, steps = self.assembler.take(everything)
             waits = self.assembler.take_waits()
-        if len(waits):
+        if len(waits) and not self.thin:
             self.waits = joined([self.waits, waits], WAIT_COLUMNS).tail(MOST_WAITS)
         if len(steps):
             memory = steps[steps["memory_total"] > 0].groupby("rank").tail(1)

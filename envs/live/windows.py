@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from ...traces import spaces
-from ...traces.assemble import COMPUTE_COLUMNS, WAIT_COLUMNS, empty
+from ...traces.assemble import COMPUTE_COLUMNS, empty
 from ...traces.queries.exposed import exposed_parts
 from ...traces.queries.slots import SlotProfile, find_slots, outside_the_offer, with_sizes
 from ...traces.reasons import NotTuning, names
@@ -75,8 +75,7 @@ class LiveWindows:
         events = self.profile_events = self._events(window)
         offers = self.job.assembler.offers
         found = find_slots(events, offers, window.step_ms * 1e3, self.job.memory_pressure)
-        waits = getattr(self.job, "waits", empty(WAIT_COLUMNS))
-        self.exposed = exposed_parts(events, empty(COMPUTE_COLUMNS), waits)
+        self.exposed = exposed_parts(events, empty(COMPUTE_COLUMNS), self.job.waits)
         outside = outside_the_offer(events, offers)
         self.left_alone = [NotTuning.OUTSIDE(slot=slot, ran=ran) for slot, ran in outside.items()]
         return [p for p in found if p.slot.func in self.funcs and p.slot not in outside]
@@ -182,7 +181,7 @@ class LiveWindows:
         tuned = seen[seen["func"].isin(self.funcs)] if len(seen) else seen
         if seen.empty and not self.job.assembler.comms:
             if not self.job.state:  # no rank has begun to agree: there is no default group
-                return NotTuning.NO_GROUP()
+                return NotTuning.NO_JOB_GROUP()
             text = self.job.state[1]
             told = NotTuning.NOT_LOADED_AS_TOLD(why=text) if text else NotTuning.NOT_LOADED()
             return text if "other-backend" in names(text) else told

@@ -31,6 +31,7 @@ class RecordedJob:
     def __init__(self, trace: Trace, recorded: Recorded, seed: int = 0) -> None:
         self.recorded = recorded
         self.assembler = SimpleNamespace(offers=offers_of(trace))
+        self.waits = trace.waits
         self.memory_pressure = float(recorded.fingerprint.memory_pressure[0])
         self.generation = self.last_step = 0
         self.default_ms = np.array([w.ms for w in default_windows(trace)])

@@ -30,7 +30,9 @@ class SearchConfig:
     reveal: float = (
         0.5  # noise of a window, in windows, when its worth is predicted: more windows will follow
     )
-    budget: float = 0.05  # part of the job's time that the search may lose against the default
+    budget: float = (
+        0.05  # part of the job's time that the search may lose against the default; 0: nothing is tried
+    )
     watch_share: float = (
         0.008  # part of the steps that may run the default once it has shown that the table gains
     )

@@ -23,7 +23,7 @@ from .change import Regimes
 from .comparison import Comparison
 from .config import ABORT, SearchConfig
 from .explore import Explore, Remeasure
-from .interfaces import GO_ON, PROFILE, TRIAL, WATCH, Job, Measured, Plan, Policy, choices_of
+from .interfaces import GO_ON, LEAVE, PROFILE, TRIAL, WATCH, Job, Measured, Plan, Policy, choices_of
 from .monitor import Monitor
 from .refine import Refine
 from .state import Changed, LastWindow, Milestones, NewSearch, Next, Phase, State, Verdict, Watching, Window
@@ -50,7 +50,7 @@ class Search:
         self.last: Window | None = None  # the last window
         self._regimes = Regimes()
         before = np.zeros(self.n_slots, np.int64)
-        if first is not None:
+        if first is not None and self.state.config.budget:
             before = np.where(job.mask[np.arange(self.n_slots), first], first, 0)
         self.state.account.steps = default.billed
         self.state.begin(default, before)
@@ -188,6 +188,9 @@ class Search:
         """The policy's choice for the slot whose turn it is, and what comes next. A config that is not open runs as
         AUTO, after the verdict as the current table does. Returns whether it was open."""
         is_open = bool(self.open[self.turn, config])
+        if not self.config.budget:  # nothing may be tried, whatever the policy wants
+            is_open = False
+            what = LEAVE
         self._enter(self.phase.decide(config, what, is_open))
         return is_open
 

@@ -62,8 +62,9 @@ class Account:
     default_since_verdict: int = 0  # of them under the default
 
     def spent(self, budget: float) -> float:
-        """Part of what the search may lose that it has lost."""
-        return self.lost / (budget * max(self.steps, BUDGET_STEPS))
+        """Part of what the search may lose that it has lost; of nothing, all."""
+        allowed = budget * max(self.steps, BUDGET_STEPS)
+        return self.lost / allowed if allowed else 1.0
 
 
 class CurrentTable:

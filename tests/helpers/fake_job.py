@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from dynamiccl.envs.live.job import Window
 from dynamiccl.envs.live.job_ends import JobEnded
-from dynamiccl.traces.assemble import Offer
+from dynamiccl.traces.assemble import WAIT_COLUMNS, Offer, empty
 from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Slot, Table
 
 GATHER = Slot(16, 2, "all_gather", 27)
@@ -44,6 +44,7 @@ class FakeJob:
         self.step_ms, self.noise, self.steps = step_ms, noise, steps
         self.rng = np.random.default_rng(seed)
         self.assembler = _Assembler()
+        self.waits = empty(WAIT_COLUMNS)
         self.memory_pressure = 0.0
         self.generation = self.last_step = 0
         self.confirmed: dict[Slot, Decision] = {}

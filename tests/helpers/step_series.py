@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from dynamiccl.envs.sim.noise import Noise
 from paths import DATA
 
 #: Steps of a short series that are left out, at the least: a job's first ones are slow. Of a long one.
@@ -34,6 +35,34 @@ def all_series():
         return [Series(str(gpu), part) for gpu, part in zip(file["gpu"], parts, strict=True)]
 
 
+def simulated(family, n_steps, n=600, seed=0):
+    """Series of ``n`` jobs whose step takes one second but for the noise; ``n_steps`` are as many or one number."""
+    rng = np.random.default_rng(seed)
+    noise = Noise.draw(family, rng, n)
+    lengths = np.broadcast_to(n_steps, n)
+    steps = noise.steps(np.ones(n), lengths, rng, (np.zeros(n), np.zeros(n)))
+    return [Series("", row[:length]) for row, length in zip(steps, lengths, strict=True)]
+
+
+def deviations(steps):
+    """Logs of steps less their median (n,), and their robust standard deviation."""
+    log = np.log(steps)
+    off = log - np.median(log)
+    return off, ROBUST * np.median(np.abs(off))
+
+
+def correlations(off, sd, lags):
+    """Of deviations with ones so many steps later, clipped at four robust standard deviations; NaN where too short."""
+    body = np.clip(off, -4 * sd, 4 * sd)
+    body = body - body.mean()
+    power = (body**2).mean()
+    found = []
+    for lag in lags:
+        known = lag < len(body) - 10
+        found.append((body[lag:] * body[:-lag]).mean() / power if known else np.nan)
+    return found
+
+
 def figures(steps):
     """What a series of steps is like.
 
@@ -41,16 +70,10 @@ def figures(steps):
     (NaN where the series is too short), the share of steps 1.1 times as long as the median and more, and quantiles at
     5, 25, 75 and 95 % in robust standard deviations.
     """
-    log = np.log(steps)
-    off = log - np.median(log)
-    sd = ROBUST * np.median(np.abs(off))
-    body = np.clip(off, -4 * sd, 4 * sd)
-    body = body - body.mean()
-    power = (body**2).mean()
+    off, sd = deviations(steps)
     found = {"sd": 100 * sd}
-    for lag in LAGS:
-        known = lag < len(body) - 10
-        found[f"lag {lag}"] = (body[lag:] * body[:-lag]).mean() / power if known else np.nan
+    for lag, value in zip(LAGS, correlations(off, sd, LAGS), strict=True):
+        found[f"lag {lag}"] = value
     found["long"] = (off > np.log(1.1)).mean()
     for q in (5, 25, 75, 95):
         found[f"q{q}"] = np.percentile(off, q) / sd

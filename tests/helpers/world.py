@@ -10,9 +10,17 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+#: What a row of the documents is tested with: fixtures of worlds, and dtypes. The first is quick, the rest slow.
+SIZES_AND_DTYPES = [
+    pytest.param(size, dtype, marks=() if (size, dtype) == ("two", torch.float32) else pytest.mark.slow)
+    for size in ("two", "four")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+]
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:

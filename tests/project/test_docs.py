@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -205,5 +206,6 @@ def test_the_entrant_of_the_environments_plays(tmp_path):
         "--jobs",
         "4",
     ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    wide = {**os.environ, "COLUMNS": "160"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=wide)
     assert done.returncode == 0 and "my_module:MyPolicy" in done.stdout and "4 of 1000 jobs" in done.stdout

@@ -15,8 +15,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 import matplotlib
-from dynamiccl.envs.sim.noise import NODE, Noise
-from step_series import LONG, ROBUST, all_series
+from dynamiccl.envs.sim.noise import NODE
+from step_series import LONG, all_series, correlations, deviations, simulated
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
@@ -27,30 +27,6 @@ LONG_LAGS = np.unique(np.geomspace(1, 100, 16).astype(int))
 QUANTILES = np.array([5, 10, 25, 50, 75, 90, 95])
 OUT = Path(__file__).resolve().parents[2] / "docs" / "_static" / "node_noise.svg"
 COLORS = {"real": "#1b6ca8", "simulated": "#d1495b"}
-
-
-def settled_logs(steps):
-    """Logs of a run's steps without the first ones, less their median, in robust standard deviations; (n,)."""
-    log = np.log(steps)
-    off = log - np.median(log)
-    return off / (ROBUST * np.median(np.abs(off)))
-
-
-def correlations(off, lags):
-    """Of what is clipped at four deviations."""
-    body = np.clip(off, -4, 4)
-    body = body - body.mean()
-    power = (body**2).mean()
-    return [(body[lag:] * body[:-lag]).mean() / power for lag in lags]
-
-
-def simulated(lengths, seed=0):
-    """Steps of as many jobs, one run each: arrays of the given lengths."""
-    rng, n = np.random.default_rng(seed), len(lengths)
-    lengths = np.asarray(lengths)
-    noise = Noise.draw(NODE, rng, n)
-    steps = noise.steps(np.ones(n), lengths, rng, (np.zeros(n), np.zeros(n)))
-    return [row[:length] for row, length in zip(steps, lengths, strict=True)]
 
 
 def band(axis, x, runs, name):
@@ -67,14 +43,15 @@ def draw(out=OUT):
     short = [steps for steps in real if len(steps) < LONG]
     plt.rcParams["svg.hashsalt"] = "node noise"  # the same picture from the same data
     figure, (lasts, lasts_long, wide) = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
-    for name, runs in (("real", short), ("simulated", simulated([len(steps) for steps in short]))):
-        logs = [settled_logs(steps) for steps in runs]
-        band(lasts, LAGS, [correlations(off, LAGS) for off in logs], name)
-        band(wide, QUANTILES, [np.percentile(off, QUANTILES) for off in logs], name)
-    made = [settled_logs(steps) for steps in simulated([2000] * 300)]
-    band(lasts_long, LONG_LAGS, [correlations(off, LONG_LAGS) for off in made], "simulated")
+    as_short = simulated(NODE, [len(steps) for steps in short], n=len(short))
+    for name, runs in (("real", short), ("simulated", [one.seconds for one in as_short])):
+        logs = [deviations(steps) for steps in runs]
+        band(lasts, LAGS, [correlations(off, sd, LAGS) for off, sd in logs], name)
+        band(wide, QUANTILES, [np.percentile(off, QUANTILES) / sd for off, sd in logs], name)
+    as_long = [deviations(one.seconds) for one in simulated(NODE, 2000, n=300)]
+    band(lasts_long, LONG_LAGS, [correlations(off, sd, LONG_LAGS) for off, sd in as_long], "simulated")
     for steps in long:
-        found = correlations(settled_logs(steps), LONG_LAGS)
+        found = correlations(*deviations(steps), LONG_LAGS)
         lasts_long.plot(LONG_LAGS, found, color=COLORS["real"], label="real, one run")
     lasts.set(xlabel="steps later", ylabel="correlation", title=f"{len(short)} short runs")
     lasts_long.set(xscale="log", xlabel="steps later", title=f"{len(long)} long runs")

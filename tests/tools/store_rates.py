@@ -1,8 +1,8 @@
 """What the agreement asks of a real TCPStore: ``python store_rates.py --ranks 256`` prints the rates.
 
-A node is a process, its ranks are threads of it, each with the real agreement and a connection of its own; what stands
-in for NCCL and the plugin does nothing. First a table comes each second (the search), then none does (quiet). Every
-call on a connection counts as one request.
+A node is a process, its ranks are threads of it, each with the real agreement and a connection of its own; what
+stands in for NCCL and the plugin does nothing. Once rank 0 has heard of all ranks, a table comes each second (the
+search), then none does (quiet). Every call on a connection counts as one request.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dynamiccl.traces.records import Decision, Rule, Table
 from torch.distributed import PrefixStore, TCPStore
 
 EVERY_S = 1.0  # a table, in the search
+_SAME_BEGIN_S = 2.0  # until the phases begin: every node has read by then when that is
 
 
 class Phases(NamedTuple):
@@ -70,13 +71,15 @@ class Still:
 class Tables:
     """In place of the table file."""
 
-    def __init__(self, phases: Phases) -> None:
-        self._phases, self._generation = phases, 0
+    def __init__(self) -> None:
+        self.phases: Phases | None = None  # not known before all ranks have come
+        self._generation = 0
 
     def take(self) -> tuple[int, bytes] | None:
-        now, phases = time.monotonic(), self._phases
-        due = phases.search_s + self._generation * EVERY_S
-        if not due <= now < phases.search_ends_s:
+        if self.phases is None:
+            return None
+        due = self.phases.search_s + self._generation * EVERY_S
+        if not due <= time.monotonic() < self.phases.search_ends_s:
             return None
         self._generation += 1
         row = Rule(0, 0, "all_gather", 0, 2**40, Decision("ring", "ll", 4))
@@ -103,36 +106,71 @@ class Counted:
         return asks if callable(method) and name != "has_extended_api" else method
 
 
-def run_node(
-    node: int, per_node: int, n_ranks: int, port: int, phases: Phases, folder: str
-) -> dict[str, Any]:
-    """What a node's ranks have asked."""
+def wait_for(place: Path, wait_s: float) -> str:
+    """What another process has written there; ends this one if nothing comes."""
+    until = time.monotonic() + wait_s
+    while not place.exists():
+        if time.monotonic() > until:
+            raise SystemExit(f"{place.name}: nothing within {wait_s:.0f} s")
+        time.sleep(0.05)
+    return place.read_text()
+
+
+def write_whole(place: Path, text: str) -> None:
+    """Nobody reads half of it."""
+    scratch = place.with_suffix(".part")
+    scratch.write_text(text)
+    scratch.rename(place)
+
+
+def agreed_begin(folder: Path, leader: agreements._Leader | None, wait_s: float) -> float:
+    """When all nodes begin, by this machine's clock: rank 0's node writes it once it has heard of all ranks."""
+    until = time.monotonic() + wait_s
+    while leader is not None and leader._absent and time.monotonic() < until:
+        time.sleep(0.1)
+    if leader is not None and not leader._absent:
+        write_whole(folder / "begin", str(time.monotonic() + _SAME_BEGIN_S))
+    return float(wait_for(folder / "begin", wait_s))
+
+
+def phases_from(begin: float, search_s: float, quiet_s: float) -> Phases:
+    """A search of ``search_s``, the time until it counts as over, and ``quiet_s`` without a round."""
+    quiet = begin + search_s + lookout.QUIET_S + 2 * EVERY_S
+    return Phases(begin, begin + search_s, quiet, quiet + quiet_s)
+
+
+def run_node(node: int, folder: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What a node's ranks have asked, and the phases."""
+    per_node, n_ranks = args.per_node, args.ranks
+    port = int(wait_for(Path(folder) / "port", args.wait_s))
     own = Path(folder) / str(node)
     own.mkdir()
     lookout.shared_roots = lambda: iter([own])
     plugin = Still(n_ranks, n_ranks // per_node)
     asked: list[tuple[float, str]] = []
-    parts = []
+    parts, tables = [], Tables()
     for rank in range(node * per_node, (node + 1) * per_node):
 
         def connect() -> Any:
             store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
             return Counted(PrefixStore("dynamiccl", store), asked)
 
-        tables: Any = Tables(phases)
         parts.append(agreements.Agreement(rank, n_ranks, plugin, plugin, tables, connect))  # type: ignore[arg-type]
-    time.sleep(max(0.0, phases.ends_s - time.monotonic()))
     leader = parts[0]._leader
+    begin = agreed_begin(Path(folder), leader, args.wait_s)
+    tables.phases = phases = phases_from(begin, args.search_s, args.quiet_s)
+    time.sleep(max(0.0, phases.ends_s - time.monotonic()))
     rounds = leader.number if leader else 0
     for part in parts:
         part.close()
     for part in parts:
         part.join()
-    return {"asked": asked, "rounds": rounds}
+    return {"asked": asked, "rounds": rounds, "phases": phases}
 
 
-def rates(found: list[dict[str, Any]], per_node: int, phases: Phases) -> dict[str, Any]:
+def rates(found: list[dict[str, Any]], per_node: int) -> dict[str, Any]:
     """Requests a second in both phases."""
+    phases = Phases(*found[0]["phases"])
     told: dict[str, Any] = {"rounds": found[0]["rounds"]}
     spans = {"search": phases[:2], "quiet": phases[2:]}
     n_ranks = per_node * len(found)
@@ -159,13 +197,9 @@ def main() -> None:
     parser.add_argument("--per-node", type=int, default=8)
     parser.add_argument("--search-s", type=float, default=10.0)
     parser.add_argument("--quiet-s", type=float, default=10.0)
-    parser.add_argument("--start-s", type=float, default=3.0, help="until all ranks have come")
+    parser.add_argument("--wait-s", type=float, default=300.0, help="for all ranks to come")
     args = parser.parse_args()
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    begin = time.monotonic() + args.start_s
-    search_ends = begin + args.search_s
-    quiet = search_ends + lookout.QUIET_S + 2 * EVERY_S
-    phases = Phases(begin, search_ends, quiet, quiet + args.quiet_s)
+    agreements.ATTACH_S = args.wait_s
     n_nodes = args.ranks // args.per_node
     found: list[dict[str, Any]] = [{}] * n_nodes
     with tempfile.TemporaryDirectory() as folder:
@@ -173,12 +207,15 @@ def main() -> None:
         for node in range(n_nodes):
             read, write = os.pipe()
             if os.fork() == 0:
-                told = run_node(node, args.per_node, args.ranks, server.port, phases, folder)
+                told = run_node(node, folder, args)
                 with os.fdopen(write, "w") as file:
                     json.dump(told, file)
                 os._exit(0)
             os.close(write)
             pipes.append(read)
+        # After the forks: a thread of the server may hold a lock that a forked process would wait for without end.
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        write_whole(Path(folder) / "port", str(server.port))
 
         def collect(node: int) -> None:
             with os.fdopen(pipes[node]) as file:
@@ -189,7 +226,7 @@ def main() -> None:
             reader.start()
         for reader in readers:
             reader.join()
-    told = {"ranks": args.ranks, "nodes": n_nodes, **rates(found, args.per_node, phases)}
+    told = {"ranks": args.ranks, "nodes": n_nodes, **rates(found, args.per_node)}
     print(json.dumps(told, indent=1))
 
 

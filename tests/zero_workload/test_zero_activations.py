@@ -22,7 +22,7 @@ from dynamiccl.zero_workload.job.parallel import groups
 from dynamiccl.zero_workload.job.recompute import MODES, Checkpoints
 from dynamiccl.zero_workload.job.tensor import cut_matrices
 from test_zero import BATCH, TINY, adamw, run, texts, train_alone
-from world import World
+from world import SIZES_AND_DTYPES, World
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "pipelines"
@@ -45,11 +45,12 @@ def recomputing(stage: int, dtype: torch.dtype, way: dict[str, Any]) -> list[flo
     return run(engine, range(3))
 
 
-@pytest.mark.parametrize("size", ["two", pytest.param("four", marks=pytest.mark.slow)])
-def test_recomputation_changes_no_digit(size: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
+def test_recomputation_changes_no_digit(
+    size: str, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
     world: World = request.getfixturevalue(size)
-    cases = [(3, torch.float32)] if size == "two" else [(s, d) for s in (1, 3) for d in DTYPES]
-    for stage, dtype in cases:
+    for stage in (1, 3):
         plain = {
             flag: world.run(recomputing, stage, dtype, {"materialised": flag})[0] for flag in (False, True)
         }
@@ -143,8 +144,10 @@ def train_cut(stage: int, dtype: torch.dtype, tensor: int = 2) -> tuple[list[flo
     return losses, norms[0], arena.numel()
 
 
-@pytest.mark.parametrize("size", ["two", pytest.param("four", marks=pytest.mark.slow)])
-def test_ranks_that_share_matrices_agree_with_one_process(size: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
+def test_ranks_that_share_matrices_agree_with_one_process(
+    size: str, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
     world: World = request.getfixturevalue(size)
     alone = train_alone(4, max_norm=0.5)
     torch.manual_seed(0)
@@ -153,10 +156,7 @@ def test_ranks_that_share_matrices_agree_with_one_process(size: str, request: py
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
     data = len(world.ranks) // 2
     inputs = TINY.layers * BATCH // data * TINY.seq * TINY.width
-    cases = [(1, torch.float32), (3, torch.float32)]
-    if size == "four":
-        cases += [(s, d) for s in (2, 3) for d in DTYPES]
-    for stage, dtype in cases:
+    for stage in (1, 2, 3):
         near: dict[str, float] = {"rel": 1e-5} if dtype is torch.float32 else {"abs": 0.03}
         for losses, first, kept in world.run(train_cut, stage, dtype):
             assert losses == pytest.approx(alone, **near), (stage, dtype)

@@ -47,13 +47,8 @@ def test_the_stage_is_read_off_the_stream(settings: dict[str, Any], stage: str) 
 
 @pytest.mark.slow
 def test_distances_alone_separate_the_stages() -> None:
-    """The picture of the page, of a few of its runs: one group for each stream, whatever the model and its ranks."""
-    runs = [("4 blocks", 4), ("6 blocks, large vocabulary", 64)]
-    points = [
-        make_stages.fingerprint(letter, stage, make_stages.SHAPES[name], ranks, settings)
-        for name, ranks in runs
-        for letter, stage, settings in make_stages.STAGES
-    ]
+    """The runs of the page's picture: one group for each stream, whatever the model and its ranks."""
+    points = [make_stages.fingerprint(*run) for run in make_stages.every_run()]
     found = make_stages.groups(points)
     pairs = set(zip(found, (point.stage for point in points), strict=True))
     assert len(pairs) == len(set(found)) == len({point.stage for point in points}) == 4

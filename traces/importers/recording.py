@@ -65,8 +65,9 @@ def read_recording(paths: list[Path], ranks_per_node: int | None = None) -> Trac
         return Trace.read(ours[0])
     if ranks_per_node is not None and ranks_per_node < 1:
         raise TraceError(f"there is at least 1 rank on a node, not {ranks_per_node}")
-    known, used, left_out = _of_one_format(recording_files(paths), paths)
-    _refuse_twins(used)
+    files = recording_files(paths)
+    known, used, left_out = _of_one_format(files, paths)
+    _refuse_twins([file for file in files if file in used])
     found, events = _read(known, used, ranks_per_node)
     comms = events.drop_duplicates(["comm_id", "rank", "pid"]).assign(name="")
     # The header tells of the recorded machine; what is not known of it must not be this machine's.

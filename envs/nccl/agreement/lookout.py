@@ -107,6 +107,7 @@ class Lookout:
         if self._is_due(asked_s, now) and self._takes_turn(now):
             self._alone_s = min(2 * self._alone_s, IDLE_S)
             number = max(number, ask())
+            now = time.monotonic()  # a store that answers late is asked later, not more often
             self._write(number, now)
         self._note(number, now)
         return None if number >= _GONE else number

@@ -12,7 +12,7 @@ def test_overhead_is_the_ratio_of_the_jobs_own_clocks():
     """A job that takes 10 ms a step, and 11 with the plugin's environment."""
     program = (
         "import json, os, sys; ms = 11 if 'DYNAMICCL_RUN' in os.environ else 10;"
-        "open(sys.argv[1], 'w').writelines(json.dumps({'step_ms': ms}) + chr(10) for _ in range(8))"
+        "open(sys.argv[1], 'w').writelines(json.dumps({'step': i, 'step_ms': ms}) + chr(10) for i in range(8))"
     )
     said = []
     result = measure(3, lambda log: [sys.executable, "-c", program, str(log)], {}, said.append)

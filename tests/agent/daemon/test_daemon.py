@@ -174,6 +174,7 @@ def test_after_the_verdict_a_job_is_left_alone_where_that_was_asked(once):
     daemon.request, daemon.outcome, daemon._closed = Request(once=once), RunSummary(), False
     alive = iter([True, True, False])
     daemon.job = SimpleNamespace(is_alive=lambda: next(alive), thin=False)
+    daemon._page = SimpleNamespace(keep_up=lambda summary: None)
     daemon.on_phase, daemon._step = said.append, lambda: steps.append(1)
     search = SimpleNamespace(is_over=True, is_done=True)
     daemon.tuner = SimpleNamespace(search=search)
@@ -187,12 +188,15 @@ def test_trials_after_the_verdict_are_announced_with_what_switches_them_off(once
     """Before: a window of 35 % more came after the verdict, without a word."""
     daemon, said = Daemon.__new__(Daemon), []
     daemon.request, daemon.on_phase = Request(once=once), said.append
-    daemon.outcome = RunSummary()
+    daemon.outcome, logged = RunSummary(), []
+    daemon.job = SimpleNamespace(
+        writer=SimpleNamespace(log=lambda kind, line: logged.append((kind, line["step"])))
+    )
     daemon._summary = lambda: RunSummary(steps_to_verdict=126, detectable=0.02)
     state = SimpleNamespace(noise=SimpleNamespace(window_steps=5))
     search = SimpleNamespace(is_over=True, is_done=False, trials_left=80, state=state)
     daemon.tuner = SimpleNamespace(search=search)
     daemon._say_verdict()
-    assert said[0].startswith("verdict after 126 steps: NOTHING FOUND")
+    assert said[0].startswith("verdict after 126 steps: NOTHING FOUND") and logged == [("verdict", 126)]
     told = "trials: up to 80 times 5 steps under another table"
     assert said[1:] == ([] if once else [told + "; with tune --once there are none"])

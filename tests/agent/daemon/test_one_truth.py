@@ -3,6 +3,7 @@ random runs; and no sentence contradicts the summary that it is made from."""
 
 import io
 import json
+import os
 import re
 
 import numpy as np
@@ -79,7 +80,7 @@ def run(request, tmp_path_factory):
 
 
 #: Random runs: few and the same ones in ``make test``, other ones each time in ``make test-slow``.
-EXAMPLES = 20 if settings().derandomize else 500
+EXAMPLES = 20 if settings().derandomize else int(os.environ.get("EXAMPLES", "100"))
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))

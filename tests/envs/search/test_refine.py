@@ -11,13 +11,23 @@ from dynamiccl.envs.search.belief.belief import Belief
 from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.config import SAFE_PAIRS, TRIAL_ALPHA, SearchConfig
 from dynamiccl.envs.search.explore import Remeasure
-from dynamiccl.envs.search.interfaces import GO_ON, LEAVE, RUN, TRIAL, WATCH, Measured, actions_of, choices_of
+from dynamiccl.envs.search.interfaces import (
+    COMPARE,
+    GO_ON,
+    LEAVE,
+    RUN,
+    TRIAL,
+    WATCH,
+    Measured,
+    actions_of,
+    choices_of,
+)
 from dynamiccl.envs.search.observation import EFFECT, decode
 from dynamiccl.envs.search.refine import Refine
 from dynamiccl.envs.search.search import Search
 from dynamiccl.traces.fingerprint import N_FEATURES
 from dynamiccl.traces.spaces import N_CONFIGS
-from test_search import Told
+from test_search import Told, good
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +144,23 @@ def test_it_ends_with_its_trials_and_with_the_budget(prior):
     assert search.state.spent > 1
     go_on(search, told, [20, 18].__getitem__, windows=3)
     assert search.is_done
+
+
+@pytest.mark.parametrize("first", [None, np.array([20, 18])])
+def test_without_a_budget_nothing_is_tried(prior, first):
+    """What ``tune --budget 0`` promises. Before: a division by zero."""
+    told = Told(good)
+    search = Search(*told.begin(), prior, SearchConfig(budget=0.0), first=first)
+    ran = []
+    for _ in range(60):
+        plan = search.plan()
+        if plan is None:
+            assert np.isfinite(search.observe()).all()
+            search.decide(20, COMPARE)
+            continue
+        ran.append(plan.configs.tolist())
+        search.record(plan, told.measure(plan))
+    assert search.is_done and search.marks.verdict is not None and ran and not np.any(ran)
 
 
 def test_it_can_be_left_out(prior):

@@ -3,20 +3,11 @@
 import numpy as np
 import pytest
 from dynamiccl.envs.sim.noise import NODE, SHARED, Noise, NoiseFamily, NoiseStream
-from step_series import LONG, Series, all_series, figures, spread
+from step_series import LONG, all_series, figures, simulated, spread
 
 NODES = ("a100", "h100")
 #: Standard error of a correlation over a long series.
 ERROR = 0.025
-
-
-def simulated(family, n_steps, n=600, seed=0):
-    """Series of ``n`` jobs whose step takes one second but for the noise; ``n_steps`` are as many or one number."""
-    rng = np.random.default_rng(seed)
-    noise = Noise.draw(family, rng, n)
-    lengths = np.broadcast_to(n_steps, n)
-    steps = noise.steps(np.ones(n), lengths, rng, (np.zeros(n), np.zeros(n)))
-    return [Series("", row[:length]) for row, length in zip(steps, lengths, strict=True)]
 
 
 def told(series):
