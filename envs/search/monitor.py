@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from .change import AS_USUAL, MOVED, OFF, RETURNED, Change, Regime, StepLevel
-from .comparison import Comparison, LongSteps, proves_slower
-from .config import EARLY, HARM, LONGEST, SMALL, SURE, SWITCHES, SearchConfig
-from .interfaces import WATCH, Plan
+from .comparison import Comparison, LongSteps, TimedWindow, proves_slower
+from .config import CHECK_QUADS, EARLY, HARM, LONGEST, SMALL, SURE, SWITCHES, SearchConfig
+from .interfaces import QUAD, WATCH, Plan
 from .state import Changed, Look, Next, State, Window
 from .step_times import shortest_counted
 
@@ -70,15 +70,18 @@ class Watch:
         now: int,
         known: tuple[float, int] = (0.0, 0),
         levels: Sequence[float] = (),
+        visit_steps: int = 0,
     ) -> None:
         """``scheduled``: the pairs of the table with the default; ``noise``: standard deviation of a window's log step
         time; ``known``: the table's gain as it was adopted (log), and its pairs; ``levels``: logs of step times that
-        the job had under this table before."""
+        the job had under this table before; ``visit_steps``: default steps of a visit; 0: those of a window."""
         self.scheduled, self.config = scheduled, config
+        self.by_turns = scheduled.takes_turns
         self.noise, self.window_steps = noise, window_steps
         self.gain, self.pairs = known
         self.level = StepLevel(noise, window_steps, config.change, levels)
-        self.visit_steps = window_steps + SWITCHES
+        # By turns, half of the steps of so many quads run the default, and none around them.
+        self.visit_steps = visit_steps or window_steps + SWITCHES
         self.schedule = VisitSchedule(self.visit_steps, config.watch_share, now)
         self.survived = 0  # visits out of turn
         self.is_other = False  # the table does not do in this regime what it did
@@ -118,6 +121,22 @@ class Watch:
         """Whether the next window is the default's, given the steps so far."""
         return self.has_table and self.schedule.wants(now)
 
+    def saw_turns(self, log_ratio: float, noise: float, now: int) -> str:
+        """Take in turns of the default and the table, log(default / table) and its standard deviation: HARMFUL, CHANGED
+        or ''. Both ran in the same steps, so a change of the job's pace falls out."""
+        was_due = self.schedule.visited(now)
+        reach = max(self.config.change, SURE * noise)
+        has_fallen = self.pairs > 0 and log_ratio < self.gain - reach
+        is_slower = log_ratio < -reach
+        if was_due and has_fallen:
+            self.is_other = not is_slower
+            return HARMFUL if is_slower else CHANGED
+        if was_due:  # the job changed its pace, and the table gains what it did
+            self._survives()
+            self.level.accept()
+        self._default = None
+        return self._count(log_ratio)
+
     def saw_default(self, ms: float, now: int) -> str:
         """Take in a window of the default: HARMFUL or ''."""
         was_due = self.schedule.visited(now)
@@ -153,7 +172,10 @@ class Watch:
         return ""
 
     def _scheduled(self, default: float) -> str:
-        log_ratio = default - self.level.last
+        return self._count(default - self.level.last)
+
+    def _count(self, log_ratio: float) -> str:
+        """A pair of the default and the table."""
         self.scheduled.add_log(log_ratio)
         self.gain = (self.gain * self.pairs + log_ratio) / (self.pairs + 1)
         self.pairs += 1
@@ -197,6 +219,9 @@ class Watch:
             self._harm, self.schedule.is_due = 0.0, False
         if found in (OFF, MOVED):
             self._count_harm(least - usual - self.gain)
+        if found == MOVED and self.by_turns and self.has_table:  # turns tell whether that matters
+            self.schedule.is_due = True
+            return ""
         return CHANGED if found == MOVED else ""
 
     def _count_harm(self, slower: float) -> None:
@@ -233,6 +258,7 @@ class Monitor:
             state.account.steps,
             known,
             levels,
+            QUAD // 2 * state.turns.steps * noise.quads if state.turns.is_possible else 0,
         )
         if default_ms is not None:
             self.watch.begin_with(default_ms)
@@ -242,12 +268,24 @@ class Monitor:
         """The job runs as usual: a trial may run."""
         return not self.watch.is_uneasy
 
+    @property
+    def wants_default(self) -> bool:
+        """The default is due."""
+        return self.watch.wants_default(self._state.account.steps)
+
     def plan(self) -> Plan:
         """A window of the current table, or of the default. A checkpoint aborts none of them."""
         state = self._state
-        wants_default = self.watch.wants_default(state.account.steps)
-        configs = np.zeros_like(state.current.configs) if wants_default else state.current.configs
-        return Plan(WATCH, configs.copy(), state.noise.window_steps, state.running.discard(configs))
+        configs = np.zeros_like(state.current.configs) if self.wants_default else state.current.configs
+        plan = Plan(WATCH, configs.copy(), state.noise.window_steps, state.running.discard(configs))
+        # Out of turn one visit has to tell: nothing is tried meanwhile.
+        quads = CHECK_QUADS[0] if self.watch.schedule.is_due else 1
+        return state.turns.plan(plan, state.current.configs, max(quads, state.noise.quads))
+
+    def saw_current(self, window: TimedWindow) -> Next:
+        """Turns of the current table, measured beside a trial."""
+        found = self.watch.saw_table(window.ms)
+        return self._found(found, self._state.default_ms)
 
     def look(self) -> Look:
         """For an observation that no decision follows."""
@@ -268,19 +306,31 @@ class Monitor:
         is_default = bool(not state.current.is_default and not window.plan.configs.any())
         account = state.account
         account.since_verdict += seen.billed
-        account.default_since_verdict += seen.billed * is_default
-        if is_default:
+        under_default = int((seen.arms == 1).sum()) if window.quads is not None else seen.billed
+        account.default_since_verdict += under_default * is_default
+        if window.quads is not None:
+            ratio = -float(np.median(window.quads.ratios))  # of the default, which takes the turns of a trial
+            noise = state.noise.of_quads(len(window.quads.ratios))
+            found = self.watch.saw_turns(ratio, noise, account.steps)
+        elif is_default:
             found = self.watch.saw_default(window.ms, account.steps)
         else:
             found = self.watch.saw_table(window.ms, shortest_counted(seen.step_ms))
-        self._long_steps.add(window.plan.configs, seen.step_ms, window.ms)
+        if window.quads is None or window.current is None:
+            self._long_steps.add(window.plan.configs, seen.step_ms, window.ms)
+        else:
+            self._long_steps.add(window.plan.configs, seen.step_ms[seen.arms == 1], window.ms)
+            self._long_steps.add(state.current.configs, seen.step_ms[seen.arms == 0], window.current.ms)
         if not found and not state.current.is_default:
             found = self._check_long_steps()
+        return self._found(found, window.ms if is_default else state.default_ms)
+
+    def _found(self, found: str, default_ms: float) -> Next:
+        """What comes after a window that shows this; ``default_ms``: of the default."""
         if not found:
             return None
         is_harmful = found == HARMFUL
-        state.milestones.dropped += is_harmful
-        default_ms = window.ms if is_default else state.default_ms
+        self._state.milestones.dropped += is_harmful
         return self._changed(default_ms if is_harmful else None)
 
     def _changed(self, default_ms: float | None) -> Changed:

@@ -20,14 +20,14 @@ import numpy as np
 from . import observation
 from .belief.prior import Prior
 from .change import Regimes
-from .comparison import Comparison
+from .comparison import Comparison, TimedWindow
 from .config import ABORT, SearchConfig
 from .explore import Explore, Remeasure
-from .interfaces import GO_ON, PROFILE, TRIAL, WATCH, Job, Measured, Plan, Policy, choices_of
+from .interfaces import GO_ON, PROFILE, SEARCH, TRIAL, WATCH, Job, Measured, Plan, Policy, choices_of
 from .monitor import Monitor
 from .refine import Refine
 from .state import Changed, LastWindow, Milestones, NewSearch, Next, Phase, State, Verdict, Watching, Window
-from .step_times import trimmed_mean
+from .step_times import Quads, trimmed_mean
 
 Array = np.ndarray[Any, Any]
 
@@ -207,6 +207,9 @@ class Search:
         if plan.kind == PROFILE:
             window = Window(plan, seen, seen.step_ms, trimmed_mean(seen.step_ms), False, False)
             return self._recorded(window, 0.0)
+        if len(seen.arms):
+            return self._record_turns(plan, seen)
+        state.turns.is_possible = state.turns.is_possible and not plan.turns  # the job could not take turns
         default_ms = state.default_ms_now
         limit_ms = state.guard.limit_ms(plan.configs, default_ms)
         steps, is_aborted = _measuring_steps(plan, seen.step_ms, limit_ms)
@@ -223,6 +226,53 @@ class Search:
         state.running.ran(plan, is_aborted)
         window = Window(plan, seen, steps, ms, is_aborted, is_guilty)
         return self._recorded(window, (saved - anyway) / 100.0)
+
+    def _record_turns(self, plan: Plan, seen: Measured) -> float:
+        """Take in a measurement by turns."""
+        state = self.state
+        tried, current = seen.step_ms[seen.arms == 1], seen.step_ms[seen.arms == 0]
+        current_ms = trimmed_mean(current)
+        state.saw_current(current_ms)
+        default_ms = state.default_ms_now
+        limit_ms = state.guard.limit_ms(plan.configs, default_ms)
+        steps, is_aborted = _measuring_steps(plan, tried, limit_ms)
+        quads = Quads.of(seen.step_ms, seen.arms, plan.turns)
+        if not len(quads.ratios):  # it ended before a whole quad: all that is known of the table
+            quads = Quads.single(math.log(current_ms / trimmed_mean(steps)))
+        ratio = float(np.median(quads.ratios))
+        gain = self.gain[0]
+        saved = seen.billed - seen.billed_ms / default_ms
+        anyway = seen.billed * (1 - math.exp(-gain)) if self.is_over else 0.0
+        by_tried = len(tried) * (1 - math.exp(-ratio - gain))
+        by_current = (seen.billed - len(tried)) * (1 - math.exp(-gain))
+        state.account.lost -= saved if is_aborted else by_tried + by_current
+        ms = trimmed_mean(steps)
+        state.long_steps.add(plan.configs, tried, default_ms if is_aborted else ms)
+        state.long_steps.add(self.confirmed, current, current_ms)
+        state.noise.add_quads(quads)
+        self._learn_turns(plan, seen, quads, is_aborted)
+        is_guilty = is_aborted and state.guard.abort(plan.configs)
+        state.milestones.aborted += is_aborted
+        state.running.ran(plan, is_aborted)
+        beside = TimedWindow(current_ms, seen.first_step, seen.last_step)
+        window = Window(plan, seen, steps, ms, is_aborted, is_guilty, quads, beside)
+        return self._recorded(window, (saved - anyway) / 100.0)
+
+    def _learn_turns(self, plan: Plan, seen: Measured, quads: Quads, is_aborted: bool) -> None:
+        """The belief learns what the two tables differ by, and the times of the calls."""
+        state = self.state
+        call_logs = np.log(np.asarray(seen.call_us, np.float64))
+        state.default_calls.add(call_logs, plan.configs == 0)
+        calls = np.where(seen.obeyed, call_logs - state.default_calls.logs, np.nan)
+        state.guard.refuse(plan.configs, ~seen.obeyed & (plan.configs > 0))
+        configs = np.where(seen.obeyed, plan.configs, 0)
+        ratio = float(np.median(quads.ratios))
+        noise = state.noise.of_quads(len(quads.ratios))
+        state.belief.observe(configs, math.nan, noise, calls, seen.billed)
+        state.belief.compare(configs, self.confirmed, ratio, noise, is_far=plan.kind == SEARCH)
+        if not is_aborted:
+            state.guard.ran(configs)
+        state.last = LastWindow(ratio + self.gain[0], np.nan_to_num(calls), 0.0)
 
     def _recorded(self, window: Window, reward: float) -> float:
         self.last = window

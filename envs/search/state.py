@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,18 +17,21 @@ from .config import (
     AGAIN,
     ALPHA,
     BUDGET_STEPS,
+    CARRIED_TURN_STEPS,
+    CHECK_QUADS,
     DISCARD,
     LEAST_PAIRS,
     MORE,
     SAFE_PAIRS,
     TRIAL_ALPHA,
+    TURN_STEPS,
     WARM_STEPS,
     WATCH_ALPHA,
     SearchConfig,
 )
-from .interfaces import Job, Measured, Plan
+from .interfaces import QUAD, TABLE, Job, Measured, Plan
 from .step_guard import StepGuard
-from .step_times import NoiseEstimate, trimmed_mean
+from .step_times import NoiseEstimate, Quads, trimmed_mean
 
 Array = np.ndarray[Any, Any]
 
@@ -169,7 +172,8 @@ class Running:
         """A window has ended. After one at few calls any table is another one."""
         if not is_aborted:
             self._warm |= self._families_of(plan.configs)
-        self.configs = np.where(plan.one_of, -1, plan.configs)
+        after = plan.others if plan.turns else plan.configs
+        self.configs = np.where(plan.one_of, -1, after)
 
     def discard(self, configs: Array) -> int:
         """Steps that do not count after a change to these configs (s,)."""
@@ -193,6 +197,8 @@ class Window:
     ms: float  # their trimmed mean
     is_aborted: bool
     is_guilty: bool  # aborted, and its likeliest cause had aborted a window before
+    quads: Quads | None = None  # of a plan with turns
+    current: TimedWindow | None = None  # the turns of the current table
 
     @property
     def is_refused(self) -> bool:
@@ -203,6 +209,23 @@ class Window:
     def timed(self) -> TimedWindow:
         """For a comparison."""
         return TimedWindow(self.ms, self.seen.first_step, self.seen.last_step)
+
+
+class Turns:
+    """How this job's tables take turns at every step, if they can."""
+
+    def __init__(self, is_possible: bool) -> None:
+        self.is_possible = is_possible
+        self.steps = TURN_STEPS  # of a turn
+
+    def plan(self, plan: Plan, current: Array, quads: int) -> Plan:
+        """The same plan by turns with the current table (s,): so many quads. The first one does not count if an
+        algorithm may be new: NCCL connects lazily."""
+        if not self.is_possible or np.array_equal(plan.configs, current):
+            return plan
+        size = QUAD * self.steps
+        discard = size if plan.discard > DISCARD else 0
+        return replace(plan, n_steps=size * quads, discard=discard, others=current.copy(), turns=self.steps)
 
 
 @dataclass
@@ -228,15 +251,19 @@ class State:
         self.comparisons = Comparisons()
         self.default_calls = DefaultCalls(job.call_us)
         self.running = Running(job.families)
+        self.turns = Turns(job.takes_turns)
+        self._default_ms_seen = 0.0  # of the default, from the last turns; 0: none were measured
         self.milestones = Milestones()
 
     def begin(self, default: Measured, before: Array) -> None:
         """A new search, from these default steps. ``before`` (s,): configs that ran until now."""
         self.default_ms = trimmed_mean(default.step_ms)
+        self._default_ms_seen = 0.0
         self.noise.begin(default.step_ms, self.config)
         self.belief = Belief(self.prior, self.job.features, self.open, self.job.share)
         has_calls = bool(np.isfinite(self.default_calls.logs).any())
-        self.belief.begin(self.noise.of_window, self.config.reveal, has_calls)
+        noise = self.pair_noise / math.sqrt(2)
+        self.belief.begin(noise, self.config.reveal, has_calls)
         self.guard.begin(self.job, self.belief, before)
         self.account.rounds = 0
         self.comparisons.begin(self.default_ms)
@@ -258,8 +285,12 @@ class State:
 
     @property
     def default_ms_now(self) -> float:
-        """Step time of the default now, as the belief follows it."""
-        return self.default_ms * math.exp(float(self.belief.mean[0]))
+        """Step time of the default now: as the last turns of the current table show it, or as the belief follows it."""
+        return self._default_ms_seen or self.default_ms * math.exp(float(self.belief.mean[0]))
+
+    def saw_current(self, ms: float) -> None:
+        """Turns of the current table took so long."""
+        self._default_ms_seen = ms * math.exp(self.current.gain[0])
 
     @property
     def spent(self) -> float:
@@ -274,28 +305,61 @@ class State:
         discard = self.running.discard(configs)
         return Plan(kind, configs.copy(), self.noise.window_steps, discard, limit)
 
+    def tried(self, kind: str, configs: Array, comparison: Comparison | None = None) -> Plan:
+        """A measurement of these configs (s,): by turns with the current table if the job can, else a window. Before
+        it, one at few calls if they are risky. ``comparison``: that it belongs to; it is checked after about twice as
+        many quads each time."""
+        current = self.current.configs
+        plan = self.window(kind, configs)
+        if kind != TABLE:
+            plan = self.guard.before(plan, current)
+        if plan.one_of:
+            return plan
+        quads = self.noise.quads
+        if comparison is not None:
+            fewest, most = CHECK_QUADS
+            quads = min(max(comparison.test.n, fewest), most)
+        return self.turns.plan(plan, current, quads)
+
     @property
     def pair_noise(self) -> float:
-        """Standard deviation of the log ratio of two windows."""
+        """Standard deviation of the log ratio of two windows, or of a table that is tried by turns."""
+        if self.turns.is_possible:
+            return self.noise.of_quads(self.noise.quads)
         return self.noise.of_window * math.sqrt(2)
 
-    def compare(self, table: Array, noise: float, is_trial: bool = False) -> Comparison:
-        """A new comparison of a table (s,) with the current one; ``noise`` of a pair."""
+    @property
+    def quads_a_pair(self) -> float:
+        """Quads that take as many steps as a pair of windows; 0: this job takes no turns."""
+        return 2 * self.noise.window_steps / QUAD if self.turns.is_possible else 0.0
+
+    def compare(self, table: Array, is_trial: bool = False) -> Comparison:
+        """A new comparison of a table (s,) with the current one."""
         first = TRIAL_ALPHA if is_trial else ALPHA
         is_improvement = is_trial and not self.current.is_default
         level = ALPHA if is_improvement else first * AGAIN**self.milestones.fruitless
-        found = Comparison(table.copy(), self.current.configs.copy(), SequentialTest(noise, level), is_trial)
+        noise = self.noise.of_quads(1) if self.turns.is_possible else self.pair_noise
+        test = SequentialTest(noise, level, quads_a_pair=self.quads_a_pair)
+        found = Comparison(table.copy(), self.current.configs.copy(), test, is_trial)
         self.comparisons.history.append(found)
         return found
 
+    def compare_by_windows(self, comparison: Comparison) -> Comparison:
+        """The job takes no turns any more: the same comparison begins anew."""
+        self.comparisons.history.remove(comparison)
+        return self.compare(comparison.table, comparison.is_trial)
+
     def scheduled_pairs(self) -> Comparison:
         """The pairs of the current table and the default that monitoring measures now and then."""
-        test = SequentialTest(self.pair_noise, WATCH_ALPHA)
+        test = SequentialTest(self.pair_noise, WATCH_ALPHA, quads_a_pair=float(self.turns.is_possible))
         return Comparison(self.current.configs, np.zeros(self.n_slots, np.int64), test)
 
     def decide(self, comparison: Comparison) -> bool | None:
         """Whether its table replaces the current one, see :meth:`Comparison.decide`."""
-        config = self.config
+        if self.turns.steps == TURN_STEPS and comparison.drop_carried():
+            self.turns.steps = CARRIED_TURN_STEPS
+            return None
+        config, quads = self.config, comparison.test.quads_a_pair
         known = None if not self.current.comparisons else self.current.gain[1]
         if known is not None:
             pairs = float(config.pairs_again)
@@ -304,6 +368,8 @@ class State:
             pairs = math.inf if comparison.is_trial else float(config.pairs)
             pairs_long_steps = float(config.pairs_long_steps)
         least = SAFE_PAIRS if comparison.is_trial else LEAST_PAIRS
+        if quads:  # as many steps as so many pairs of windows
+            pairs, pairs_long_steps, least = pairs * quads, pairs_long_steps * quads, CHECK_QUADS[0]
         terms = Terms(pairs, pairs_long_steps, least, config.least_gain, known)
         return comparison.decide(terms, self.long_steps)
 
