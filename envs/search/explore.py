@@ -111,7 +111,7 @@ class Explore:
 
     def compare(self, table: Array) -> Comparison:
         """From now on windows of this table (s,) and of the current one take turns."""
-        self.comparison = self._state.compare(table)
+        self.comparison = self._state.compare(table, self._state.pair_noise)
         return self.comparison
 
     def _compared(self, window: Window, comparison: Comparison) -> Next:

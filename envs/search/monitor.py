@@ -126,7 +126,8 @@ class Watch:
         or ''. Both ran in the same steps, so a change of the job's pace falls out."""
         was_due = self.schedule.visited(now)
         reach = max(self.config.change, SURE * noise)
-        has_fallen = self.pairs > 0 and log_ratio < self.gain - reach
+        is_known = self.pairs > 0
+        has_fallen = is_known and log_ratio < self.gain - reach
         is_slower = log_ratio < -reach
         if was_due and has_fallen:
             self.is_other = not is_slower
@@ -249,7 +250,12 @@ class Monitor:
         self._long_steps = (
             LongSteps()
         )  # from here on: the job's own may have become more since the comparison
-        noise, known = state.noise, (current.gain[0], current.pairs)
+        noise = state.noise
+        known = current.gain[0], current.pairs
+        by_turns = QUAD // 2 * state.turns.steps * noise.quads
+        visit_steps = 0
+        if state.turns.is_possible:
+            visit_steps = by_turns
         self.watch = Watch(
             state.scheduled_pairs(),
             noise.of_window,
@@ -258,7 +264,7 @@ class Monitor:
             state.account.steps,
             known,
             levels,
-            QUAD // 2 * state.turns.steps * noise.quads if state.turns.is_possible else 0,
+            visit_steps,
         )
         if default_ms is not None:
             self.watch.begin_with(default_ms)
@@ -280,12 +286,14 @@ class Monitor:
         plan = Plan(WATCH, configs.copy(), state.noise.window_steps, state.running.discard(configs))
         # Out of turn one visit has to tell: nothing is tried meanwhile.
         quads = CHECK_QUADS[0] if self.watch.schedule.is_due else 1
-        return state.turns.plan(plan, state.current.configs, max(quads, state.noise.quads))
+        quads = max(quads, state.noise.quads)
+        return state.turns.plan(plan, state.current.configs, quads)
 
     def saw_current(self, window: TimedWindow) -> Next:
         """Turns of the current table, measured beside a trial."""
         found = self.watch.saw_table(window.ms)
-        return self._found(found, self._state.default_ms)
+        default_ms = self._state.default_ms
+        return self._found(found, default_ms)
 
     def look(self) -> Look:
         """For an observation that no decision follows."""
@@ -306,24 +314,31 @@ class Monitor:
         is_default = bool(not state.current.is_default and not window.plan.configs.any())
         account = state.account
         account.since_verdict += seen.billed
-        under_default = int((seen.arms == 1).sum()) if window.quads is not None else seen.billed
+        under_default = seen.billed
+        if window.quads is not None:
+            under_default = len(seen.tried)
         account.default_since_verdict += under_default * is_default
         if window.quads is not None:
-            ratio = -float(np.median(window.quads.ratios))  # of the default, which takes the turns of a trial
-            noise = state.noise.of_quads(len(window.quads.ratios))
+            quads = window.quads
+            noise = state.noise.of_quads(len(quads.ratios))
+            ratio = -quads.ratio  # the default takes the turns of a trial
             found = self.watch.saw_turns(ratio, noise, account.steps)
         elif is_default:
             found = self.watch.saw_default(window.ms, account.steps)
         else:
             found = self.watch.saw_table(window.ms, shortest_counted(seen.step_ms))
-        if window.quads is None or window.current is None:
-            self._long_steps.add(window.plan.configs, seen.step_ms, window.ms)
-        else:
-            self._long_steps.add(window.plan.configs, seen.step_ms[seen.arms == 1], window.ms)
-            self._long_steps.add(state.current.configs, seen.step_ms[seen.arms == 0], window.current.ms)
+        self._add_long_steps(window)
         if not found and not state.current.is_default:
             found = self._check_long_steps()
         return self._found(found, window.ms if is_default else state.default_ms)
+
+    def _add_long_steps(self, window: Window) -> None:
+        long_steps, seen = self._long_steps, window.seen
+        if window.current is not None:
+            table = self._state.current.configs
+            ms = window.current.ms
+            long_steps.add(table, seen.current, ms)
+        long_steps.add(window.plan.configs, seen.tried, window.ms)
 
     def _found(self, found: str, default_ms: float) -> Next:
         """What comes after a window that shows this; ``default_ms``: of the default."""

@@ -46,6 +46,7 @@ class Refine:
         self._reference: TimedWindow | None = None  # the window of the current table just before
         self._wanted = state.current.configs.copy()  # (s,) what the policy has chosen for the next trial
         self._turns = self._passed = 0  # turns of that trial; turns in a row of which no trial came
+        self._noise = state.pair_noise
         self._compared: dict[bytes, Comparison] = {}  # of each trial with the current table
         self._monitor = Monitor(state, chosen, levels, default_ms)
 
@@ -190,7 +191,7 @@ class Refine:
         """That of a trial (s,) with the current table; a new one if there is none."""
         key = trial.tobytes()
         if key not in self._compared:
-            self._compared[key] = self._state.compare(trial, is_trial=True)
+            self._compared[key] = self._state.compare(trial, self._noise, is_trial=True)
         return self._compared[key]
 
     def _learn(self, window: Window, reference: TimedWindow) -> None:

@@ -230,26 +230,32 @@ class Search:
     def _record_turns(self, plan: Plan, seen: Measured) -> float:
         """Take in a measurement by turns."""
         state = self.state
-        tried, current = seen.step_ms[seen.arms == 1], seen.step_ms[seen.arms == 0]
-        current_ms = trimmed_mean(current)
+        current_ms = trimmed_mean(seen.current)
         state.saw_current(current_ms)
         default_ms = state.default_ms_now
         limit_ms = state.guard.limit_ms(plan.configs, default_ms)
-        steps, is_aborted = _measuring_steps(plan, tried, limit_ms)
-        quads = Quads.of(seen.step_ms, seen.arms, plan.turns)
-        if not len(quads.ratios):  # it ended before a whole quad: all that is known of the table
-            quads = Quads.single(math.log(current_ms / trimmed_mean(steps)))
-        ratio = float(np.median(quads.ratios))
-        gain = self.gain[0]
-        saved = seen.billed - seen.billed_ms / default_ms
-        anyway = seen.billed * (1 - math.exp(-gain)) if self.is_over else 0.0
-        by_tried = len(tried) * (1 - math.exp(-ratio - gain))
-        by_current = (seen.billed - len(tried)) * (1 - math.exp(-gain))
-        state.account.lost -= saved if is_aborted else by_tried + by_current
+        steps, is_aborted = _measuring_steps(plan, seen.tried, limit_ms)
         ms = trimmed_mean(steps)
-        state.long_steps.add(plan.configs, tried, default_ms if is_aborted else ms)
-        state.long_steps.add(self.confirmed, current, current_ms)
-        state.noise.add_quads(quads)
+        quads = Quads.of(seen.step_ms, seen.arms, plan.turns)
+        if not len(quads.ratios):  # it ended before a whole quad
+            quads = Quads.single(math.log(current_ms / ms))
+        gain = self.gain[0]
+        in_default_steps = seen.billed_ms / default_ms
+        saved = seen.billed - in_default_steps
+        by_current = 1 - math.exp(-gain)  # saved in a step
+        anyway = seen.billed * by_current if self.is_over else 0.0
+        if is_aborted:
+            state.account.lost -= saved
+        else:
+            by_tried = 1 - math.exp(-gain - quads.ratio)
+            n_tried = len(seen.tried)
+            n_current = seen.billed - n_tried
+            state.account.lost -= n_tried * by_tried
+            state.account.lost -= n_current * by_current
+        usual_ms = default_ms if is_aborted else ms
+        long_steps = state.long_steps
+        long_steps.add(plan.configs, seen.tried, usual_ms)
+        long_steps.add(self.confirmed, seen.current, current_ms)
         self._learn_turns(plan, seen, quads, is_aborted)
         is_guilty = is_aborted and state.guard.abort(plan.configs)
         state.milestones.aborted += is_aborted
@@ -259,20 +265,35 @@ class Search:
         return self._recorded(window, (saved - anyway) / 100.0)
 
     def _learn_turns(self, plan: Plan, seen: Measured, quads: Quads, is_aborted: bool) -> None:
-        """The belief learns what the two tables differ by, and the times of the calls."""
+        """The belief learns by how much the two tables differ, and the times of the calls."""
         state = self.state
-        call_logs = np.log(np.asarray(seen.call_us, np.float64))
-        state.default_calls.add(call_logs, plan.configs == 0)
-        calls = np.where(seen.obeyed, call_logs - state.default_calls.logs, np.nan)
-        state.guard.refuse(plan.configs, ~seen.obeyed & (plan.configs > 0))
-        configs = np.where(seen.obeyed, plan.configs, 0)
-        ratio = float(np.median(quads.ratios))
+        state.noise.add_quads(quads)
+        configs, calls = self._obeyed_calls(plan, seen)
         noise = state.noise.of_quads(len(quads.ratios))
-        state.belief.observe(configs, math.nan, noise, calls, seen.billed)
-        state.belief.compare(configs, self.confirmed, ratio, noise, is_far=plan.kind == SEARCH)
+        is_far = plan.kind == SEARCH
+        belief = state.belief
+        belief.observe(configs, math.nan, noise, calls, seen.billed)
+        belief.compare(configs, self.confirmed, quads.ratio, noise, is_far)
         if not is_aborted:
             state.guard.ran(configs)
-        state.last = LastWindow(ratio + self.gain[0], np.nan_to_num(calls), 0.0)
+        saving = quads.ratio + self.gain[0]
+        known_calls = np.nan_to_num(calls)
+        state.last = LastWindow(saving, known_calls, 0.0)
+
+    def _obeyed_calls(self, plan: Plan, seen: Measured) -> tuple[Array, Array]:
+        """Configs (s,) that NCCL ran, and log times (s,) of their calls over the default's; NaN: not sampled. The
+        others are refused."""
+        state = self.state
+        us = np.asarray(seen.call_us, np.float64)
+        call_logs = np.log(us)
+        is_default = plan.configs == 0
+        state.default_calls.add(call_logs, is_default)
+        longer = call_logs - state.default_calls.logs
+        calls = np.where(seen.obeyed, longer, np.nan)
+        is_refused = ~seen.obeyed & (plan.configs > 0)
+        state.guard.refuse(plan.configs, is_refused)
+        configs = np.where(seen.obeyed, plan.configs, 0)
+        return configs, calls
 
     def _recorded(self, window: Window, reward: float) -> float:
         self.last = window
@@ -287,11 +308,7 @@ class Search:
         has_step = plan.kind != TRIAL and not plan.one_of
         log_step = math.log(trimmed_mean(steps) / state.default_ms) if has_step else math.nan
         noise = state.noise.of(len(steps)) if has_step else 1.0
-        call_logs = np.log(np.asarray(seen.call_us, np.float64))
-        state.default_calls.add(call_logs, plan.configs == 0)
-        calls = np.where(seen.obeyed, call_logs - state.default_calls.logs, np.nan)
-        state.guard.refuse(plan.configs, ~seen.obeyed & (plan.configs > 0))
-        configs = np.where(seen.obeyed, plan.configs, 0)
+        configs, calls = self._obeyed_calls(plan, seen)
         state.belief.observe(configs, log_step, noise, calls, seen.billed)
         if plan.one_of:
             state.guard.ran_at_few_calls(configs, np.isfinite(calls))

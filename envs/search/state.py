@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,18 +19,16 @@ from .config import (
     BUDGET_STEPS,
     CARRIED_TURN_STEPS,
     CHECK_QUADS,
-    DISCARD,
     LEAST_PAIRS,
     MORE,
     SAFE_PAIRS,
     TRIAL_ALPHA,
     TURN_STEPS,
-    WARM_STEPS,
     WATCH_ALPHA,
     SearchConfig,
 )
 from .interfaces import QUAD, TABLE, Job, Measured, Plan
-from .step_guard import StepGuard
+from .step_guard import Running, StepGuard, Turns
 from .step_times import NoiseEstimate, Quads, trimmed_mean
 
 Array = np.ndarray[Any, Any]
@@ -114,9 +112,8 @@ class Comparisons:
     in_search: int = 0  # of this search
     last_rejected: Comparison | None = None
     rejected: set[bytes] = field(default_factory=set)  # tables that lost in this search
-    with_long_steps: set[bytes] = field(
-        default_factory=set
-    )  # tables that were dropped for them, in any search
+    #: Tables that were dropped for them, in any search.
+    with_long_steps: set[bytes] = field(default_factory=set)
     default_logs: list[float] = field(default_factory=list)  # each default window against the one before: A/A
     default_before_ms: float = 0.0  # the last default window
 
@@ -160,33 +157,6 @@ class DefaultCalls:
         self.logs = self.logs + np.where(known, (logs - self.logs) / self._windows, 0.0)
 
 
-class Running:
-    """What the job runs now, and which algorithms are connected."""
-
-    def __init__(self, families: Array) -> None:
-        self._families = families  # (s, N_CONFIGS), see ``interfaces.Job``
-        self._warm: set[int] = set()
-        self.configs: Array = np.zeros(len(families), np.int64)
-
-    def ran(self, plan: Plan, is_aborted: bool) -> None:
-        """A window has ended. After one at few calls any table is another one."""
-        if not is_aborted:
-            self._warm |= self._families_of(plan.configs)
-        after = plan.others if plan.turns else plan.configs
-        self.configs = np.where(plan.one_of, -1, after)
-
-    def discard(self, configs: Array) -> int:
-        """Steps that do not count after a change to these configs (s,)."""
-        if np.array_equal(configs, self.configs):
-            return 0
-        is_cold = bool(self._families_of(configs) - self._warm)
-        return DISCARD + WARM_STEPS * is_cold
-
-    def _families_of(self, configs: Array) -> set[int]:
-        found = {int(self._families[slot, config]) for slot, config in enumerate(configs)}
-        return {family for family in found if family >= 0}
-
-
 @dataclass(frozen=True)
 class Window:
     """One window as the phases take it in."""
@@ -211,23 +181,6 @@ class Window:
         return TimedWindow(self.ms, self.seen.first_step, self.seen.last_step)
 
 
-class Turns:
-    """How this job's tables take turns at every step, if they can."""
-
-    def __init__(self, is_possible: bool) -> None:
-        self.is_possible = is_possible
-        self.steps = TURN_STEPS  # of a turn
-
-    def plan(self, plan: Plan, current: Array, quads: int) -> Plan:
-        """The same plan by turns with the current table (s,): so many quads. The first one does not count if an
-        algorithm may be new: NCCL connects lazily."""
-        if not self.is_possible or np.array_equal(plan.configs, current):
-            return plan
-        size = QUAD * self.steps
-        discard = size if plan.discard > DISCARD else 0
-        return replace(plan, n_steps=size * quads, discard=discard, others=current.copy(), turns=self.steps)
-
-
 @dataclass
 class LastWindow:
     """Figures of the last window that the policy sees, see ``observation.Context``."""
@@ -250,15 +203,13 @@ class State:
         self.current = CurrentTable(self.n_slots, on_confirmed)
         self.comparisons = Comparisons()
         self.default_calls = DefaultCalls(job.call_us)
-        self.running = Running(job.families)
-        self.turns = Turns(job.takes_turns)
-        self._default_ms_seen = 0.0  # of the default, from the last turns; 0: none were measured
+        self.running = Running(job.families, job.takes_turns)
         self.milestones = Milestones()
 
     def begin(self, default: Measured, before: Array) -> None:
         """A new search, from these default steps. ``before`` (s,): configs that ran until now."""
         self.default_ms = trimmed_mean(default.step_ms)
-        self._default_ms_seen = 0.0
+        self.turns.default_ms = 0.0
         self.noise.begin(default.step_ms, self.config)
         self.belief = Belief(self.prior, self.job.features, self.open, self.job.share)
         has_calls = bool(np.isfinite(self.default_calls.logs).any())
@@ -279,18 +230,23 @@ class State:
         return len(self.job.share)
 
     @property
+    def turns(self) -> Turns:
+        """How its tables take turns."""
+        return self.running.turns
+
+    @property
     def open(self) -> Array:
         """(s, N_CONFIGS) bool: what may be chosen: what NCCL offers, and obeyed so far."""
         return np.asarray(self.job.mask & ~self.guard.refused)
 
     @property
     def default_ms_now(self) -> float:
-        """Step time of the default now: as the last turns of the current table show it, or as the belief follows it."""
-        return self._default_ms_seen or self.default_ms * math.exp(float(self.belief.mean[0]))
+        """Step time of the default now: from the last turns, or as the belief follows it."""
+        return self.turns.default_ms or self.default_ms * math.exp(float(self.belief.mean[0]))
 
     def saw_current(self, ms: float) -> None:
         """Turns of the current table took so long."""
-        self._default_ms_seen = ms * math.exp(self.current.gain[0])
+        self.turns.default_ms = ms * math.exp(self.current.gain[0])
 
     @property
     def spent(self) -> float:
@@ -306,20 +262,16 @@ class State:
         return Plan(kind, configs.copy(), self.noise.window_steps, discard, limit)
 
     def tried(self, kind: str, configs: Array, comparison: Comparison | None = None) -> Plan:
-        """A measurement of these configs (s,): by turns with the current table if the job can, else a window. Before
-        it, one at few calls if they are risky. ``comparison``: that it belongs to; it is checked after about twice as
-        many quads each time."""
+        """A measurement of these configs (s,): by turns with the current table if the job can, else a window; one at
+        few calls first if they are risky. A ``comparison`` is checked after about twice as many quads each time."""
         current = self.current.configs
         plan = self.window(kind, configs)
         if kind != TABLE:
             plan = self.guard.before(plan, current)
-        if plan.one_of:
-            return plan
         quads = self.noise.quads
         if comparison is not None:
-            fewest, most = CHECK_QUADS
-            quads = min(max(comparison.test.n, fewest), most)
-        return self.turns.plan(plan, current, quads)
+            quads = min(max(comparison.test.n, CHECK_QUADS[0]), CHECK_QUADS[1])
+        return plan if plan.one_of else self.turns.plan(plan, current, quads)
 
     @property
     def pair_noise(self) -> float:
@@ -333,12 +285,13 @@ class State:
         """Quads that take as many steps as a pair of windows; 0: this job takes no turns."""
         return 2 * self.noise.window_steps / QUAD if self.turns.is_possible else 0.0
 
-    def compare(self, table: Array, is_trial: bool = False) -> Comparison:
-        """A new comparison of a table (s,) with the current one."""
+    def compare(self, table: Array, noise: float, is_trial: bool = False) -> Comparison:
+        """A new comparison of a table (s,) with the current one; ``noise`` of a pair of windows."""
         first = TRIAL_ALPHA if is_trial else ALPHA
         is_improvement = is_trial and not self.current.is_default
         level = ALPHA if is_improvement else first * AGAIN**self.milestones.fruitless
-        noise = self.noise.of_quads(1) if self.turns.is_possible else self.pair_noise
+        if self.turns.is_possible:
+            noise = self.noise.of_quads(1)
         test = SequentialTest(noise, level, quads_a_pair=self.quads_a_pair)
         found = Comparison(table.copy(), self.current.configs.copy(), test, is_trial)
         self.comparisons.history.append(found)
@@ -347,7 +300,7 @@ class State:
     def compare_by_windows(self, comparison: Comparison) -> Comparison:
         """The job takes no turns any more: the same comparison begins anew."""
         self.comparisons.history.remove(comparison)
-        return self.compare(comparison.table, comparison.is_trial)
+        return self.compare(comparison.table, self.pair_noise, comparison.is_trial)
 
     def scheduled_pairs(self) -> Comparison:
         """The pairs of the current table and the default that monitoring measures now and then."""

@@ -106,23 +106,35 @@ class Quads:
         """From the steps (k,) of a plan with turns, see :class:`interfaces.Measured`. A quad that is not whole is left
         out."""
         size = QUAD * turn_steps
-        whole = len(step_ms) // size * size
-        shape = -1, QUAD, turn_steps
-        logs = np.log(step_ms[:whole]).reshape(shape)
-        ran = np.asarray(arms[:whole]).reshape(shape)
+        n_quads = len(step_ms) // size
+        whole = n_quads * size
+        shape = n_quads, QUAD, turn_steps
+        logs = np.log(step_ms[:whole])
+        logs = logs.reshape(shape)
+        ran = np.reshape(arms[:whole], shape)
         if turn_steps > 1:  # the first step holds some of the turn before
             logs = logs[:, :, 1:]
         begins = ran[:, :1, :1]
-        other = 1 - begins
-        expected = np.where(PATTERN[None, :, None] == 0, begins, other)
-        is_whole = ((ran == expected) & (ran >= 0)).all(axis=(1, 2))
+        is_first = PATTERN[None, :, None] == 0
+        expected = np.where(is_first, begins, 1 - begins)
+        as_expected = (ran == expected) & (ran >= 0)
+        is_whole = as_expected.all(axis=(1, 2))
         sign = 1.0 - 2.0 * begins[is_whole, 0, 0]
         turns = logs[is_whole].mean(axis=2)
         first, second, third, fourth = turns.T
-        ratios = sign * (first + fourth - second - third) / 2
-        apart = np.concatenate([first - fourth, second - third]) / math.sqrt(2)
-        carried = sign * (first + second - third - fourth) / 2
-        return cls(ratios, apart, carried)
+        outer = first + fourth
+        inner = second + third
+        ratios = sign * (outer - inner) / 2
+        earlier = first + second
+        later = third + fourth
+        carried = sign * (earlier - later) / 2
+        apart = np.concatenate([first - fourth, second - third])
+        return cls(ratios, apart / math.sqrt(2), carried)
+
+    @property
+    def ratio(self) -> float:
+        """The median, which a long step does not move."""
+        return float(np.median(self.ratios))
 
 
 def deviation_of(values: Array) -> float:
@@ -160,8 +172,9 @@ class NoiseEstimate:
             self.add_quads(Quads.of(step_ms[at : at + QUAD], PATTERN, 1))
         fewest, most = config.try_quads
         good = config.good_noise * math.sqrt(2)
-        fits = (n for n in range(fewest, most) if self.of_quads(n) <= good)
-        self.quads = next(fits, most)
+        self.quads = fewest
+        while self.quads < most and self.of_quads(self.quads) > good:
+            self.quads += 1
 
     def add_quads(self, quads: Quads) -> None:
         """Take in the scatter of quads."""

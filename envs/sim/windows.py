@@ -23,11 +23,13 @@ SWITCH_STEPS = 3
 
 
 class SimWindows:
-    """Windows of all jobs of a batch. ``rng`` draws the noise: for all jobs together, or for each by itself.
-    ``takes_turns``: two tables can take turns at every step."""
+    """Windows of all jobs of a batch. ``rng`` draws the noise: for all jobs together, or for each by itself."""
 
-    def __init__(self, jobs: Jobs, rng: np.random.Generator | NoiseStream, takes_turns: bool = True) -> None:
-        self.jobs, self.rng, self.takes_turns = jobs, rng, takes_turns
+    #: Whether the searches are told that two tables can take turns at every step.
+    takes_turns = False
+
+    def __init__(self, jobs: Jobs, rng: np.random.Generator | NoiseStream) -> None:
+        self.jobs, self.rng = jobs, rng
         n = len(jobs)
         self.running = np.zeros((n, jobs.width), np.int64)
         self.few = Few(np.ones(n), self.running)
