@@ -322,7 +322,8 @@ class Monitor:
             quads = window.quads
             noise = state.noise.of_quads(len(quads.ratios))
             ratio = -quads.ratio  # the default takes the turns of a trial
-            found = self.watch.saw_turns(ratio, noise, account.steps)
+            now = account.steps
+            found = self.watch.saw_turns(ratio, noise, now)
         elif is_default:
             found = self.watch.saw_default(window.ms, account.steps)
         else:
