@@ -7,18 +7,22 @@ DEMO_STEPS ?= 600
 SOURCES := agent envs examples traces zero_workload tests
 C_SOURCES := $(wildcard envs/nccl/plugin/*.[ch] envs/sim/*.c tests/tools/*.[ch])
 
+# Pages whose prose proselint checks. What it says of typography, repeated words and times of day concerns code and tables.
+PAGES := README.md OPERATING.md CONTRIBUTING.md $(wildcard docs/*.md */README.md envs/*/README.md)
+NOT_PROSE := typography|lexical_illusions|dates_times
+
 .PHONY: demo docs test test-slow test-timing test-all test-next coverage check format setup bench gpu-check model-check clean
 
 demo: setup
-	$(RUN) tune --out runs/demo --no-memory --steps $(DEMO_STEPS)
+	$(RUN) demo --steps $(DEMO_STEPS)
 
 # What takes seconds, four at a time.
 test: setup $(VENV)/frameworks
-	$(BIN)/python -m pytest -m "not slow and not timing" -n 4 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not timing" -n 4 --dist loadfile --no-loadscope-reorder
 
 # The rest: whole tuned jobs, restarts, killed and frozen processes, wheels on every Python.
 test-slow: setup $(VENV)/frameworks
-	$(BIN)/python -m pytest -m "slow and not timing" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "slow and not timing" -n 2 --dist loadfile --no-loadscope-reorder
 	seed=$$(date +%s); echo "property tests on random examples, --hypothesis-seed=$$seed"; \
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m "hypothesis and not slow" -n 2 --hypothesis-seed=$$seed
 
@@ -71,6 +75,7 @@ check: setup
 	MYPYPATH=build $(BIN)/mypy -p dynamiccl.agent -p dynamiccl.envs -p dynamiccl.traces -p dynamiccl.zero_workload
 	$${CC:-cc} -std=c11 -D_GNU_SOURCE -Wall -Wextra -Werror -fsyntax-only envs/nccl/plugin/*.c envs/sim/*.c
 	@$(BIN)/python tests/tools/count_lines.py
+	@! $(BIN)/proselint check $(PAGES) | grep -E '^/.*:[0-9]+:[0-9]+: ' | grep -vE ': ($(NOT_PROSE))'
 	$(BIN)/python -m pytest -q tests/project/test_layers.py tests/project/test_limits.py
 
 format: setup
@@ -106,7 +111,7 @@ $(VENV)/ready: pyproject.toml setup.py dynamiccl_autoload.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python \
-		--constraint constraints.txt --editable '.[train,dev,optimizers]'
+		--constraint constraints.txt --editable '.[train,plot,dev,optimizers]'
 	touch $@
 
 # The other frameworks that the probe is tested in. Where they cannot be installed their tests say so and are skipped;

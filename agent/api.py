@@ -118,18 +118,35 @@ def tune(command: Sequence[str] = (), *, out: str | Path | None = None, **option
     return Run(folder, subprocess.Popen([*_PROGRAM, "tune", *words, *(["--", *command] if command else [])]))
 
 
-def attach(run: str | Path, **options: Any) -> Run:
+def attach(run: str | Path, *, out: str | Path | None = None, **options: Any) -> Run:
     """Start a tuner for a job that runs already, as ``dynamiccl tune --attach`` does.
 
     Args:
         run: the folder that ``dynamiccl env`` made, or the results of a run without a tuner.
+        out: folder of the results; default: those of ``run`` if it is a folder of results, else the folder that was
+            asked for when the job was started, else a new one below ``runs/tune``.
         options: the options of ``dynamiccl tune`` with underscores.
 
     Raises:
         TypeError: for an option that ``dynamiccl tune`` does not have.
+        ValueError: if there is no such run.
     """
-    words = _words("tune", {**options, "attach": str(run)})
-    return Run(options.get("out", run), subprocess.Popen([*_PROGRAM, "tune", *words]))
+    folder = Path(out) if out is not None else _results_of(run)
+    words = _words("tune", {**options, "attach": str(run), "out": folder})
+    return Run(folder, subprocess.Popen([*_PROGRAM, "tune", *words]))
+
+
+def _results_of(run: str | Path) -> Path:
+    """The folder in which a tuner that joins ``run`` leaves its results. Raises ValueError if there is no run."""
+    from .commands import results, run_folder
+    from .daemon.request import Request
+    from .report.outputs import run_of
+
+    folder = run_folder(str(run))
+    given = results(run)
+    if run_of(given) is not None:
+        return given
+    return Request.read(folder, {}).out or _new_folder()
 
 
 def apply(table: str | Path, command: Sequence[str], **options: Any) -> int:

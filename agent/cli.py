@@ -23,9 +23,10 @@ _EXTRAS = {"torch": "train", "stable_baselines3": "train", "sb3_contrib": "train
 #: Group of the help -> commands. A command's function has its last word as its name and lies in a file of that name, in
 #: agent/commands or, for those that begin with "lab", in agent/commands/lab.
 COMMANDS = {
-    "Tune a job": ("tune", "doctor", "apply", "env", "stop"),
+    "Tune a job": ("demo", "tune", "doctor", "apply", "env", "stop"),
     "Look at runs and recordings": ("show", "top", "advise", "plan"),
     "Judge and train policies, check a machine": ("bench", "lab gpu-check", "lab submit", "lab train"),
+    "Set up the shell": ("completion",),
 }
 NAMES = tuple(name for names in COMMANDS.values() for name in names)
 _ABOUT = (

@@ -24,21 +24,22 @@ class SearchEnv(gym.Env[Array, Array]):
 
     ## Description
     One episode is the search over a whole job, one step the decision for one slot and what comes next. In a window
-    some optimizer steps run under all decisions at once; a comparison sets a table beside the one in force until it is
-    sure which is faster. After the verdict each turn is a chance to try a slot otherwise, beside the table in force.
+    some optimizer steps run under all decisions at once; a comparison alternates a table with the current one until it
+    is sure which is faster. After the verdict each turn may try another config of one slot, compared with the current
+    table.
 
     ## Action Space ``MultiDiscrete([pair, channels, what])``, see :mod:`dynamiccl.traces.spaces` and
     ``search.interfaces``: what comes next is 0, another slot's turn (after the last slot the window), 1, the window
-    at once, 2, a comparison with what is in force, or 3, the end of the search. A masked config runs as AUTO (after
-    the verdict: as what is in force) and is reported in ``info["masked"]``.
+    at once, 2, a comparison with the current table, or 3, the end of the search. A masked config runs as AUTO (after
+    the verdict: as the current table has it) and is reported in ``info["masked"]``.
 
     ## Observation Space ``Box(-4, 4, (observation.N_OBSERVATION,), float32)``: the slot's fingerprint, context, what
     is believed of its configs, mask (the last ``N_CONFIGS`` entries).
 
     ## Rewards Default steps, divided by 100, by measured step times alone. Up to the verdict: what the steps billed
-    since the turn before saved against the job's own default. After it: what they saved against the table in force,
+    since the turn before saved against the job's own default. After it: what they saved against the current table,
     so that trials earn nothing by the gain that is there already, and cost what they are slower. At the end: what the
-    table in force saves from the verdict to the job's step :data:`HORIZON`, by :data:`REWARD_PAIRS` more windows of
+    current table saves from the verdict to the job's step :data:`HORIZON`, by :data:`REWARD_PAIRS` more windows of
     it and of the default. So the sooner a good table is confirmed the better, and who goes on trying for nothing
     loses.
 
@@ -108,7 +109,7 @@ class SearchEnv(gym.Env[Array, Array]):
 
 
 def worth(search: Search, windows: Windows) -> float:
-    """Default steps that the table in force saves from the verdict to the job's step :data:`HORIZON`, by windows that
+    """Default steps that the current table saves from the verdict to the job's step :data:`HORIZON`, by windows that
     decide nothing: those that confirmed it were lucky ones, and the lower bound of its gain can be bought with time."""
     if not search.confirmed.any():
         return 0.0

@@ -34,6 +34,26 @@ LACKS = (
 )
 
 
+#: Files that take longest come first, or one of them runs alone at the end. From ``--durations`` of the quick tests.
+FIRST = (
+    "test_gains",
+    "test_here",
+    "test_start",
+    "test_gpu_check",
+    "test_one_truth",
+    "test_board",
+    "test_tune_starts",
+    "test_variables",
+    "test_protocol",
+    "test_job_suites",
+    "test_agreement",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--strict-skips", action="store_true", help="fail on a skip that this machine could have run"

@@ -16,7 +16,13 @@ import numpy as np
 if TYPE_CHECKING:  # imported where tables are made: `dynamiccl stop` only reads records
     import pandas as pd
 
-from .names import DTYPES
+from .names import COMM_COLUMNS as COMM_COLUMNS
+from .names import COMPUTE_COLUMNS as COMPUTE_COLUMNS
+from .names import DTYPES, Columns
+from .names import EVENT_COLUMNS as EVENT_COLUMNS
+from .names import OFFER_COLUMNS as OFFER_COLUMNS
+from .names import STEP_COLUMNS as STEP_COLUMNS
+from .names import WAIT_COLUMNS as WAIT_COLUMNS
 from .records import (
     ALGOS,
     COLL,
@@ -37,77 +43,15 @@ from .records import (
     STEP,
     STEP_DTYPE,
     UNSET,
+    WAIT,
+    WAIT_DTYPE,
     names,
 )
 from .records import Communicator as Communicator
 from .records import Offer as Offer
 
 Array = np.ndarray[Any, Any]
-#: Columns of a table and their pandas types.
-Columns = dict[str, str]
 Row = tuple[Any, ...]
-
-#: Columns of an events table and their pandas types. Times in ns; `start_ns` / `end_ns` are the GPU's clock
-#: and unset (NA) where the kernel was not sampled; `n_ranks` is 0 if the communicator was never announced;
-#: `captured`: into a CUDA graph, so this stands for all its replays (known of sampled steps, from NCCL 2.28 on);
-#: `asked_bytes`: what NCCL asked the tuner about, the whole group's bytes where it was grouped; 0 = not asked, unknown.
-EVENT_COLUMNS: Columns = {
-    "seq": "int64",
-    "comm_id": "uint64",
-    "rank": "int32",
-    "n_ranks": "int32",
-    "n_nodes": "int32",
-    "func": "str",
-    "n_bytes": "int64",
-    "dtype": "str",
-    "algo": "str",
-    "proto": "str",
-    "n_channels": "int16",
-    "table_generation": "int64",
-    "enqueue_ns": "int64",
-    "start_ns": "Int64",
-    "end_ns": "Int64",
-    "step": "int64",
-    "pid": "int64",
-    "captured": "bool",
-    "asked_bytes": "int64",
-}
-#: Columns of a steps table. Memory in bytes, 0 = unknown. ``sampled``: kernel times were taken in this step, one of
-#: ``sample_every``.
-STEP_COLUMNS: Columns = {
-    "index": "int64",
-    "rank": "int32",
-    "end_ns": "int64",
-    "duration_ns": "int64",
-    "table_generation": "int64",
-    "memory_used": "int64",
-    "memory_total": "int64",
-    "pid": "int64",
-    "sampled": "bool",
-    "sample_every": "int64",
-}
-#: What NCCL offered: one row per (comm_id, func, n_bytes); `cost_us` is the (7, 3) cost table, flat, -1 = not
-#: available; `algo`, `proto` are NCCL's own choice.
-OFFER_COLUMNS: Columns = {
-    "comm_id": "uint64",
-    "func": "str",
-    "n_bytes": "int64",
-    "algo": "str",
-    "proto": "str",
-    "n_pipe_ops": "int32",
-    "cost_us": "object",
-}
-#: One row per communicator and process.
-COMM_COLUMNS: Columns = {
-    "comm_id": "uint64",
-    "n_ranks": "int32",
-    "n_nodes": "int32",
-    "name": "str",
-    "rank": "int32",
-    "pid": "int64",
-}
-#: What a profile of another tool shows beside the collectives: when kernels computed.
-COMPUTE_COLUMNS: Columns = {"rank": "int32", "start_ns": "int64", "end_ns": "int64"}
 
 #: What a row that waits takes from its COLL record as it is; its rank may be -1.
 _KEPT = tuple(n for n in COLL_DTYPE.names or () if n not in ("stamp", "kind", "rank", "spare", "_pad"))
@@ -167,6 +111,7 @@ class Assembler:
         self._pending: list[Array] = []
         self._kernels: list[tuple[Array, Array]] = []  # records, and the process of each
         self._steps: list[tuple[Array, int]] = []
+        self._waits: list[tuple[Array, int]] = []
         self._last_step: dict[int, int] = {}  # pid -> newest step that has ended
 
     def add(self, records: Array, pid: int) -> None:
@@ -184,6 +129,9 @@ class Assembler:
         if step.size:
             self._steps.append((step, pid))
             self._last_step[pid] = int(step["step"].max())
+        wait = rows[kind == WAIT].view(WAIT_DTYPE)
+        if wait.size:
+            self._waits.append((wait, pid))
         for row in rows[kind == COMM].view(COMM_DTYPE):
             self._add_comm(row, pid)
         for row in rows[kind == OFFER].view(OFFER_DTYPE):
@@ -207,6 +155,11 @@ class Assembler:
         steps = [_step_frame(records, pid) for records, pid in self._steps]
         self._steps = []
         return self._event_frame(rows[release]), joined(steps, STEP_COLUMNS)
+
+    def take_waits(self) -> pd.DataFrame:
+        """The waits that were told since the last call (WAIT_COLUMNS)."""
+        waits, self._waits = self._waits, []
+        return joined([_wait_frame(records, pid) for records, pid in waits], WAIT_COLUMNS)
 
     def _is_complete(self, rows: Array) -> Array:
         """Which rows wait for nothing more, (n,) bool."""
@@ -391,3 +344,12 @@ def _step_frame(rows: Array, pid: int) -> pd.DataFrame:
             columns[name] = rows[source.get(name, name)]
     columns = {name: columns[name] for name in STEP_COLUMNS}
     return pd.DataFrame(columns).astype(STEP_COLUMNS)
+
+
+def _wait_frame(rows: Array, pid: int) -> pd.DataFrame:
+    import pandas as pd
+
+    columns: dict[str, Any] = {"pid": pid}
+    for name in ("start_ns", "end_ns"):
+        columns[name] = rows[name]
+    return pd.DataFrame(columns).astype(WAIT_COLUMNS)

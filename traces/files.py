@@ -6,6 +6,7 @@
       header.json            format, date, host, versions; what the run adds (cluster, scales, command ...)
       events-00000.parquet   collectives (EVENT_COLUMNS), in segments: a killed process loses at most the last
       steps-00000.parquet    optimizer steps (STEP_COLUMNS), in segments
+      waits-00000.parquet    when an emulated job stood still (WAIT_COLUMNS), in segments
       comms.parquet          communicators (COMM_COLUMNS)
       offers.parquet         what NCCL offered (OFFER_COLUMNS)
       windows.jsonl          one JSON object a line: measuring windows, tables published, what else was logged
@@ -22,7 +23,7 @@ from typing import Any
 
 import pandas as pd
 
-from .assemble import COMPUTE_COLUMNS, empty
+from .assemble import COMPUTE_COLUMNS, WAIT_COLUMNS, empty
 from .outside import parse_json
 from .segments import SEGMENTED, WHOLE, read_header, read_parquet, read_segments
 from .segments import TraceError as TraceError
@@ -41,6 +42,7 @@ class Trace:
     compute: pd.DataFrame = field(default_factory=lambda: empty(COMPUTE_COLUMNS))  # of other tools' profiles
     log: list[dict[str, Any]] = field(default_factory=list)  # the lines of windows.jsonl, in order
     warnings: list[str] = field(default_factory=list)  # what could not be read, one line each
+    waits: pd.DataFrame = field(default_factory=lambda: empty(WAIT_COLUMNS))  # when emulated jobs stood still
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str], most_events: int | None = None) -> Trace:
@@ -55,8 +57,8 @@ class Trace:
             path = path / "trace"
         header = read_header(path)
         warnings: list[str] = []
-        most = {"events": most_events, "steps": None}
-        parts = {kind: read_segments(path, kind, warnings, most[kind]) for kind in SEGMENTED}
+        most = {"events": most_events}
+        parts = {kind: read_segments(path, kind, warnings, most.get(kind)) for kind in SEGMENTED}
         files = {kind: path / f"{kind}.parquet" for kind in WHOLE}
         whole = {k: read_parquet(files[k], of) if files[k].exists() else empty(of) for k, of in WHOLE.items()}
         log = _read_log(path / "windows.jsonl", warnings)

@@ -251,7 +251,7 @@ class Offer:
 
 # What the plugin and the probe write into a ring (C: struct dccl_record in envs/nccl/plugin/plugin.h), 128 bytes. The
 # last 88 bytes depend on `kind`; the views below name them.
-COMM, OFFER, COLL, KERNEL, STEP, STATE = range(1, 7)
+COMM, OFFER, COLL, KERNEL, STEP, STATE, WAIT = range(1, 8)
 #: Bits of ``flags``: both buffers are registered (OFFER), captured in a CUDA graph: asked once, replayed often (COLL),
 #: kernel times were taken in it (STEP).
 FLAG_REGISTERED, FLAG_CAPTURED, FLAG_SAMPLED, FLAG_LATE = 1, 2, 4, 8
@@ -306,10 +306,13 @@ STEP_DTYPE = _record(
 )
 #: The agreement on tables has changed its state: `code` is an AgreementState, `text` says why, NUL-padded UTF-8.
 STATE_DTYPE = _record([("rank", "<u4"), ("code", "<u4"), ("text", "S80")])
+#: The job stood still until a sampled collective had ended: nothing was computed. Only a job on the emulated cluster
+#: knows this.
+WAIT_DTYPE = _record([("rank", "<u4"), ("spare", "<u4"), ("start_ns", "<i8"), ("end_ns", "<i8")])
 RECORD_BYTES = 128
 assert all(
     t.itemsize == RECORD_BYTES
-    for t in (COMM_DTYPE, OFFER_DTYPE, COLL_DTYPE, KERNEL_DTYPE, STEP_DTYPE, STATE_DTYPE)
+    for t in (COMM_DTYPE, OFFER_DTYPE, COLL_DTYPE, KERNEL_DTYPE, STEP_DTYPE, STATE_DTYPE, WAIT_DTYPE)
 )
 
 

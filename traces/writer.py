@@ -19,6 +19,7 @@ from .header import FORMAT, masked, new_header, plain
 from .outside import atomically, parse_json
 from .segments import (
     SEGMENTED,
+    SPACE,
     WHOLE,
     TraceError,
     next_segment,
@@ -97,23 +98,30 @@ class TraceWriter:
 
     def drain(
         self, assembler: Assembler, everything: bool = False, thin: bool = False
-    ) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """``assembler.take(everything)``, written and returned; keeps comms and offers up to date too.
+    ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+        """Write and return new events, steps and waits of ``assembler``; keep comms and offers up to date too.
 
         ``thin``: of the events only those whose kernels were timed are written.
         """
         events, steps = assembler.take(everything)
-        self.write(events[events["start_ns"].notna()] if thin else events, steps)
+        written = events[events["start_ns"].notna()] if thin else events
+        waits = assembler.take_waits()
+        self.write(written, steps, waits)
         known = ({c.comm_id: dict(c.ranks) for c in assembler.comms.values()}, len(assembler.offers))
         if known != self._known:
             self._known = known
             self.write_whole("comms", assembler.comms_frame())
             self.write_whole("offers", assembler.offers_frame())
-        return events, steps
+        return events, steps, waits
 
-    def write(self, events: pd.DataFrame | None = None, steps: pd.DataFrame | None = None) -> None:
+    def write(
+        self,
+        events: pd.DataFrame | None = None,
+        steps: pd.DataFrame | None = None,
+        waits: pd.DataFrame | None = None,
+    ) -> None:
         """Take in rows; they are on disk when the segment is full or old, or after :meth:`flush`."""
-        for kind, frame in (("events", events), ("steps", steps)):
+        for kind, frame in (("events", events), ("steps", steps), ("waits", waits)):
             if frame is not None and len(frame):
                 self._buffers[kind].append(frame)
         rows = max(sum(map(len, frames)) for frames in self._buffers.values())
@@ -135,9 +143,9 @@ class TraceWriter:
         self._flushed = time.monotonic()
 
     def _rotate(self, kind: str) -> None:
-        """Steps may have a quarter of the space, events the rest; the first quarter of either stays as it is."""
+        """Each kind has its part of the space; the first quarter of each stays as it is."""
         sizes = self._sizes[kind]
-        most = self.most_bytes / 4 * (1 if kind == "steps" else 3)
+        most = self.most_bytes * SPACE[kind]
         over = sum(sizes.values()) - most
         kept, gone = 0, 0
         for path, size in list(sizes.items())[:-1]:
@@ -203,5 +211,7 @@ def _without_secrets(header: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own_files(folder: Path) -> list[Path]:
-    patterns = ("header.json", "windows.jsonl", "*.tmp", "events-*.parquet", "steps-*.parquet")
-    return [p for pattern in (*patterns, *(f"{k}.parquet" for k in WHOLE)) for p in folder.glob(pattern)]
+    patterns = ["header.json", "windows.jsonl", "*.tmp"]
+    patterns += [f"{kind}-*.parquet" for kind in SEGMENTED]
+    patterns += [f"{kind}.parquet" for kind in WHOLE]
+    return [path for pattern in patterns for path in folder.glob(pattern)]

@@ -23,8 +23,8 @@ from ...envs.search.belief.belief import LOG_RANGE, Belief
 from ...envs.search.belief.prior import Prior
 from ...traces.files import Trace, TraceError
 from ...traces.importers.recording import read_recording, recording_files
-from ...traces.queries.skew import exposed_ns
-from ...traces.records import Decision, Slot, size_class
+from ...traces.queries.exposed import exposed_parts_of
+from ...traces.records import Decision, Slot
 from ...traces.spaces import decision_of
 from ..report.terminal import terminal
 from .alignment import as_dicts, misaligned
@@ -79,24 +79,8 @@ def read(
 
 
 def exposure(trace: Trace) -> dict[Slot, float]:
-    """Of slots under NCCL's own choice: the part of their time in which nothing is computed; empty where the recording
-    shows no compute."""
-    if not len(trace.compute):
-        return {}
-    default = default_generations(trace)
-    events = trace.events
-    events = events[events["table_generation"].isin(default)]
-    bare = exposed_ns(events, trace.compute)
-    events = events.assign(bare=bare).dropna(subset="bare")
-    lasts = events["end_ns"] - events["start_ns"]
-    events["lasts"] = lasts.astype(float)
-    events["size_class"] = events["n_bytes"].map(lambda n_bytes: size_class(int(n_bytes)))
-    slots = events.groupby(["n_ranks", "n_nodes", "func", "size_class"])
-    sums = slots[["bare", "lasts"]].sum()
-    found = {}
-    for key, bare_ns, lasts_ns in sums.itertuples():
-        found[Slot(*key)] = bare_ns / max(lasts_ns, 1.0)
-    return found
+    """Exposed part of the time of each slot under the default, 0 to 1; empty if the recording does not show it."""
+    return exposed_parts_of(trace, default_generations(trace))
 
 
 def tell(belief: Belief, exposed: Array) -> None:

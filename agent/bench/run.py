@@ -18,10 +18,11 @@ import importlib.metadata
 import json
 import multiprocessing
 import signal
+import time
 import traceback
 import urllib.parse
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from ..policies.choosing import CLASSICAL, DEFAULT, make_chooser
 #: On the board without a rank: ``aa`` is the default policy under other noise (what lies between it and that policy is
 #: luck); the others read the truth and search nothing.
 UNRANKED = ("aa", "oracle", "static-best")
+#: Seconds between two signs of life while entrants play.
+WAIT_S = 10.0
 #: The board's entrants that play.
 ENTRANTS = ("lstm", "aa", DEFAULT, *CLASSICAL)
 
@@ -57,21 +60,32 @@ def run(
     folder: Path,
     processes: int = 2,
     limit_s: float = 1800.0,
+    on_wait: Callable[[float, int], object] = lambda seconds, remaining: None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the submission of each entrant as they come, or ``{"entrant", "failed"}``; they are left in ``folder``.
 
-    One that fails, or takes longer than ``limit_s``, does not stop the others.
+    One that fails, or takes longer than ``limit_s``, does not stop the others. ``on_wait`` is called every WAIT_S
+    seconds with the seconds so far and the number of entrants that still play.
     """
-    pool = ThreadPoolExecutor(processes)
+    pool, begun = ThreadPoolExecutor(processes), time.monotonic()
+    playing = {pool.submit(_play_apart, name, suite, jobs, limit_s) for name in names}
     try:
-        for done in as_completed([pool.submit(_play_apart, name, suite, jobs, limit_s) for name in names]):
-            result = done.result()
-            if "failed" not in result:
-                file = f"{urllib.parse.quote(result['entrant'], safe='')}.json"
-                (folder / file).write_text(json.dumps(result) + "\n")
-            yield result
+        while playing:
+            done, playing = wait(playing, WAIT_S, FIRST_COMPLETED)
+            for one in done:
+                yield _left_in(folder, one.result())
+            if not done:
+                on_wait(time.monotonic() - begun, len(playing))
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _left_in(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """Write a submission to the folder, and return it."""
+    if "failed" not in result:
+        name = urllib.parse.quote(result["entrant"], safe="")
+        (folder / f"{name}.json").write_text(json.dumps(result) + "\n")
+    return result
 
 
 def _play_apart(*entry: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
 def bench(
     policy: Annotated[
         list[str] | None,
-        Option(help="A known policy, FILE.npz or MODULE:NAME. Repeat it for more. Default: all known."),
+        Option(
+            help="A known policy, MODULE:NAME, FILE.npz of lab train, FILE.zip of stable-baselines3, or a folder. "
+            "Repeat it for more. Default: all known."
+        ),
     ] = None,
     suite: Annotated[str, Option(help="standard, held-out, unseen, or a file.")] = "standard",
     jobs: Annotated[
@@ -41,9 +45,11 @@ def bench(
 
     \b
     dynamiccl bench --policy my_module:MyPolicy --suite held-out --jobs 40
+    dynamiccl bench --policy model.zip --jobs 40    # of stable-baselines3
     dynamiccl bench --filed --policy my_module:MyPolicy    # with those on file
     dynamiccl bench --filed --check 8
     """
+    print(f"loading suite {suite} ...", file=sys.stderr, flush=True)
     one_thread()
     from ...envs.bench.job_suites import JobSuite
     from ...envs.bench.strata import filed as on_record
@@ -63,9 +69,15 @@ def bench(
     folder = out / Path(suite).stem
     folder.mkdir(parents=True, exist_ok=True)
     total = len(given) + len(names)
+    console.print(f"{board.title}: {', '.join(names) or 'no policy'} to play; a policy takes some minutes")
     for k, result in enumerate(given, 1):
         _tell(console.print, k, total, result, board.judge(result, check or None))
-    for k, result in enumerate(run(names, suite, most, folder, processes, limit), len(given) + 1):
+    playing = names, suite, most, folder
+
+    def wait(seconds: float, remaining: int) -> None:
+        console.print(f"{seconds:.0f} s: {remaining} of {len(names)} still play")
+
+    for k, result in enumerate(run(*playing, processes, limit, wait), len(given) + 1):
         _tell(console.print, k, total, result, board.judge(result))
     _show(board, folder, json, total)
     console.print(f"written: {folder / 'board.md'}", soft_wrap=True)
@@ -73,6 +85,7 @@ def bench(
 
 def _show(board: Board, folder: Path, json: bool, total: int) -> None:
     """Print the leaderboard and write it to the folder. Fails if all ``total`` policies were refused."""
+    from ..bench.board import BRIEF, meanings
     from ..report.terminal import grid, wide_terminal
 
     if len(board.refused) == total:
@@ -84,10 +97,7 @@ def _show(board: Board, folder: Path, json: bool, total: int) -> None:
         print(json_module.dumps(rows))
     else:
         wide_terminal().print(grid(*board.brief(), title=board.title))
-        print(
-            "lost: in default steps, compared with a perfect tuner; 100 of 20,000 are 0.5 % of the training"
-        )
-        print("of the gain: share of the best table's gain; p90: nine of ten jobs reach their verdict sooner")
+        print(*meanings(BRIEF), sep="\n")
 
 
 def _tell(say: Callable[[str], object], k: int, total: int, result: Any, reason: str) -> None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import json as json_module
 from typing import Annotated, Any
 
-from . import Argument, Json, Option, fail, refusing
+from . import Argument, Call, Json, Option, fail, refusing
 
 GB = 1e9
+#: Below so many parameters amounts are printed in MB.
+SMALL = 1e8
 
 
 def plan(
+    call: Call,
     run: Annotated[str | None, Argument(help="A run's folder: show its measured figures too.")] = None,
     params: Annotated[float | None, Option(min=1, help="Parameters, e.g. 7e9.")] = None,
     ranks: Annotated[int | None, Option(min=1, help="Data-parallel ranks.")] = None,
@@ -44,6 +47,9 @@ def plan(
         measured = _measured(run)
         params = params or measured["params"]
         ranks = ranks or measured["ranks"]
+        of_run = {**measured["model"], "batch": measured["batch"], "precision": _precision(measured["dtype"])}
+        settings = call.values | {name: value for name, value in of_run.items() if name not in call.given}
+        layers, width, heads, seq, batch, precision = (settings[name] for name in of_run)
     if params is None or ranks is None:
         fail("give --params and --ranks, e.g. --params 7e9 --ranks 8")
     if optimizer not in formulas.MOMENTS or precision not in formulas.PRECISIONS:
@@ -116,37 +122,45 @@ def estimate(
 def lines(told: dict[str, Any]) -> list[str]:
     """The plan for people: at most 40 lines of 80 columns."""
     shape, machine = told["shape"], told["machine"]
-    size = f"{told['params'] / GB:g} B parameters, {told['ranks']} ranks, {told['optimizer']}, {told['precision']}"
-    found = [size, "", "GB of a rank  weights gradients optimizer    total     sent  transfer"]
+    unit, name, much = (GB, "GB", "B") if told["params"] >= SMALL else (1e6, "MB", "M")
+    amount = f"{told['params'] / unit:g} {much} parameters"
+    size = f"{amount}, {told['ranks']} ranks, {told['optimizer']}, {told['precision']}"
+    found = [size, "", f"{name} of a rank  weights gradients optimizer    total     sent  transfer"]
     for row in told["stages"]:
-        held = [f"{row[key] / GB:9.4g}" for key in ("weights", "gradients", "optimizer", "total", "sent")]
+        held = [f" {row[key] / unit:8.4g}" for key in ("weights", "gradients", "optimizer", "total", "sent")]
         found.append(f"stage {row['stage']}     {''.join(held)} {row['seconds'] * 1e3:7.3g} ms")
-    found.append(f"stage 1 by all-reduce (--classic) sends {told['classic_sent'] / GB:.4g} GB")
-    each = [f"{n / GB:.3g}" for n in told["layer_activations"]]
-    what = f"{shape['batch']} x {shape['seq']} tokens: 14 BLd {each[0]} GB, B H L^2 {each[1]} GB a layer"
+    found.append(f"stage 1 by all-reduce (--classic) sends {told['classic_sent'] / unit:.4g} {name}")
+    each = [f"{n / unit:.3g}" for n in told["layer_activations"]]
+    what = (
+        f"{shape['batch']} x {shape['seq']} tokens: 14 BLd {each[0]} {name}, B H L^2 {each[1]} {name} a layer"
+    )
     found += ["", f"activations of {what}", "recompute   activations  again   fits with stage"]
     for mode, n_bytes in told["activations"].items():
         stages = [str(row["stage"]) for row in told["stages"] if row["fits"][mode]]
         again = f"{told['recomputed'][mode]:6.1%}"
-        found.append(f"{mode:<11} {n_bytes / GB:8.3g} GB {again}   {', '.join(stages) or 'none'}")
+        found.append(f"{mode:<11} {n_bytes / unit:8.3g} {name} {again}   {', '.join(stages) or 'none'}")
     found.append(
-        f"sqrt: every {told['best_interval']}th layer is kept; {told['runtime'] / GB:g} GB are CUDA's, NCCL's"
+        f"sqrt: one layer in {told['best_interval']} is kept; {told['runtime'] / GB:g} GB are CUDA's, NCCL's"
     )
     found += ["", "what to recompute first         saves   bytes a FLOP"]
     for row in told["recomputation_value"]:
-        found.append(f"{row['what']:<26} {row['saved'] / GB:7.3g} GB {row['bytes_per_flop']:9.2g}")
+        found.append(f"{row['what']:<26} {row['saved'] / unit:7.3g} {name} {row['bytes_per_flop']:9.2g}")
     times = f"compute {told['compute_seconds'] * 1e3:.3g} ms, stage 3 sends for {told['stage_3_seconds'] * 1e3:.3g} ms"
     found += ["", times, f"below 5 % of the compute from a batch of {told['break_even_batch']}"]
     mixed = told["hybrid"]
     found.append(f"gather {told['prefetch']} layers ahead (k* = gather / compute of a layer)")
-    kept = f"{mixed['layer_params'] / 1e6:.4g} M a layer: {mixed['held'] / GB:.4g} GB, {mixed['sent'] / GB:.4g} GB sent"
+    kept = f"{mixed['held'] / unit:.4g} {name}, {mixed['sent'] / unit:.4g} {name} sent"
+    kept = f"{mixed['layer_params'] / 1e6:.4g} M a layer: {kept}"
     found += ["hybrid (layers over 100 M parameters at stage 3, smaller ones at 2):", f"  {kept}"]
     if told["tensor"] > 1:
-        found.append(f"tensor parallel ranks send {told['tensor_sent'] / GB:.3g} GB more")
+        found.append(f"tensor parallel ranks send {told['tensor_sent'] / unit:.3g} {name} more")
     best = told["recommended_stage"]
     room = f"{machine['memory'] / GB:g} GB"
     offload = f"no stage fits {room}: take more ranks, or stage 3 with offload"
-    found += ["", offload if best is None else f"use stage {best}: the lowest that fits {room} with sqrt"]
+    found += [
+        "",
+        offload if best is None else f"use stage {best}: the lowest of 1 to 3 that fits {room} with sqrt",
+    ]
     if "measured" in told:
         found += ["", *measured_lines(told["measured"])]
     return found
@@ -202,7 +216,7 @@ def compare(measured: dict[str, Any]) -> dict[str, Any]:
     """Measured bytes beside the formulas' for the run's stage, and by how much they differ."""
     from ...zero_workload import formulas as f
 
-    precision = "fp32" if measured["dtype"] == "fp32" else "mixed"
+    precision = _precision(measured["dtype"])
     params, ranks, stage = measured["params"], measured["ranks"], measured["stage"]
     weight, gradient, _ = f.state_bytes("adam", precision)
     held = f.model_states(params, ranks, stage, "adam", precision)
@@ -216,6 +230,10 @@ def compare(measured: dict[str, Any]) -> dict[str, Any]:
     for row in rows:
         row["off"] = row["measured"] / row["formula"] - 1 if row["formula"] else 0.0
     return {"stage": stage, "rows": rows, "by_collective": measured["sent"]}
+
+
+def _precision(dtype: str) -> str:
+    return "fp32" if dtype == "fp32" else "mixed"
 
 
 def measured_lines(compared: dict[str, Any]) -> list[str]:

@@ -106,68 +106,87 @@ def _steps(steps: pd.DataFrame) -> dict[str, Any]:
         "last": int(first["index"].max()),
         "ranks": int(steps["rank"].nunique()),
         "median_ms": float(first["duration_ns"].median()) / 1e6,
+        "memory_pressure": _pressure(steps),
     }
+
+
+def _pressure(steps: pd.DataFrame) -> dict[str, float] | None:
+    """Returns the least and the most used part of the memory of the fullest GPU; None if the job does not tell."""
+    known = steps[steps["memory_total"] > 0]
+    if known.empty:
+        return None
+    used = known["memory_used"] / known["memory_total"]
+    of_fullest = used.groupby(known["index"]).max()
+    return {"least": float(of_fullest.min()), "most": float(of_fullest.max())}
 
 
 # For people ----------------------------------------------------------------------------------------------------------
 
 
+#: Columns from which the table of collectives is shown whole.
+_WIDE = 120
+
+
 def _print(story: dict[str, Any], summary: RunSummary, windows: bool) -> None:
-    from ..report.terminal import grid, wide_terminal
-    from ..report.texts import (
-        COSTS,
-        COSTS_NOTE,
-        NUMBERS,
-        consistency_text,
-        cost_rows,
-        nothing_decided,
-        result_lines,
-        window_parts,
-    )
+    from ...traces.queries.exposed import critical_lines
+    from ..report.terminal import say, wide_terminal
+    from ..report.texts import consistency_text, nothing_decided, result_lines, window_parts
     from ..report.why import lines
 
     console = wide_terminal()
     for warning in story["warnings"]:
-        console.print(f"warning: {warning}", style="yellow", markup=False)
+        say(console, f"warning: {warning}", "yellow")
     _print_head(console, story)
     if summary:
-        console.print("\n".join(["", *result_lines(summary), ""]), markup=False, soft_wrap=True)
+        say(console, "\n".join(["", *result_lines(summary), ""]))
     else:
-        console.print(f"no decisions: {nothing_decided(summary, story['header'])}", markup=False)
+        say(console, f"no decisions: {nothing_decided(summary, story['header'])}")
     if story["slots"]:
-        console.print(grid(COSTS, cost_rows(story["slots"]), NUMBERS, title="time of each collective"))
-        console.print(COSTS_NOTE, style="dim")
+        _print_costs(console, story["slots"])
+    if not summary.exposed:  # a run has named them with its results
+        say(console, "\n".join(critical_lines(story["why"])))
     for chain in story["why"]:
-        console.print("\n".join(lines(chain, summary)), markup=False, soft_wrap=True)
+        say(console, "\n".join(lines(chain, summary)))
     for line in story["windows"] if windows else ():
-        console.print("  ".join(window_parts(line)), markup=False, soft_wrap=True)
+        say(console, "  ".join(window_parts(line)))
     if summary.consistency:
         bad = summary.consistency["mismatches"]
-        console.print(consistency_text(summary.consistency), style="bold red" if bad else "")
+        say(console, consistency_text(summary.consistency), "bold red" if bad else "")
+
+
+def _print_costs(console: Console, slots: list[dict[str, Any]]) -> None:
+    """The table of collectives, on a narrow terminal without the columns that it has no room for."""
+    from ..report.terminal import grid, say
+    from ..report.texts import COSTS, COSTS_NOTE, NARROW, NUMBERS, cost_rows
+
+    heads = COSTS if console.width >= _WIDE else NARROW
+    places = [COSTS.index(head) for head in heads]
+    rows = [[row[place] for place in places] for row in cost_rows(slots)]
+    console.print(grid(heads, rows, NUMBERS, title="time of each collective"))
+    say(console, COSTS_NOTE, "dim")
 
 
 def _print_head(console: Console, story: dict[str, Any]) -> None:
+    from ..report.terminal import say
     from ..report.texts import emulation_text
 
     h, steps = story["header"], story["steps"]
     console.print(f"[bold]{story['folder']}[/]", soft_wrap=True)
     if h.get("emulated"):
-        console.print(f"{emulation_text(h)}: these are not GPU times", style="yellow")
-    facts = [
-        h.get("date"),
-        h.get("host"),
-        h.get("nccl") and f"NCCL {h['nccl']}",
-        h.get("job") or h.get("command"),
-    ]
-    console.print("  ".join(str(fact) for fact in facts if fact), markup=False, soft_wrap=True)
+        say(console, f"{emulation_text(h)}: these are not GPU times", "yellow")
+    facts = [h.get("date"), h.get("host"), h.get("nccl") and f"NCCL {h['nccl']}"]
+    facts.append(h.get("job") or h.get("command"))
+    say(console, "  ".join(str(fact) for fact in facts if fact))
     if not steps["n"]:
         whole = "; calls are counted over the whole recording" if "source" in h else ""
-        console.print(f"no optimizer step was seen; {story['n_events']} collectives{whole}")
+        say(console, f"no optimizer step was seen; {story['n_events']} collectives{whole}")
         return
-    console.print(
-        f"steps {steps['first']} to {steps['last']}, {steps['median_ms']:.1f} ms (median), "
-        f"{steps['ranks']} ranks recorded, {story['n_events']} collectives, tables: {story['tables']}"
-    )
+    seen = f"steps {steps['first']} to {steps['last']}, {steps['median_ms']:.1f} ms (median), "
+    seen += f"{steps['ranks']} ranks recorded, {story['n_events']} collectives, tables: {story['tables']}"
+    say(console, seen)
+    if steps["memory_pressure"]:
+        least, most = steps["memory_pressure"].values()
+        say(console, f"memory pressure: {least:.0%} to {most:.0%} of the fullest GPU's memory is used")
     if story["records_lost"]:
         lost = f"{story['records_lost']} records were lost because the tuner did not read them in time"
-        console.print(f"{lost}; counts below are too low", style="yellow")
+        say(console, f"{lost}; counts below are too low", "yellow")

@@ -32,7 +32,7 @@ def stop(
         what = {"had_tuner": found.had_tuner, "job_runs": found.job_runs, "in_force": found.in_force}
         print(json_module.dumps({"run": str(path), **what}))
     elif not found.has_begun:
-        print("the job has run no collective yet: it will run under NCCL's default")
+        print("no table has been used yet: the job stays under NCCL's default")
     elif found.in_force:
         print("NCCL's default is restored on all ranks; tuning has ended")
     elif not found.job_runs:

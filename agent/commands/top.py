@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+#: Letters of a run's sparkline.
+SPARKS = 16
 #: State of the ranks' agreement, for people.
 _AGREE = {"OPEN": "yes", "WAITING": "not yet", "LOSING": "too late", "SHUT": "no", "CLOSED": "no more"}
 
@@ -31,7 +33,8 @@ def top(
 ) -> None:
     """List runs with their step, phase, current table, gain, cost of the search, agreement and lost records.
 
-    It reads only the folders of the runs. The jobs do not notice.
+    "over the run" draws the step times of the run from 0, as the last report had them; the tuner writes a report every
+    half minute. This command reads only the folders of the runs. The jobs do not notice.
 
     \b
     dynamiccl top
@@ -60,36 +63,40 @@ def top(
         fail(f"no run in {places}: give a folder of runs, or start a run with dynamiccl tune")
     console = wide_terminal()
     if once or not console.is_terminal:
-        console.print(table(found))
+        console.print(table(found, console.width))
         return
-    with contextlib.suppress(KeyboardInterrupt), Live(table(found), console=console, screen=True) as live:
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True) as live:
         while True:
+            live.update(table(found, console.width), refresh=True)
             time.sleep(every)
-            live.update(table(look()))
+            found = look()
 
 
-def table(found: list[dict[str, Any]]) -> Table:
-    """Returns a table with one row per run; see ``runs.state``."""
+#: Columns of the table, and those that a narrow terminal has room for.
+HEADS = (
+    *("run", "state", "step", "phase", "step time", "over the run", "current table"),
+    *("shorter", "cost", "ranks agree", "lost records"),
+)
+NARROW = ("run", "state", "step", "step time", "over the run", "current table")
+_NUMBERS = ("step", "step time", "lost records")
+#: Columns of a terminal from which the whole table is shown.
+_WIDE = 120
+
+
+def table(found: list[dict[str, Any]], width: int = _WIDE) -> Table:
+    """Returns a table with one row per run; see ``runs.state``. ``width``: of the terminal."""
     from rich import box
 
     from ..report.terminal import grid
 
-    heads = (
-        "run",
-        "state",
-        "step",
-        "phase",
-        "step time",
-        "current table",
-        "shorter",
-        "cost",
-        "ranks agree",
-        "lost records",
-    )
-    return grid(heads, map(_row, found), ("step", "step time", "lost records"), no_wrap=True, box=box.SIMPLE)
+    heads = HEADS if width >= _WIDE else NARROW
+    places = [HEADS.index(head) for head in heads]
+    rows = [[row[place] for place in places] for row in map(_row, found)]
+    return grid(heads, rows, _NUMBERS, no_wrap=True, box=box.SIMPLE)
 
 
 def _row(r: dict[str, Any]) -> list[Any]:
+    from ..report.terminal import sparkline
     from ..report.verdict import PHASES, ms, seconds, side
 
     cost = None
@@ -105,6 +112,7 @@ def _row(r: dict[str, Any]) -> list[Any]:
         r["step"],
         PHASES.get(r["phase"], r["phase"]),
         None if r["step_ms"] is None else ms(r["step_ms"]),
+        sparkline(r["step_times_ms"], SPARKS),
         in_force if r["phase"] or r["kept"] is not None else None,
         gain,
         cost,

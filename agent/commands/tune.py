@@ -50,7 +50,11 @@ def tune(
         int | None, Option(group=OWN, help="Processes. Default: one per GPU; 2 without GPUs.")
     ] = None,
     policy: Annotated[
-        str, Option(group=SEARCH, help="A known policy (lstm, sweep, ...), FILE.npz, or MODULE:NAME.")
+        str,
+        Option(
+            group=SEARCH,
+            help="A known policy (lstm, sweep, ...), FILE.npz, FILE.zip, MODULE:NAME or a folder.",
+        ),
     ] = "expected-improvement",
     budget: Annotated[
         float, Option(min=0, group=SEARCH, help="Maximum cost, as a share of the job's time.")

@@ -20,7 +20,7 @@ from ...envs.live.job_ends import FEWEST_STEPS
 from ...envs.sim.emulated.settings import Emulated
 from ..policies.choosing import DEFAULT as POLICY
 from ..report.summary import RunSummary
-from ..report.terminal import terminal
+from ..report.terminal import BARS, terminal
 from ..report.texts import consistency_text, emulation_text, result_lines
 from ..report.verdict import DEFAULT, OWN, PHASES, change, ms, seconds, side, verdict
 from .tuner import WindowLine
@@ -35,7 +35,7 @@ _CURES = {
 }
 #: Columns of a line without a terminal, and seconds between its progress lines.
 WIDTH, EVERY_S = 80, 60.0
-_BARS, _BAR = "▁▂▃▄▅▆▇█", 36
+_BAR = 36
 
 
 class Expected:
@@ -147,7 +147,7 @@ class LiveView:
         low, high = min(times), max(times)
         text = Text("step ")
         for value in times:
-            height = _BARS[min(int(8 * (value - low) / max(high - low, 1e-9)), 7)]
+            height = BARS[min(int(8 * (value - low) / max(high - low, 1e-9)), 7)]
             text.append(
                 height, "green" if value < min(default) else "yellow" if value > max(default) else "dim"
             )

@@ -1,6 +1,6 @@
 """The daemon: the tuner beside a running job. It searches, keeps watch, and leaves a trace, a summary and a report.
 
-It may end at any time, however it ends: what was confirmed stays in force, and a later daemon goes on from there.
+It may end at any time, in any way: the confirmed table stays the current one, and a later daemon goes on from there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...traces.writer import TraceWriter
 from ..policies.choosing import make_chooser
 from ..report.outputs import claim, link, run_of
 from ..report.summary import RunSummary, read_object
-from ..report.verdict import seconds, verdict
+from ..report.verdict import VERDICT, seconds, verdict
 from .following import start_follower
 from .log import LOG, log, open_log
 from .memory import Memory, facts_of
@@ -98,7 +98,7 @@ class Daemon:
         """Tune, and stay to the end of the job; returns the summary (also ``summary.json``).
 
         Raises OSError or TraceError if what was seen cannot be written. A KeyboardInterrupt, or SIGTERM, ends the tuner
-        and not the job. However it ends, what was confirmed is in force.
+        and not the job. However it ends, the confirmed table stays.
         """
         request, out = self.request, self.out
         link(out, self.run.path)
@@ -179,14 +179,14 @@ class Daemon:
         job.thin = True
         self._remember()
         self._write(summary := self._summary())  # a job may run for weeks from here
-        with contextlib.suppress(OSError):  # the page is a convenience, and gives way to the job
-            self._page.draw(summary, "nice", "-n", "19")
+        self._page.draw_soon(summary)
 
     def _say_verdict(self) -> None:
         """The verdict, as it stands in the summary, and what is done from there on."""
         summary, search = self._summary(), self.tuner.search
         if summary.steps_to_verdict is not None:
             self._say(f"verdict after {summary.steps_to_verdict} steps: {verdict(summary)}")
+            self._log_verdict(summary.steps_to_verdict, summary)
         elif self.outcome.ended not in (
             None,
             RunEnds.STOPPED(),
@@ -197,10 +197,16 @@ class Daemon:
             what = f"up to {search.trials_left} times {n_steps} steps under another table"
             self._say(f"trials: {what}; with tune --once there are none")
 
+    def _log_verdict(self, step: int, summary: RunSummary) -> None:
+        """Mark a verdict in the trace: the plot of the run shows it."""
+        assert self.job.writer is not None
+        self.job.writer.log(VERDICT, {"step": step, "text": verdict(summary)})
+
     def _watch(self) -> None:
         """Until the job ends: the search keeps watch, takes a table back, and begins anew where the job has changed."""
         job, tuner, over = self.job, self.tuner, self.tuner.search is None
         while job.is_alive():
+            self._page.keep_up(self._summary)
             try:
                 if self.request.once and tuner.search is not None and tuner.search.is_over:
                     self.outcome.ended = self.outcome.ended or RunEnds.ONCE()
@@ -233,13 +239,17 @@ class Daemon:
         """One window of the watch, and a word where it has changed something. Raises JobEnded."""
         search, costs, was_kept = self.tuner.search, self.tuner.costs, self.outcome.kept
         assert search is not None
-        was_done, before = search.is_done, replace(search.marks)
+        was_over, was_done, before = search.is_over, search.is_done, replace(search.marks)
         self.job.thin = search.is_over  # a search asks for kernel times
         self.tuner.step()
         if search.marks.reopened > before.reopened:
             self._say("the job has changed: measuring NCCL's default again")
         if search.marks.returned > before.returned:
             self._say("the job is as it was before a change: its earlier table is used again")
+        if search.is_over and not was_over:
+            summary = self._summary()
+            self._say(f"verdict after the change: {verdict(summary)}")
+            self._log_verdict(self.job.last_step, summary)
         if search.is_done and not was_done:
             self._say(f"trials over: {costs.trials} windows, at the cost of {seconds(costs.trials_ms / 1e3)}")
         if was_kept and not self.outcome.kept and self.outcome.dropped:
@@ -277,6 +287,7 @@ class Daemon:
         self.job.writer.log("window", asdict(line))
         log.info("%s", line)
         self.on_window(line)
+        self._page.keep_up(self._summary)
 
     def _summarise(self) -> RunSummary:
         summary = self._summary()

@@ -76,9 +76,22 @@ class Outcome:
         if is_decided or not search.is_comparing:
             profiles = enumerate(self.windows.profiles)
             summary.decisions = [self._decision(i, profile, search) for i, profile in profiles]
+        summary.exposed = self.exposed()
         vars(summary).update(self._verdict(search) if is_decided else dict.fromkeys(_VERDICT))
         refused = np.argwhere(state.guard.refused | state.guard.is_guilty)
         summary.refused = [self._refusal(slot, config) for slot, config in refused.tolist()]
+
+    def exposed(self) -> list[dict[str, Any]]:
+        """Of each slot its share of the step and the exposed part of its time; empty if the job does not tell."""
+        known = self.windows.exposed
+        rows = []
+        for profile in self.windows.profiles:
+            if profile.slot in known:
+                row: dict[str, Any] = {"slot": str(profile.slot)}
+                row["share"] = profile.share
+                row["exposed"] = known[profile.slot]
+                rows.append(row)
+        return rows
 
     def _note_milestones(self, search: Search) -> None:
         """What the current table is, and at which step of the job that came."""

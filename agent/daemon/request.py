@@ -78,6 +78,10 @@ def _damaged(run: Path, error: Exception) -> ValueError:
     return ValueError(f"{run / REQUEST} is damaged ({error}): remove it, and say again what is wanted")
 
 
+#: Steps between two held-out losses of our own job, at least: each takes as long as some steps.
+LEAST_APART = 50
+
+
 def workload(
     stage: int, steps: int, ranks: int, log: Path, *, backend: str, seed: int = 0, extra: Sequence[str] = ()
 ) -> list[str]:
@@ -87,6 +91,7 @@ def workload(
     """
     command = [sys.executable, "-m", "dynamiccl.zero_workload", "--stage", str(stage), "--steps", str(steps)]
     command += ["--ranks", str(ranks), "--backend", backend, "--seed", str(seed), "--log", str(log)]
+    command += ["--held-out-every", str(max(steps // 10, LEAST_APART))]
     if backend == "emulated":
         command += ["--layers", "2", "--width", "96", "--heads", "3", "--seq", "32", "--batch", "1"]
     return command + (["--device", "cuda", "--dtype", "bf16"] if backend == "nccl" else []) + list(extra)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 #: Seconds between two looks at the job.
 _EVERY_S = 0.05
+#: Seconds after which a tuner has seen that it is to end.
+SEEN_S = 0.5
 
 
 class Stopped(NamedTuple):
@@ -22,8 +24,8 @@ class Stopped(NamedTuple):
 
     had_tuner: bool
     job_runs: bool
-    in_force: bool  # a step was seen under the default, or the job has run no collective yet
-    has_begun: bool = True
+    in_force: bool  # a step was seen under the default, or no table has changed anything yet
+    has_begun: bool = True  # a table may have changed something
 
     @property
     def is_over(self) -> bool:
@@ -42,9 +44,11 @@ def end_tuning(run: Path, wait_s: float) -> Stopped:
         OSError, ValueError: if the folder holds no run.
     """
     folder = RunFolder(run)
+    had_table = folder.table.generation() > 0
     (run / STOP).touch()
     had_tuner = is_locked(run / TUNER)
-    if not (run / STATUS).exists() and not _has_begun(folder):
+    is_untouched = not _has_begun(folder) or not (had_table or _tries_a_table(folder))
+    if is_untouched and not (run / STATUS).exists():
         return Stopped(had_tuner, job_runs=True, in_force=True, has_begun=False)
     from ...envs.live.job import Job  # imports pandas, which takes seconds
 
@@ -60,11 +64,25 @@ def end_tuning(run: Path, wait_s: float) -> Stopped:
 
 def _has_begun(folder: RunFolder) -> bool:
     """Whether a process here has asked for a setting, or would find a table if it asked now."""
-    found = folder.table.read()
-    is_empty = found is not None and not decode_table(found[1]).rules
-    if folder.table.generation() and not is_empty:
+    if folder.table.generation() and not _is_empty(folder):
         return True
     return any(ring.calls()[0] for ring in folder.rings())
+
+
+def _is_empty(folder: RunFolder) -> bool:
+    """Whether the newest table leaves everything to NCCL."""
+    found = folder.table.read()
+    return found is not None and not decode_table(found[1]).rules
+
+
+def _tries_a_table(folder: RunFolder) -> bool:
+    """Whether a tuner publishes a table with rows before it sees, within SEEN_S, that it is to end."""
+    end = time.monotonic() + SEEN_S
+    while is_locked(folder.path / TUNER) and time.monotonic() < end:
+        if folder.table.generation() and not _is_empty(folder):
+            return True
+        time.sleep(_EVERY_S)
+    return False
 
 
 def _runs_default(job: Job, folder: RunFolder, end: float) -> bool:
@@ -72,7 +90,7 @@ def _runs_default(job: Job, folder: RunFolder, end: float) -> bool:
     while True:
         job.poll()
         found = folder.table.read()
-        is_empty = found is not None and not decode_table(found[1]).rules
+        is_empty = _is_empty(folder)
         for rows in job.new_steps():
             generation = int(rows["generation"][-1])
             if is_empty and found is not None and generation in (0, found[0]):

@@ -1,11 +1,15 @@
-"""What the daemon leaves of its run: the summary, from what was asked, what the search came to and how the job stands,
-and the page that is drawn from it."""
+"""The results that the daemon leaves of its run: the summary, and the report that is drawn from it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,12 +22,15 @@ from .request import Request
 
 #: Events that the report is drawn from, at most: the first and the last of a long run.
 REPORT_EVENTS = 500_000
+#: Seconds between two drawings of the report while the job runs, at least; and at least so many times the seconds that
+#: the drawing before took.
+EVERY_S, BREAK = 30.0, 10.0
 
 
 def summarise(request: Request, found: RunSummary, outcome: RunSummary, job: Job) -> RunSummary:
     """The summary so far. ``found``: what the search gave, of an earlier tuner of the run where there was one;
     ``outcome``: how this one's stands."""
-    losses: list[float | None] = [*logged(request.job_log, "loss")] or [None]
+    losses: list[float | None] = [loss for _, loss in logged(request.job_log, "loss")] or [None]
     emulated = asdict(request.emulated) if request.emulated else {}
     agreement = {"state": job.state[0].name, "text": job.state[1]} if job.state else {}
     no_gain = RunEnds.NO_GAIN() if found.is_decided and not outcome.kept else ""
@@ -62,11 +69,13 @@ def summarise(request: Request, found: RunSummary, outcome: RunSummary, job: Job
 
 
 class ReportPage:
-    """The page of a run. A process of its own draws it: what draws is not imported beside the job."""
+    """The page of a run. A process of its own draws it, so nothing that draws is imported beside the job."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
         self._process: subprocess.Popen[str] | None = None
+        self._begun = time.monotonic()
+        self._next = self._begun + EVERY_S
 
     def draw(
         self, summary: RunSummary, *before: str, errors: int = subprocess.DEVNULL
@@ -75,29 +84,36 @@ class ReportPage:
         if self._process:
             self._process.kill()  # it must not write after this one
             self._process.wait()
-        words = [
-            *before,
-            sys.executable,
-            "-m",
-            "dynamiccl.agent.report.report",
-            str(self.out),
-            str(REPORT_EVENTS),
-        ]
-        process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, text=True
-        )
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(vars(summary)))
-        process.stdin.close()
+        program = [sys.executable, "-m", "dynamiccl.agent.report.html.report"]
+        words = [*before, *program, str(self.out), str(REPORT_EVENTS)]
+        quiet = subprocess.DEVNULL
+        with tempfile.TemporaryFile("w+") as file:  # a pipe could make the tuner wait for its reader
+            file.write(json.dumps(vars(summary)))
+            file.seek(0)
+            process = subprocess.Popen(words, stdin=file, stdout=quiet, stderr=errors, text=True)
         self._process = process
+        self._begun = time.monotonic()
+        self._next = math.inf  # until this one is done
         return process
 
+    def draw_soon(self, summary: RunSummary) -> None:
+        """Begin to draw at the lowest priority. The page is a convenience: it may fail, and the job comes first."""
+        with contextlib.suppress(OSError):
+            self.draw(summary, "nice", "-n", "19")
+
+    def keep_up(self, summary: Callable[[], RunSummary]) -> None:
+        """Draw again if the page is EVERY_S old. A page that takes long to draw is drawn less often."""
+        now = time.monotonic()
+        if self._process and self._next == math.inf and self._process.poll() is not None:
+            took = now - self._begun
+            self._next = now + max(EVERY_S, BREAK * took)
+        if now >= self._next:
+            self.draw_soon(summary())
+
     def draw_last(self, summary: RunSummary) -> str:
-        """The page of a run that is over; what went wrong, '' for nothing. Raises OSError."""
+        """Draw the page of a run that is over. Returns an error's text, or ''. Raises OSError."""
         last = self.draw(summary, errors=subprocess.PIPE)
         said = last.stderr.read() if last.stderr else ""
-        return (
-            (said.strip().rpartition("\n")[2] or f"its process ended with {last.returncode}")
-            if last.wait()
-            else ""
-        )
+        if not last.wait():
+            return ""
+        return said.strip().rpartition("\n")[2] or f"its process ended with {last.returncode}"

@@ -23,6 +23,7 @@ from ...envs.search.comparison import ADOPTED, OPEN, REJECTED, Comparison
 from ...envs.search.config import ABORT, BUDGET_STEPS, SearchConfig
 from ...envs.search.interfaces import PHASES, REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan, Policy
 from ...envs.search.search import Search
+from ...traces.queries.exposed import critical_lines
 from ...traces.records import AUTO, Decision, Decisions, Slot
 from ...traces.spaces import config_of
 from ..report.summary import RunSummary
@@ -224,7 +225,7 @@ class Tuner:
         profiles = self.windows.profiles
         share = sum(p.share for p in profiles)
         found = f"{len(profiles)} kinds of call to tune, {share:.0%} of a step of {ms(step_ms)}"
-        notes = [found, *self.windows.left_alone] if profiles else []
+        notes = [found, *critical_lines(self.result.exposed()), *self.windows.left_alone] if profiles else []
         self._line("profile", {}, step_ms, "measured", notes)
 
     def _tell(self, plan: Plan, search: Search) -> None:

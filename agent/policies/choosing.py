@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # none of them before a policy is made: a job that is to be started does not wait for numpy
     from ...envs.search.interfaces import Policy
@@ -14,6 +15,17 @@ if TYPE_CHECKING:  # none of them before a policy is made: a job that is to be s
 DEFAULT = "expected-improvement"
 #: Ending of a file of trained weights, which is a policy too.
 WEIGHTS = ".npz"
+#: Ending of a file that ``model.save()`` of stable-baselines3 leaves.
+MODEL = ".zip"
+#: A folder's own module with a class ``Policy``.
+OWN_FILE, OWN_NAME = "policy.py", "Policy"
+#: Algorithms that may have left a model, by a word in the name of its policy's module; the first that fits.
+_ALGORITHMS = (
+    ("recurrent", "sb3_contrib", "RecurrentPPO"),
+    ("maskable", "sb3_contrib", "MaskablePPO"),
+    ("", "stable_baselines3", "PPO"),
+    ("", "stable_baselines3", "A2C"),
+)
 #: Those of ``classical.CLASSICAL``.
 CLASSICAL = ("default", "random", "coordinate-descent", "sweep")
 #: Policies that can be asked for by name.
@@ -27,11 +39,18 @@ def check_chooser(name: str) -> None:
 
 
 def make_chooser(name: str, seed: int = 0, rounds: int | None = None) -> Policy:
-    """A policy for :class:`envs.search.search.Search`: one of POLICIES, weights of ``lab train`` (FILE.npz), or
-    MODULE:NAME (a class or function called without arguments, or an object), found where Python looks and in the
-    current folder. ``rounds``: exploring windows of a search, at most; None: as the policy has it.
+    """A policy for :class:`envs.search.search.Search`.
 
-    Raises ValueError, with the known names, when there is none such.
+    Args:
+        name: one of POLICIES; FILE.npz (weights of ``lab train``); FILE.zip (a model of stable-baselines3; loading may
+            run code in it, so load only files that you trust); MODULE:NAME (a class or function called without
+            arguments, or an object), found where Python looks and in the current folder; or a folder that holds one
+            FILE.npz, one FILE.zip, or policy.py with a class ``Policy``.
+        seed: of policies that draw numbers.
+        rounds: exploring windows of a search, at most; None: as the policy has it.
+
+    Raises:
+        ValueError: if there is no such policy; the text has the known names.
     """
     from . import classical
     from .lstm import LstmPolicy
@@ -46,13 +65,66 @@ def make_chooser(name: str, seed: int = 0, rounds: int | None = None) -> Policy:
         weights = LstmPolicy.load(None if name == "lstm" else name, seed)
         weights.rule = ExpectedImprovement(rounds)
         return NearTables(weights)
+    if name.endswith(MODEL):
+        return _load_model(name)
+    if Path(name).is_dir():
+        return make_chooser(_in_folder(Path(name)), seed, rounds)
     return _load_own(name)
+
+
+def _in_folder(folder: Path) -> str:
+    """The policy in a folder, as :func:`make_chooser` takes it. Raises ValueError unless there is exactly one."""
+    found = [str(path) for path in sorted(folder.iterdir()) if path.suffix in (WEIGHTS, MODEL)]
+    if (folder / OWN_FILE).is_file():
+        sys.path.insert(0, str(folder.resolve()))
+        found.append(f"{Path(OWN_FILE).stem}:{OWN_NAME}")
+    if len(found) != 1:
+        many = "no policy" if not found else f"{len(found)} policies"
+        raise ValueError(f"{folder} holds {many}: put one FILE{WEIGHTS}, FILE{MODEL} or {OWN_FILE} into it")
+    return found[0]
+
+
+def _load_model(name: str) -> Policy:
+    """A model of stable-baselines3 or sb3-contrib. Raises ValueError."""
+    if not Path(name).is_file():
+        raise ValueError(f"there is no file {name}")
+    try:
+        from stable_baselines3.common.save_util import load_from_zip_file
+
+        data, *_ = load_from_zip_file(name, device="cpu")
+        made_by = f"{(data or {})['policy_class'].__module__}"
+    except ImportError:
+        raise
+    except Exception as error:  # a file of another program may raise anything
+        raise ValueError(
+            f"{name} is no model of stable-baselines3 ({type(error).__name__}: {error})"
+        ) from error
+    why = ""
+    for word, package, algorithm in _ALGORITHMS:
+        if word in made_by:
+            try:
+                model = getattr(importlib.import_module(package), algorithm).load(name, device="cpu")
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                continue
+            return _checked(model, name)
+    raise ValueError(f"no known algorithm loads {name} ({why}): give MODULE:NAME of a class that loads it")
+
+
+def _checked(model: Any, name: str) -> Policy:
+    """The model, if it was trained on the observations and actions of ``dynamiccl/Sim-v0``. Raises ValueError."""
+    from ...envs.search.interfaces import action_space
+    from ...envs.search.observation import observation_space
+
+    if model.observation_space != observation_space() or model.action_space != action_space():
+        raise ValueError(f"{name} was not trained on dynamiccl/Sim-v0 of this release: its spaces differ")
+    return model  # type: ignore[no-any-return]
 
 
 def _load_own(name: str) -> Policy:
     """The user's own policy, MODULE:NAME. Raises ValueError."""
     module, colon, attribute = name.partition(":")
-    known = f"known: {', '.join(POLICIES)}, weights of lab train (FILE.npz), or MODULE:NAME of your own"
+    known = f"known: {', '.join(POLICIES)}, FILE.npz, FILE.zip of stable-baselines3, MODULE:NAME, or a folder"
     if not colon:
         raise ValueError(f"no policy {name!r}; {known}")
     if os.getcwd() not in sys.path:  # a command does not look where it is called, as ``python`` does

@@ -115,11 +115,14 @@ def run_of(out: Path) -> Path | None:
     return followed(pointer) if is_pointer(pointer) else None
 
 
-def logged(path: Path | None, name: str) -> list[float]:
-    """Field ``name`` of a job's own log, JSON lines in step order; lines that are not whole or lack it are left out."""
-    values = []
-    if path and path.exists():
-        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                values.append(float(parse_json(text)[name]))
-    return values
+def logged(path: Path | None, name: str) -> list[tuple[int, float]]:
+    """Pairs (step, value) of field ``name`` in a job's own log, JSON lines; damaged lines and other lines are left
+    out."""
+    if path is None or not path.exists():
+        return []
+    pairs = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            line = parse_json(text)
+            pairs.append((int(line["step"]), float(line[name])))
+    return pairs

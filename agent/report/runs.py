@@ -25,9 +25,9 @@ from .verdict import verdict
 METRICS = (
     ("dynamiccl_tuner_up", "state", "1 while a tuner of the run lives"),
     ("dynamiccl_steps_total", "step", "Optimizer steps of the job that were seen"),
-    ("dynamiccl_step_seconds", "step_ms", "Step time under the table in force, else in the last window"),
+    ("dynamiccl_step_seconds", "step_ms", "Step time under the current table, else in the last window"),
     ("dynamiccl_windows_total", "window", "Measuring windows that were run"),
-    ("dynamiccl_table_kept", "kept", "1 while a table is in force, 0 while NCCL decides"),
+    ("dynamiccl_table_kept", "kept", "1 while a table is used, 0 while NCCL decides"),
     ("dynamiccl_table_rows", "decisions", "Rows of the table that was decided for"),
     ("dynamiccl_gain_ratio", "gain", "Part of the step that the table saves, by what confirmed it"),
     (
@@ -38,6 +38,8 @@ METRICS = (
     ("dynamiccl_lost_records_total", "records_lost", "Records of the job that were lost"),
     ("dynamiccl_mismatches_total", "mismatches", "Collectives that two ranks were seen to run differently"),
 )
+#: The file beside a report with its step times in short.
+SPARKS_FILE = "steps.json"
 #: Bytes of a run's log that are read from its end.
 _TAIL = 1 << 18
 
@@ -77,6 +79,7 @@ def state(out: Path) -> dict[str, Any]:
         "state": "tuning" if alive else "ended" if summary else "no tuner",
         "step": _known(summary.steps, last.get("last_step")),
         "step_ms": _known(confirmed_ms, last.get("step_ms")),
+        "step_times_ms": _step_times(out),
         "phase": last.get("phase"),
         "window": last.get("index"),
         "in_force": _known(summary.in_force, last.get("in_force")),
@@ -94,6 +97,13 @@ def state(out: Path) -> dict[str, Any]:
         "why": why,
         "reasons": names(str(why or "")),
     }
+
+
+def _step_times(out: Path) -> list[float]:
+    """Medians of the step times over the run so far, as the last report left them; [] where there are none."""
+    found = read_object(out / SPARKS_FILE).get("step_ms")
+    values = found if isinstance(found, list) else []
+    return [float(value) for value in values if isinstance(value, int | float) and value > 0]
 
 
 def _known(*values: Any) -> Any:

@@ -47,7 +47,7 @@ class RunSummary:
     cost_s: float | None = None  # what the job lost against its default up to the verdict; below 0: won
     budget_s: float | None = None  # what it may lose
     trials: int | None = (
-        None  # windows of trials after the verdict, and what they lost against the table in force
+        None  # windows of trials after the verdict, and what they lost against the current table
     )
     trials_cost_s: float | None = None
     in_force: str | None = None  # the letter of the table, or "default"
@@ -59,6 +59,9 @@ class RunSummary:
     steps_to_first_gain: int | None = None
     steps_to_verdict: int | None = None
     decisions: list[dict[str, Any]] = field(default_factory=list)
+    exposed: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # slot, share of the step, exposed part of its time, in default steps; empty: the job does not tell
     default_share_after: float | None = None
     kept: bool | None = None
     dropped: str | None = None
@@ -112,7 +115,7 @@ class RunSummary:
 
     @property
     def saved(self) -> list[float] | None:
-        """Part of the step that the table saves, and its interval; None where none is in force."""
+        """Part of the step that the table saves, and its interval; None if none is used."""
         if not self.kept or self.speedup is None or not self.speedup_ci95:
             return None
         return [1 - 1 / x for x in (self.speedup, *self.speedup_ci95)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from ...traces.queries.exposed import critical_lines
 from .summary import RunSummary
 from .verdict import OWN, PHASES, ms, outcome, rows_text, seconds, side, verdict
 
@@ -23,6 +24,8 @@ COSTS = (
     "sampled",
     "timed by",
 )
+#: Those columns that a terminal of 80 columns has room for; the reasons below the table tell the settings.
+NARROW = ("slot", "calls/step", "default", "tuned", "change")
 NUMBERS = ("calls/step", "default", "tuned", "change", "per step", "sampled")
 COSTS_NOTE = (
     "default, tuned: median time of one call under NCCL's default and under the table, while the step computes. Only "
@@ -93,6 +96,7 @@ def result_lines(summary: RunSummary) -> list[str]:
         found.append(
             f"trials after the verdict: {summary.trials} windows, cost {seconds(summary.trials_cost_s or 0)}"
         )
+    found += critical_lines(summary.exposed)
     named = {letter for c in shown for letter in (c["table"], c["against"])}
     found += [f"{name} = {rows_text(rows)}" for name, rows in summary.tables.items() if name in named]
     return [line for line in found if line]

@@ -13,6 +13,8 @@ from .summary import RunSummary
 
 #: The default instead of a table's letter: in files, and for people.
 DEFAULT, OWN = "default", "NCCL's default"
+#: Kind of the line in a trace's log that the tuner writes at each verdict, with its ``step`` and ``text``.
+VERDICT = "verdict"
 #: Phase of a window in the log -> its name for people.
 PHASES = {"verify": "comparison", "refine": "trial"}
 
@@ -95,6 +97,48 @@ def _decided(s: RunSummary) -> str:
         what = f"steps under {side(s.compared)} were {came} than under {OWN}, which stays"
         return f"NOTHING KEPT{emulated}: {what}{seen}"
     return f"NOTHING FOUND{emulated}: no table promised enough to be compared; {OWN} stays{seen}"
+
+
+#: Names of protocols and algorithms for people.
+_WORDS = {"ll": "LL", "ll128": "LL128", "simple": "Simple", "nvls": "NVLS", "pat": "PAT"}
+
+
+def what_changed(s: RunSummary) -> list[str]:
+    """What the current table changes, one line per change: ``all-gather 33-64 MiB: Simple, 16 channels -> LL128, 8
+    channels``. Empty if NCCL's default is used."""
+    if not s.kept:
+        return []
+    places: dict[str, dict[str, list[str]]] = {}  # change -> function -> sizes
+    for row in sorted(s.decisions, key=lambda row: int(row["max_bytes"])):
+        new = decided(row)
+        own = str(row.get("own") or "")
+        if new == "auto" or new == own:
+            continue
+        funcs = places.setdefault(_arrow(own, new), {})
+        sizes = format_range(int(row.get("min_bytes") or 0), int(row["max_bytes"]))
+        funcs.setdefault(row["func"].replace("_", "-"), []).append(sizes)
+    return [f"{_place(funcs)}: {change}" for change, funcs in places.items()]
+
+
+def _arrow(own: str, new: str) -> str:
+    """Two settings as ``Simple, 16 channels -> LL128, 8 channels``; an algorithm that both share is left out."""
+    old_parts, new_parts = own.split("/"), new.split("/")
+    is_same = old_parts[0] == new_parts[0]
+    sides = [_setting(parts[is_same:]) for parts in (old_parts, new_parts)]
+    return " -> ".join(sides) if own else sides[1]
+
+
+def _setting(parts: Sequence[str]) -> str:
+    words = [f"{part} channels" if part.isdigit() else _WORDS.get(part, part) for part in parts]
+    return ", ".join(words)
+
+
+def _place(funcs: Mapping[str, Sequence[str]]) -> str:
+    """Functions and sizes; functions with equal sizes together."""
+    by_sizes: dict[str, list[str]] = {}
+    for func, sizes in sorted(funcs.items()):
+        by_sizes.setdefault(ranges_text(sizes), []).append(func)
+    return "; ".join(f"{', '.join(names)} {sizes}" for sizes, names in by_sizes.items())
 
 
 def rows_text(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from ...envs.replay.decisions import load, windows_of
+from ...envs.replay.decisions import default_generations, load, windows_of
 from ...traces.files import Trace
+from ...traces.queries.exposed import exposed_parts_of, exposed_text
 from ...traces.queries.slots import SlotProfile
 from ...traces.records import PAIRS, decided
 from .summary import RunSummary
@@ -26,12 +27,18 @@ def chains(trace: Trace, summary: RunSummary) -> list[dict[str, Any]]:
     only this slot, and the decision. Raises TraceError for a trace without steps or slots.
     """
     recorded = load(trace, min_share=0.0)
-    shares = zip(recorded.profiles, recorded.share, strict=True)
-    return [_chain(p, trace, summary) | {"share": float(share)} for p, share in shares]
+    told = {row["slot"]: row["exposed"] for row in summary.exposed}  # each figure is told alike everywhere
+    shown = exposed_parts_of(trace, default_generations(trace))
+    found = []
+    for profile, share in zip(recorded.profiles, recorded.share, strict=True):
+        exposed = told.get(str(profile.slot), shown.get(profile.slot))
+        shares = {"share": float(share), "exposed": exposed}
+        found.append(_chain(profile, trace, summary) | shares)
+    return found
 
 
 def _chain(p: SlotProfile, trace: Trace, summary: RunSummary) -> dict[str, Any]:
-    """The chain of one slot, without its share."""
+    """The chain of one slot, without its shares."""
     offered = zip(PAIRS, p.fingerprint.cost_us[0], strict=True)
     mine = next((row for row in summary.decisions if _is_of(row, p)), None)
     decision = decided(mine) if mine else None
@@ -91,7 +98,8 @@ def lines(chain: Mapping[str, Any], summary: RunSummary) -> list[str]:
         f"{pair} {us:g} us" for pair, us in sorted(chain["prices"].items(), key=lambda x: x[1])
     )
     tried = ", ".join(f"{config} in {n} window{'s' * (n > 1)}" for config, n in chain["tried"].items())
-    said = [f"{chain['slot']} on {chain['n_ranks']} ranks: {calls}, {share}"]
+    waits = "" if chain["exposed"] is None else f"; {exposed_text(chain['exposed'])}"
+    said = [f"{chain['slot']} on {chain['n_ranks']} ranks: {calls}, {share}{waits}"]
     said += [
         f"  NCCL    {chain['own']}, by its own estimates: {prices}",
         f"  tried   {tried or 'nothing else'}",

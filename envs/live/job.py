@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...traces.assemble import EVENT_COLUMNS, joined
+from ...traces.assemble import EVENT_COLUMNS, WAIT_COLUMNS, empty, joined
 from ...traces.reasons import NotTuning, names
 from ...traces.records import AgreementState, Decision, Decisions, Slot, Table
 from ..nccl.run_folder import CONFIRMED
@@ -45,6 +45,8 @@ SWITCH_STEPS = 3
 SPARE_STEPS = 20
 #: Rows of events that are kept for :meth:`Job.take_events` when nobody takes them.
 MOST_EVENTS = 400_000
+#: Newest waits that are kept.
+MOST_WAITS = 50_000
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Job(Reader):
         self.generation = run.table.generation()  # another tuner may have been here before
         self.confirmed: dict[Slot, Decision] = read_confirmed(run.path)
         self.memory_pressure = 0.0  # memory used / total on the fullest GPU, 0 = unknown
+        self.waits = empty(WAIT_COLUMNS)  # when the job stood still, where it tells: an emulated one
         self.thin = False  # the search is over: write events whose kernels were timed, and keep none
         self.rhythm = Rhythm()
         self._to_stay: dict[Slot, Decision] | None = (
@@ -111,9 +114,12 @@ class Job(Reader):
             if lost != self.writer.header.get("records_lost", 0):
                 self.writer.update_header(records_lost=lost)
                 log.warning("%d records of the job were lost so far", lost)
-            events, steps = self.writer.drain(self.assembler, everything, self.thin)
+            events, steps, waits = self.writer.drain(self.assembler, everything, self.thin)
         else:
             events, steps = self.assembler.take(everything)
+            waits = self.assembler.take_waits()
+        if len(waits):
+            self.waits = joined([self.waits, waits], WAIT_COLUMNS).tail(MOST_WAITS)
         if len(steps):
             memory = steps[steps["memory_total"] > 0].groupby("rank").tail(1)
             if len(memory):  # of the rank that has least left: what it cannot afford none can

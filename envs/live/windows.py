@@ -13,6 +13,8 @@ import numpy as np
 import pandas as pd
 
 from ...traces import spaces
+from ...traces.assemble import COMPUTE_COLUMNS, WAIT_COLUMNS, empty
+from ...traces.queries.exposed import exposed_parts
 from ...traces.queries.slots import SlotProfile, find_slots, outside_the_offer, with_sizes
 from ...traces.reasons import NotTuning, names
 from ...traces.records import TUNED_FUNCS, Decision, Slot
@@ -46,6 +48,7 @@ class LiveWindows:
         self._refused: set[tuple[Slot, Decision]] = set()
         self.profiles: list[SlotProfile] = []
         self.profile_events = pd.DataFrame()
+        self.exposed: dict[Slot, float] = {}  # part of each slot's time; empty: the job does not tell
         self.windows = 0
         self._before_ms = 0.0  # a step under the table before
 
@@ -71,6 +74,8 @@ class LiveWindows:
         events = self.profile_events = self._events(window)
         offers = self.job.assembler.offers
         found = find_slots(events, offers, window.step_ms * 1e3, self.job.memory_pressure)
+        waits = getattr(self.job, "waits", empty(WAIT_COLUMNS))
+        self.exposed = exposed_parts(events, empty(COMPUTE_COLUMNS), waits)
         outside = outside_the_offer(events, offers)
         self.left_alone = [NotTuning.OUTSIDE(slot=slot, ran=ran) for slot, ran in outside.items()]
         return [p for p in found if p.slot.func in self.funcs and p.slot not in outside]

@@ -1,11 +1,15 @@
 """dynamiccl from Python, on a real emulated job."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import dynamiccl
+import dynamiccl.agent.api
+import dynamiccl.agent.report.outputs
 import pytest
 
 TRAIN = [
@@ -53,6 +57,31 @@ def test_a_recording_that_cannot_be_read_says_why(tmp_path):
     (tmp_path / "a.json").write_text("no profile")
     with pytest.raises(ValueError, match=r"a\.json"):
         dynamiccl.advise(tmp_path / "a.json", cluster=CLUSTER)
+
+
+def test_a_tuner_that_joins_is_known_by_its_results(tmp_path, monkeypatch):
+    """Before: without ``out`` the run's folder was the run folder in shared memory, which holds no results."""
+    monkeypatch.chdir(tmp_path)
+    printed = subprocess.run(
+        [sys.executable, "-m", "dynamiccl.agent.cli", "env", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    folder = json.loads(printed.stdout)["DYNAMICCL_RUN"]
+    run = dynamiccl.attach(folder, quiet=True, no_memory=True)
+    try:
+        assert run.out.parent == dynamiccl.agent.report.outputs.ROOT
+        end = time.monotonic() + 120
+        while run.status()["state"] != "tuning" and time.monotonic() < end:
+            assert run.process.poll() is None
+            time.sleep(0.1)
+        assert run.status()["state"] == "tuning"
+        assert dynamiccl.agent.api._results_of(run.out) == run.out
+    finally:
+        run.process.terminate()
+    assert run.wait(120) == 128 + signal.SIGTERM and run.summary()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.slow

@@ -4,7 +4,9 @@ import io
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command import invoke, start
@@ -138,10 +140,14 @@ def test_the_probe_tells_of_gloo_at_the_first_step(run):
     assert done.stdout.strip() == NotTuning.OTHER_BACKEND(backend="gloo"), done.stderr
 
 
-def test_stop_before_the_first_collective_answers_at_once(run):
+@pytest.mark.parametrize("asked", [0, 7], ids=["before the first collective", "before the first step"])
+def test_stop_before_the_first_table_answers_at_once(run, monkeypatch, asked):
     """Before: 33 s, and exit status 1: it waited for a step under the empty table."""
+    monkeypatch.setattr(RunFolder, "rings", lambda self: [SimpleNamespace(calls=lambda: (asked, 0))])
+    begun = time.monotonic()
     done = invoke(["stop", str(run.path), "--wait", "30"])
-    assert done.exit_code == 0 and "no collective yet" in done.stdout and (run.path / "stop").exists()
+    assert done.exit_code == 0 and "no table has been used yet" in done.stdout
+    assert (run.path / "stop").exists() and time.monotonic() - begun < 10
 
 
 def test_top_imports_no_tables():

@@ -46,7 +46,7 @@ def tries_and_stops(folder: RunFolder, program: Program) -> Found:
     found_by: list[Publisher] = []
 
     def beside(server: StoreServer, pids: list[int]) -> None:
-        daemon = Publisher(folder, server, 0.4, 15)
+        daemon = Publisher(folder, server, 0.4, 15, patience_s=60)
         found_by.append(daemon)
         while "stops" not in server.values:
             time.sleep(0.01)
@@ -78,10 +78,10 @@ def far_apart(folder: RunFolder) -> Found:
     """1,500 calls in a step, and hosts that are a step apart."""
 
     def program(rank: LightRank) -> None:
-        for i in range(30):
+        for i in range(100):
             time.sleep(0.5 * (rank.rank == 1 and i == 0))
             rank.call(7, 1500)
             time.sleep(0.2)
             rank.step(i, 0)
 
-    return tries(folder, 2, program, trial_steps=2, every_s=1.0)
+    return tries(folder, 2, program, trial_steps=3, every_s=1.0)

@@ -133,13 +133,25 @@ class LightRank:
 
 
 class Publisher:
-    """A daemon that tries one table after the other: when one has been in force for some steps, or has not come."""
+    """A daemon that tries one table after the other: when one has been in force for some steps, or has not come.
 
-    def __init__(self, folder: RunFolder, server: StoreServer, every_s: float, trial_steps: int = 0) -> None:
+    ``patience_s``: for how long it waits for a table, as the tuner does for as long as the job runs; by default some
+    five times as long as a table is in force.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        server: StoreServer,
+        every_s: float,
+        trial_steps: int = 0,
+        patience_s: float = 0.0,
+    ) -> None:
         self.generation, self.alive = 0, True
         self.published: dict[int, float] = {}  # when, by generation
         self.in_force: dict[int, float] = {}
         self._folder, self._server, self._every_s, self._trial_steps = folder, server, every_s, trial_steps
+        self._patience_s = patience_s or max(1.0, 5 * every_s)
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -148,7 +160,7 @@ class Publisher:
             self._folder.table.publish(table(self.generation, self._trial_steps))
             self.published[self.generation] = time.monotonic()
             # A first trial may come and go between two steps, when nobody knows yet how many calls a step has.
-            until = time.monotonic() + max(1.0, 5 * self._every_s)
+            until = time.monotonic() + self._patience_s
             while self.alive and time.monotonic() < until:
                 if self._server.values.get("in force") == str(self.generation):
                     self.in_force[self.generation] = time.monotonic()

@@ -12,7 +12,7 @@ from paths import ROOT
 FOLDERS = ("agent", "envs", "traces", "zero_workload")
 PYTHON = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
 README = ROOT / "README.md"
-READMES = sorted(p for folder in (".", *FOLDERS, "envs/nccl") for p in (ROOT / folder).glob("*.md"))
+READMES = sorted(p for folder in (".", *FOLDERS, "envs/nccl", "docs") for p in (ROOT / folder).glob("*.md"))
 
 
 def name_of(path):

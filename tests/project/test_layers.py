@@ -188,7 +188,7 @@ def test_the_tuner_beside_a_job_imports_no_simulator_and_nothing_that_draws():
         "envs/sim",
         "zero_workload",
     }
-    assert "agent/report/page.py" not in seen
+    assert "agent/report/html/page.py" not in seen
 
 
 @pytest.mark.parametrize("suffixes", [(".py",), (".c", ".h")])

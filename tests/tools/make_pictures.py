@@ -9,6 +9,7 @@ import re
 import sys
 import tempfile
 from dataclasses import fields
+from html import escape
 from io import StringIO
 from pathlib import Path
 from unittest import mock
@@ -17,9 +18,12 @@ from browser import CHROMIUM, ROOT, Browser
 from dynamiccl.agent.commands.top import table
 from dynamiccl.agent.daemon.console import LiveView, show_summary
 from dynamiccl.agent.daemon.tuner import WindowLine
-from dynamiccl.agent.report.report import write_report
+from dynamiccl.agent.report.html.course import course_of
+from dynamiccl.agent.report.html.report import write_report
+from dynamiccl.agent.report.html.run_plot import SIZES, draw
 from dynamiccl.agent.report.runs import state
 from dynamiccl.agent.report.summary import RunSummary
+from dynamiccl.agent.report.verdict import verdict, what_changed
 from dynamiccl.traces.files import Trace
 from rich.console import Console
 
@@ -73,6 +77,40 @@ def end(summary):
     return console
 
 
+#: Of the animated picture: pixels above the plot, seconds of a round, and the part of it in which the run goes by.
+HEAD, SECONDS, MOVES = 84, 10, 0.7
+
+
+def animated(trace, summary):
+    """The demo's run as it goes by, every step of it; at its end what changed. Without animation it shows the end."""
+    wide = SIZES[0]
+    plot = draw(course_of(trace, summary), wide)
+    inside = plot[plot.index(">") + 1 : plot.rindex("</svg>")]
+    height = HEAD + wide.height
+    timing = f'dur="{SECONDS}s" repeatCount="indefinite"'
+    told = [*what_changed(summary), verdict(summary)]
+    lines = [f'<text x="14" y="{52 + 22 * i}">{escape(line)}</text>' for i, line in enumerate(told)]
+    fade = (
+        f'<animate attributeName="opacity" values="0;0;1;1" keyTimes="0;{MOVES};{MOVES + 0.02};1" {timing}/>'
+    )
+    move = (
+        f'<animate attributeName="x" values="61;{wide.width};{wide.width}" keyTimes="0;{MOVES};1" {timing}/>'
+    )
+    size = f'width="{wide.width - 61}" height="{wide.height - 42}"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide.width} {height}"',
+            'font-family="system-ui, Arial, sans-serif" font-size="17" fill="#1c2024">',
+            f'<rect width="{wide.width}" height="{height}" fill="#ffffff"/>',
+            '<text x="14" y="26" font-weight="bold">dynamiccl demo: the time of every step of the job</text>',
+            f"<g>{fade}{''.join(lines)}</g>",
+            f'<g transform="translate(0,{HEAD})" font-size="12">{inside}',
+            f'<rect x="{wide.width}" {size} fill="#ffffff">{move}</rect></g>',
+            "</svg>\n",
+        ]
+    )
+
+
 def main():
     runs = [Path(a) for a in sys.argv[1:]] or [ROOT / "runs" / "demo"]
     lacking = [run for run in runs if not (run / "summary.json").exists()]
@@ -86,6 +124,7 @@ def main():
     wide.print(table([state(run) for run in runs]))
     (OUT / "top.svg").write_text(svg(wide, "dynamiccl top --once"), encoding="utf-8")
     summary, trace = RunSummary.read(runs[0]), Trace.read(runs[0] / "trace")
+    (OUT / "demo.svg").write_text(animated(trace, summary), encoding="utf-8")
     (OUT / "tune.svg").write_text(svg(live(windows_of(trace)), "dynamiccl tune"), encoding="utf-8")
     with tempfile.TemporaryDirectory() as scratch:
         report = write_report(Path(scratch) / "report.html", summary, trace)

@@ -58,7 +58,7 @@ def step_ms(command, env, watched):
         done = subprocess.run(
             command(log), env={**os.environ, **added}, capture_output=True, text=True, check=False
         )
-        steps = logged(log, "step_ms")[WARM_UP:]
+        steps = [step_ms for _, step_ms in logged(log, "step_ms")][WARM_UP:]
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["no output"]
         said = [

@@ -74,7 +74,7 @@ OURS = (
     "agent/checks/",
     "agent/api.py",
     "agent/commands/bench.py",
-    "agent/report/report.py",
+    "agent/report/html/report.py",
     "agent/policies/",
     "agent/train/",
     "envs/bench/",

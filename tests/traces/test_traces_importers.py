@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from command import invoke
 from dynamiccl.agent.commands.show import tell
-from dynamiccl.agent.report.report import write_report
+from dynamiccl.agent.report.html.report import write_report
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.traces.assemble import EVENT_COLUMNS
 from dynamiccl.traces.files import Trace, TraceError

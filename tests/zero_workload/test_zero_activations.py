@@ -87,7 +87,7 @@ def kept_bytes(config: ModelConfig, dtype: torch.dtype, batch: int) -> int:
 
 def test_what_is_kept_equals_the_formulas() -> None:
     config = ModelConfig(layers=4, width=128, heads=4, seq=64, vocab=16, materialised=True)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in DTYPES:
         shape = formulas.Shape(4, 128, 4, 64, 3, dtype.itemsize)
         linear, attention = formulas.layer_activations(shape, norm_outputs=True)
         one = shape.token_bytes

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from dry_run import dry_run
+from dynamiccl.zero_workload.engine.agreement import message_numel
 from paths import TOOLS
 from public_models import PRESETS, Shape
 
@@ -27,10 +28,10 @@ def total(calls: Any, func: str) -> int:
 def test_dry_run_of_gpt2_adds_up_and_differs_from_fsdp2_as_documented() -> None:
     ours, n_params = dry("gpt2", 16, 3, keep_last=False)
     assert n_params == 124_439_808 and all(c.n_ranks == 16 for c in ours)
-    (note,) = (c for c in ours if c.dtype != "bfloat16")  # what ranks tell each other: zero_workload/parts.py
+    (note,) = (c for c in ours if c.dtype != "bfloat16")  # what ranks tell each other, see engine.agreement
     assert (note.func, note.n_bytes) == (
         "all_reduce",
-        4 * (len(list(PRESETS["gpt2"].build().parameters())) + 1),
+        4 * message_numel(len(list(PRESETS["gpt2"].build().parameters()))),
     )
     assert total(ours, "all_gather") == 2 * total(ours, "reduce_scatter")
     assert total(ours, "reduce_scatter") == pytest.approx(2 * n_params, rel=1e-4)

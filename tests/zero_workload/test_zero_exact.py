@@ -237,7 +237,7 @@ def bytes_of_a_step(settings: dict[str, Any]) -> tuple[dict[str, int], int, int]
     note = Call(
         "all_reduce", 4 * message_numel(len(engine.params)), "float32", log.calls[0].group, engine.comm.size
     )
-    log.calls.remove(note)  # see zero_workload/parts.py
+    log.calls.remove(note)  # see engine.agreement
     total: dict[str, int] = {}
     for call in log.calls:
         total[call.func] = total.get(call.func, 0) + call.n_bytes

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 from command import invoke
 from dynamiccl.agent.commands.plan import compare, measured_lines, sent_in_a_step
+from dynamiccl.traces.writer import TraceWriter
 from dynamiccl.zero_workload import formulas as f
 
 GB = 1e9
@@ -188,3 +190,25 @@ def test_measured_figures_stand_beside_the_formulas() -> None:
 def test_plan_refuses_in_one_line(words: str, said: str) -> None:
     done = invoke(["plan", *words.split()])
     assert done.exit_code == 2 and said in done.output and done.output.count("\n") == 1
+
+
+def test_plan_of_a_run_takes_the_shape_of_its_job(tmp_path: Path) -> None:
+    """Seen: the activations of 2,048 tokens for a job with 32, and figures that ran into each other."""
+    TraceWriter(tmp_path / "trace", {}).close()
+    shape = {"layers": 2, "width": 96, "heads": 3, "seq": 32}
+    head = {
+        "n_params": 276_096,
+        "n_ranks": 2,
+        "stage": 3,
+        "dtype": "fp32",
+        "batch": 1,
+        "model": shape,
+        "n_tensors": 30,
+    }
+    held = {"weights": 1, "gradients": 1, "optimizer": 1}
+    (tmp_path / "job.jsonl").write_text("\n".join(json.dumps(line) for line in (head, {"memory": held})))
+    told = planned(str(tmp_path))
+    assert told["shape"] | shape | {"batch": 1} == told["shape"] and told["precision"] == "fp32"
+    assert planned(f"{tmp_path} --seq 64")["shape"]["seq"] == 64
+    shown = invoke(["plan", str(tmp_path)]).output
+    assert "stage 0         1.104    1.104    2.209    4.418    1.104" in shown

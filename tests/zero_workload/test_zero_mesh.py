@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from dynamiccl.zero_workload.engine.agreement import message_numel
 from dynamiccl.zero_workload.job import train as train_module
 from dynamiccl.zero_workload.job.model import Transformer
 from dynamiccl.zero_workload.job.parallel import groups
+from job_log import read_log
 from peers import Peer, mesh_of
 from test_zero import TINY, adamw, run, train_alone
 from test_zero_exact import OVER_GLOO
@@ -182,7 +182,7 @@ def job(arguments: list[str], folder: str) -> tuple[list[float], Bytes, dict[str
     for call in without_note(log.calls, engine):
         if call.n_bytes != 4 * 5:  # the losses
             total[names.get(call.group, "all"), OVER_GLOO.get(call.func, call.func)] += call.n_bytes
-    losses = [json.loads(line)["loss"] for line in Path(folder, "log").read_text().splitlines()[1:]]
+    losses = [step["loss"] for step in read_log(Path(folder, "log"))[1]]
     return losses, total, engine.memory()
 
 

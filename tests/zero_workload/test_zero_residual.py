@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from dynamiccl.zero_workload.job import launch
+from job_log import read_log
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 SMALL = ["--layers", "2", "--width", "32", "--heads", "2", "--seq", "32", "--quiet"]
@@ -28,7 +29,7 @@ def test_the_job_logs(tmp_path: Path) -> None:
     log = tmp_path / "log"
     done = job("--steps", "6", "--stage", "2", "--log", str(log))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    head, *steps = [json.loads(line) for line in log.read_text().splitlines()]
+    head, steps = read_log(log)
     assert head["n_ranks"] == 2 and head["stage"] == 2 and head["n_params"] > 30_000
     assert [s["step"] for s in steps] == list(range(6)) and all(s["step_ms"] > 0 for s in steps)
     assert steps[-1]["loss"] < steps[0]["loss"]
@@ -121,7 +122,7 @@ def test_sigterm_ends_the_job_after_a_step(tmp_path: Path) -> None:
     launcher.terminate()
     told, said = launcher.communicate(timeout=30)
     assert launcher.returncode == 128 + signal.SIGTERM and said == ""
-    last = json.loads(log.read_text().splitlines()[-1])["step"]
+    last = read_log(log)[1][-1]["step"]
     assert told.endswith(f"stopped after step {last + 1}\n")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import make_stages
 import pytest
 from dry_run import dry_run
 from public_models import Shape
@@ -42,3 +43,25 @@ def named(seen: Counter[str]) -> str:
 )
 def test_the_stage_is_read_off_the_stream(settings: dict[str, Any], stage: str) -> None:
     assert named(fingerprint(**settings)) == stage
+
+
+@pytest.mark.slow
+def test_distances_alone_separate_the_stages() -> None:
+    """The picture of the page, of a few of its runs: one group for each stream, whatever the model and its ranks."""
+    runs = [("4 blocks", 4), ("6 blocks, large vocabulary", 64)]
+    points = [
+        make_stages.fingerprint(letter, stage, make_stages.SHAPES[name], ranks, settings)
+        for name, ranks in runs
+        for letter, stage, settings in make_stages.STAGES
+    ]
+    found = make_stages.groups(points)
+    pairs = set(zip(found, (point.stage for point in points), strict=True))
+    assert len(pairs) == len(set(found)) == len({point.stage for point in points}) == 4
+
+
+def test_the_picture_shows_four_groups() -> None:
+    """The committed picture is that of the command's runs."""
+    picture = make_stages.OUT.read_text(encoding="utf-8")
+    assert f"{len(make_stages.every_run())} dry runs: 4 groups" in picture
+    for stage in dict.fromkeys(stage for _, stage, _ in make_stages.STAGES):
+        assert f": {stage}</text>" in picture  # alone in its group

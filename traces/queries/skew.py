@@ -62,16 +62,23 @@ def label(timed_by: pd.Series[str]) -> str:
 
 def exposed_ns(events: pd.DataFrame, compute: pd.DataFrame) -> pd.Series[float]:
     """Of each event the ns in which its rank computes nothing; NaN where it has no times or its rank no kernels."""
-    bare = pd.Series(np.nan, index=events.index)
+    busy = covered_ns(events, compute, "rank")
+    lasts = (events["end_ns"] - events["start_ns"]).astype("float64")
+    return lasts - busy
+
+
+def covered_ns(events: pd.DataFrame, stretches: pd.DataFrame, by: str) -> pd.Series[float]:
+    """Of each event the ns that ``stretches`` (``start_ns``, ``end_ns``) of the same ``by`` (rank, process) cover; NaN
+    where the event has no times, or there is no stretch."""
+    found = pd.Series(np.nan, index=events.index)
     timed = events[events["start_ns"].notna()]
-    for rank, kernels in compute.groupby("rank"):
-        mine = timed[timed["rank"] == rank]
-        start = _times(mine, "start_ns")
-        end = _times(mine, "end_ns")
-        stretches = _union(kernels)
-        busy = _covered(*stretches, end) - _covered(*stretches, start)
-        bare.loc[mine.index] = (end - start) - busy
-    return bare
+    for key, mine_only in stretches.groupby(by):
+        mine = timed[timed[by] == key]
+        begins, ends = _union(mine_only)
+        until_end = _covered(begins, ends, _times(mine, "end_ns"))
+        until_start = _covered(begins, ends, _times(mine, "start_ns"))
+        found.loc[mine.index] = until_end - until_start
+    return found
 
 
 def busy_ns(kernels: pd.DataFrame) -> int:

@@ -93,7 +93,7 @@ void dccl_table_after_fork(void);
 enum { DCCL_RING_VERSION = 2, DCCL_RING_RECORDS = 1 << 16, DCCL_RING_LEAST = 1 << 11 };
 enum { DCCL_KNOWN_RECORDS = 1 << 10 };  // places for what is told once: communicators and offers
 
-enum { DCCL_COMM = 1, DCCL_OFFER, DCCL_COLL, DCCL_KERNEL, DCCL_STEP, DCCL_STATE };
+enum { DCCL_COMM = 1, DCCL_OFFER, DCCL_COLL, DCCL_KERNEL, DCCL_STEP, DCCL_STATE, DCCL_WAIT };
 // LATE: told by a thread that had not asked, so that nobody knows of which call, and under which table.
 enum { DCCL_FLAG_REGISTERED = 1, DCCL_FLAG_CAPTURED = 2, DCCL_FLAG_SAMPLED = 4, DCCL_FLAG_LATE = 8 };
 
@@ -139,6 +139,10 @@ struct dccl_record {
       uint32_t rank, code;
       char text[80];
     } state;
+    struct {
+      uint32_t rank, spare;
+      int64_t start_ns, end_ns;
+    } wait;
     uint8_t bytes[88];
   };
 };

@@ -49,7 +49,7 @@ class EmulatedWork(dist.Work):
         """Block until the emulated end. Raises what gloo raises (a rank that died, a time-out)."""
         if not self._done:
             self._gloo.wait(timeout) if timeout else self._gloo.wait()
-        self._clock.wait_until(self._timeline.finish(self._collective))
+        self._timeline.wait_for(self._collective)
         self._done = True
         return True
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import struct
 import tempfile
 import threading
 import weakref
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from ....traces.records import UNSET, WAIT, WAIT_DTYPE
 from ...nccl.plugin.bindings import PROCESSES
 from ...nccl.plugin.build import plugin_path
 from ...nccl_model.clusters import Cluster, cluster, resize
@@ -36,6 +38,10 @@ from .settings import Emulated
 #: The collectives that take emulated time; the others (broadcast, barrier ...) only happen at set-up.
 TIMED = ("all_gather", "reduce_scatter", "all_reduce")
 DEPTH = 1024  # collectives that one rank may be ahead of another
+#: WAIT_DTYPE as a struct: a head of 40 bytes without entries but the kind, then rank, spare, begin and end.
+WAIT_PACKED = struct.Struct("<QBBBBBBHQQIIIIqq64x")
+assert WAIT_PACKED.size == WAIT_DTYPE.itemsize
+_WAIT_HEAD = (0, WAIT, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, 0, 0)
 
 #: The communicators of this process: they share the rank's links. One thread at a time deals with them.
 _LINES: weakref.WeakSet[Timeline] = weakref.WeakSet()
@@ -128,7 +134,9 @@ class Timeline:
         n_ranks, n_nodes = self._cluster.n_ranks, self._cluster.n_nodes
         PROCESSES[comm_id] = len(ranks)
         self._nccl = Communicator(plugin_path(), comm_id, n_ranks, n_nodes, rank)
-        ctypes.CDLL(str(plugin_path())).dynamiccl_clock(ctypes.byref(clock.cell))
+        self._rank = rank
+        self._library = ctypes.CDLL(str(plugin_path()))
+        self._library.dynamiccl_clock(ctypes.byref(clock.cell))
         self._arrivals = Arrivals(store, rank, len(ranks))
         self._comm_id = comm_id
         self._connected: set[str] = set()
@@ -171,6 +179,14 @@ class Timeline:
             while collective.end_ns == 0:
                 self._resolve(self._queue.popleft())
             return collective.end_ns
+
+    def wait_for(self, collective: Collective) -> None:
+        """The rank stands still until the emulated end. Of a sampled collective the ring is told for how long."""
+        end = self.finish(collective)
+        begin = self._clock.now()
+        self._clock.wait_until(end)
+        if collective.n_kernels and end > begin:
+            self._library.dynamiccl_emit(WAIT_PACKED.pack(*_WAIT_HEAD, self._rank, 0, begin, end))
 
     def close(self) -> None:
         """The communicator is destroyed."""

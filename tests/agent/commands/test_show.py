@@ -9,6 +9,7 @@ from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.verdict import verdict
 from dynamiccl.traces.files import Trace
 from dynamiccl.traces.writer import TraceWriter
+from rich.console import Console
 from synthetic_trace import GATHER, write_run
 
 
@@ -144,3 +145,14 @@ def test_a_long_trace_is_not_read_as_a_whole(run, tmp_path, monkeypatch):
     assert part <= told["n_events"] <= 4 * part and told["warnings"]
     told = json.loads(run_show(tmp_path / "t", "--json", "--whole").stdout)
     assert told["n_events"] == 10 * part and not told["warnings"]
+
+
+def test_a_terminal_of_80_columns_is_enough(tmp_path, monkeypatch):
+    """Before: the table of collectives needed 160 columns, and lines broke within words."""
+    write_run(tmp_path / "trace")
+    monkeypatch.setattr(Console, "is_terminal", property(lambda self: True))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    text = re.sub(r"\x1b\[[0-9;]*m", "", invoke(["show", str(tmp_path)]).stdout)
+    lines = [line for line in text.splitlines() if str(tmp_path) not in line]
+    assert max(map(len, lines)) <= 80 and "all_gather 5-8 MiB" in text and re.search(r"-\d+ %", text)

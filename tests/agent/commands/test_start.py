@@ -73,7 +73,14 @@ def test_the_off_switch_is_at_hand_at_once():
 @pytest.mark.timing
 @pytest.mark.parametrize(
     ("words", "most_s"),
-    [(["--help"], 0.3), (["--version"], 0.3), (["doctor"], 0.5), (["env"], 0.5), (["stop", "/none"], 0.5)],
+    [
+        (["--help"], 0.3),
+        (["--version"], 0.3),
+        (["doctor"], 0.5),
+        (["env"], 0.5),
+        (["stop", "/none"], 0.5),
+        (["top", "--once"], 1.0),
+    ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
 def test_what_computes_nothing_answers_at_once(words, most_s):

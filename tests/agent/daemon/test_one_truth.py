@@ -12,7 +12,7 @@ from dynamiccl.agent.daemon.account import TableNames, comparison_row
 from dynamiccl.agent.daemon.console import Expected, LiveView, show_summary
 from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
-from dynamiccl.agent.report.report import write_report
+from dynamiccl.agent.report.html.report import write_report
 from dynamiccl.agent.report.runs import METRICS, state
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.verdict import change, cost, ms, outcome, verdict

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from browser import AXE, CHROMIUM, ROOT, Browser
-from dynamiccl.agent.report.report import write_report
+from dynamiccl.agent.report.html.report import write_report
 from dynamiccl.agent.report.summary import RunSummary
 from synthetic_trace import write_run
 
@@ -75,7 +75,10 @@ def test_the_checks_see_what_is_wrong(browser, tmp_path):
 def test_pictures_are_there_and_small():
     """``python tests/tools/make_pictures.py`` makes them."""
     names = {path.name: path.stat().st_size for path in PICTURES.iterdir()}
-    pages, terminals = {"report-360.png", "report-1280.png"}, {"top.svg", "tune.svg", "verdict.svg"}
+    pages, terminals = (
+        {"report-360.png", "report-1280.png"},
+        {"demo.svg", "top.svg", "tune.svg", "verdict.svg"},
+    )
     assert set(names) == pages | terminals and max(names.values()) < 150_000
     for name in pages:
         data = (PICTURES / name).read_bytes()

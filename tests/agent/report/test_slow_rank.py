@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from command import invoke
-from dynamiccl.agent.report.report import write_report
+from dynamiccl.agent.report.html.report import write_report
 from dynamiccl.agent.report.slow_rank import LEAST_CALLS, find
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.traces.files import Trace

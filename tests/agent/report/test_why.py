@@ -4,6 +4,7 @@ import json
 
 import pytest
 from command import invoke
+from dynamiccl.agent.commands.show import _steps
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.why import chains, lines
 from synthetic_trace import FINAL, GATHER, OWN, SCATTER, write_run
@@ -77,3 +78,31 @@ def test_show_tells_the_chain_of_every_slot(run):
     assert [chain["slot"] for chain in found] == [c["slot"] for c in chains(trace, RunSummary.of(told))]
     for chain in found:
         assert "\n".join(lines(chain, RunSummary.of(told))) in said
+
+
+def test_show_tells_how_full_the_fullest_gpu_was(run):
+    folder, _, trace = run
+    steps = trace.steps.copy()
+    # Of two ranks the fuller one counts: 11 of 80 GiB until the second one holds 40 in one step, and 8 in another.
+    second = steps.index[steps["rank"] == 1]
+    steps.loc[second[5], "memory_used"] = 40 << 30
+    steps.loc[second[6], "memory_used"] = 8 << 30
+    assert _steps(steps)["memory_pressure"] == pytest.approx({"least": 11 / 80, "most": 0.5})
+    assert _steps(steps.assign(memory_total=0))["memory_pressure"] is None
+    assert (
+        "memory pressure: 14% to 14% of the fullest GPU's memory is used"
+        in invoke(["show", str(folder)]).stdout
+    )
+
+
+def test_a_chain_tells_the_exposed_part_as_the_run_did(run):
+    _, told, trace = run
+    unknown = RunSummary.of(told)
+    assert all(
+        chain["exposed"] is None for chain in chains(trace, unknown)
+    )  # a trace without waits or compute
+    known = RunSummary.of(told | {"exposed": [{"slot": str(GATHER), "share": 0.3, "exposed": 0.62}]})
+    first_lines = [lines(chain, known)[0] for chain in chains(trace, known)]
+    assert [str(GATHER) in line for line in first_lines] == [
+        "exposed: 62 % of its time" in line for line in first_lines
+    ]

@@ -17,14 +17,27 @@ from dynamiccl.envs.nccl.agreement.agreement import Agreement
 from dynamiccl.envs.nccl.agreement.protocol import Switch
 from dynamiccl.envs.nccl.agreement.store import Proposal
 from dynamiccl.traces.records import AgreementState
+from nccl_late import TELLS_LATE
 from paths import HELPERS
 
 JOBS = HELPERS / "agreement_jobs.py"
 
 
-@functools.cache
+@pytest.fixture(params=["at once", pytest.param("later", marks=pytest.mark.slow)], autouse=True)
+def tells(request, monkeypatch):
+    """Both modes of the miniature NCCL; the second one with the slow tests."""
+    if request.param == "later":
+        monkeypatch.setenv(TELLS_LATE, "3")
+
+
 def outcome(name, *numbers):
-    """A job runs once, whatever is asked of it: what its ranks have said, and the daemon."""
+    """What the ranks of a job have said, and the daemon, in the mode of the test that asks."""
+    return ran(name, *numbers, mode=os.environ.get(TELLS_LATE))
+
+
+@functools.cache
+def ran(name, *numbers, mode):
+    """A job runs once in each mode, whatever is asked of it."""
     command = [sys.executable, str(JOBS), name, *map(str, numbers)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -156,8 +169,13 @@ def test_a_rank_that_dies_holds_nobody(seed):
 
 
 def keeps_being_tuned(found):
-    """To the end tables are tried, and the last, the empty one, comes into force."""
+    """Every table that the tuner asks for takes effect, to the end, and so does the last, the empty one.
+
+    The first may come and go before a step ends; of the last trial the job's end may be in the way.
+    """
     for rank in found["ranks"]:
+        asked = set(range(2, found["emptied"] - 1))
+        assert asked <= set(rank["steps_under"]), asked - set(rank["steps_under"])
         answers = rank["answers"]["7"]
         print(f"{len(tables(rank)) // 2} trials of {found['published']} tables on one communicator")
         assert any(answers[len(answers) * 5 // 6 :]), "before: none from the 27th group on"
@@ -178,10 +196,11 @@ def test_200_lives_of_a_group_and_100_idle_groups_keep_being_tuned(name, n):
 
 @pytest.mark.slow
 def test_hosts_a_step_of_1500_calls_apart_get_their_tables():
-    """Before: 3 of 13, for want of a common count."""
+    """Before: 3 of 13, for want of a common count. The first comes before the ranks meet, the last at their end."""
     found = outcome("far_apart")
     seen = {generation for generation in found["ranks"][0]["steps_under"] if generation}
-    assert found["published"] >= 10 and len(seen) >= 0.9 * (found["published"] - 1)
+    print(f"{len(seen)} of {found['published']} tables took effect")
+    assert found["published"] >= 10 and len(seen) >= 0.9 * (found["published"] - 2)
 
 
 def test_a_rank_whose_plugin_refuses_a_switch_says_so_and_changes_no_further_table():

@@ -12,7 +12,10 @@ from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import HERE, compiler, nccl_env, plugin_path
 from dynamiccl.envs.nccl.shm import RunFolder, encode_table
 from dynamiccl.traces.records import ALGOS, OFFER, OFFER_DTYPE, PROTOS, Decision, Slot, Table
+from nccl_late import tells
 from nccl_releases import REACH, Communicator, choose
+
+__all__ = ["tells"]  # a fixture: each test runs in both modes
 
 MB = 2**20
 RELEASES = {3: "2.23.4", 4: "2.26.2", 5: "2.29.7", 6: "2.30.7"}

@@ -6,10 +6,11 @@ from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.traces.assemble import Assembler
 from dynamiccl.traces.queries.slots import find_slots
 from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Rule, Slot, Table
+from nccl_late import tells
 from nccl_releases import Communicator, choose
 from plugin_run import MB, drained, offer, plugin, run
 
-__all__ = ["plugin", "run"]  # fixtures
+__all__ = ["plugin", "run", "tells"]  # fixtures
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,7 @@ def test_a_stand_in_that_asks_with_four_times_the_size_is_obeyed(run, plugin):
         for seq in range(4):
             ran = (n_channels, 16, ALGOS[algo], PROTOS[proto])
             comm.start_coll("all_gather", 4 * step + seq, MB // 8 // 2, "bfloat16", *ran)
+        comm.catches_up()
         return proto, n_channels
 
     for step in range(5):

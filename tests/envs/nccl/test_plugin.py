@@ -56,6 +56,7 @@ def test_records_in_c_are_those_of_python(tmp_path):
         "state": rec.STATE_DTYPE,
         "kernel": rec.KERNEL_DTYPE,
         "at_step": rec.STEP_DTYPE,
+        "wait": rec.WAIT_DTYPE,
     }
     expected = {f"{k}.{f}": dtypes[k].fields[f][1] for k, names in fields.items() for f in names}
     heads = ("stamp", "kind", "func", "algo", "proto", "n_channels", "dtype", "flags")

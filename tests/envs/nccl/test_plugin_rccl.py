@@ -17,7 +17,10 @@ from dynamiccl.traces import records as rec
 from dynamiccl.traces.assemble import Assembler
 from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Slot, Table
 from nccl_halves import _TUNER_INIT
+from nccl_late import tells
 from nccl_releases import Communicator
+
+__all__ = ["tells"]  # a fixture: each test runs in both modes
 
 MB, DIRECT_A2A = 2**20, 7
 RING_LL, RING_SIMPLE = ((ALGOS.index("ring"), PROTOS.index(proto)) for proto in ("ll", "simple"))

@@ -12,6 +12,7 @@ from dynamiccl.envs.nccl_model.cost_model import channels, choice
 from dynamiccl.envs.sim.emulated.clock import FLOPS_PER_NS, Collective
 from dynamiccl.envs.sim.emulated.timeline import CROWD, part_of, with_neighbours
 from dynamiccl.envs.sim.fabric.fabric import Fabric
+from job_log import read_log
 from paths import HELPERS
 
 BYTES_SCALE = 128.0
@@ -132,9 +133,7 @@ def test_training_is_bit_equal_with_and_without_emulation(tmp_path):
         command += ["--layers", "2", "--width", "32", "--heads", "4", "--backend", backend, "--log", str(log)]
         env = {**os.environ, **(emulated(DYNAMICCL_COMPUTE_SCALE="1") if backend == "emulated" else {})}
         subprocess.run(command, env=env, check=True, timeout=120)
-        losses[backend] = [
-            json.loads(line)["loss"] for line in log.read_text().splitlines() if "loss" in line
-        ]
+        losses[backend] = [step["loss"] for step in read_log(log)[1]]
     assert len(losses["gloo"]) == 6 and losses["gloo"] == losses["emulated"]
 
 

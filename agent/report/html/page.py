@@ -47,12 +47,15 @@ header { display: flex; flex-wrap: wrap; gap: 6px 16px; align-items: baseline; j
   break-inside: avoid; }
 .card { padding: 18px 22px; margin-top: 14px; }
 .big { font-size: 23px; font-weight: 600; line-height: 1.3; }
+.verdict { font-weight: 600; margin: 6px 0; }
 .plot { padding: 14px 28px 44px 84px; }
 svg { display: block; overflow: visible; }
 svg text { font-size: 12px; fill: var(--quiet); }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 18px; list-style: none; margin: 0 0 6px; padding: 0; }
 .legend li { font-size: 13px; }
 .legend span { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 6px; }
+.run { padding: 14px 16px; }
+.run .narrow { display: none; max-width: 520px; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 500; vertical-align: bottom; }
@@ -64,7 +67,12 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: 5px 24px; margi
 dd { margin: 0; overflow-wrap: anywhere; }
 .two { display: grid; grid-template-columns: 1fr 1fr; gap: 14px; }
 @media (max-width: 820px) { .two, dl { grid-template-columns: 1fr; } main { padding: 24px 14px 48px; } }
-@media (max-width: 600px) { .plot { padding-left: 74px; padding-right: 16px; } }
+@media (max-width: 700px) { .run .wide { display: none; } .run .narrow { display: block; } }
+@media (max-width: 600px) {
+  .big { font-size: 19px; }
+  .plot { padding-left: 74px; padding-right: 16px; }
+  .plot.run { padding: 12px 4px; }
+}
 """
 
 
@@ -91,6 +99,15 @@ def page(title: str, body: str) -> str:
 def section(heading: str, lead: str, content: str) -> str:
     """One section; ``heading`` and ``lead`` are text, ``content`` is HTML."""
     return f'<section><h2>{escape(heading)}</h2><p class="lead">{escape(lead)}</p>{content}</section>'
+
+
+def legend(colours: Mapping[str, str]) -> str:
+    """What the colours of a figure stand for: name -> colour."""
+    items = "".join(
+        f'<li><span style="background:{colour}"></span>{escape(name)}</li>'
+        for name, colour in colours.items()
+    )
+    return f'<ul class="legend">{items}</ul>'
 
 
 def table(

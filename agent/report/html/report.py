@@ -11,24 +11,32 @@ from typing import Any
 
 import pandas as pd
 
-from ...traces.files import Trace, TraceError
-from ...traces.outside import atomically
-from ...traces.queries.costs import generations, slot_costs
-from . import slow_rank
-from .figures import timeline_figure, windows_figure
-from .page import facts, page, section, table
-from .summary import RunSummary
-from .texts import COSTS, COSTS_NOTE, NUMBERS, consistency_text, cost_rows, emulation_text, result_lines
-from .verdict import seconds
-from .why import chains, lines
+from ....traces.files import Trace, TraceError
+from ....traces.outside import atomically
+from ....traces.queries.costs import generations, slot_costs
+from .. import slow_rank
+from ..losses import Losses, loss_lines, read_losses
+from ..summary import RunSummary
+from ..texts import COSTS, COSTS_NOTE, NUMBERS, consistency_text, cost_rows, emulation_text, result_lines
+from ..verdict import seconds, what_changed
+from ..why import chains, lines
+from . import run_plot
+from .course import Course, course_of, in_words
+from .figures import timeline_figure
+from .page import facts, legend, page, section, table
+from .points import write_sparks
 
 #: What the header of a trace tells as well, of a run that left no summary.
 _IN_HEADER = ("cluster", "emulated", "bytes_scale", "compute_scale", "stage", "n_processes", "policy")
 
-_WINDOWS = (
-    "Each point is a window of some steps under one table; circles are NCCL's default. Shaded: a comparison, with "
-    "its two sides. Point at a window to read it."
+_COURSE = (
+    "Each step of the lowest recorded rank. The background shows the current table, a dashed line a switch to another "
+    "one, a solid line a verdict. Orange below: steps on trial under another table."
 )
+_LOSS = (
+    "A table changes the time of a collective, and at most the order of its sums: the loss stays what it was."
+)
+_NO_PLOT = "The plot needs matplotlib: pip install 'dynamiccl[plot]'. In words:"
 _TIMELINE = (
     "Every bar is one collective from its kernel's start to its end, on the ranks that were recorded. Each step is the "
     "one nearest the median of its kind; the dashed line is its end. AG: all_gather, and so on."
@@ -39,19 +47,20 @@ def write_report(path: Path | str, summary: RunSummary, trace: Trace) -> Path:
     """Write the report of a run, at once, and return its path.
 
     What the summary lacks (of a job that ended early), the report says it lacks. Raises TraceError if the file cannot
-    be written.
+    be written. For ``dynamiccl top`` it leaves the step times in short beside the report.
     """
     lacking: dict[str, Any] = {k: trace.header.get(k) for k in _IN_HEADER if getattr(summary, k) is None}
     s = replace(summary, **lacking)
     place = str(s.cluster or trace.header.get("host") or "a run")
     which = generations(trace, s.decisions or None)
     costs = slot_costs(trace.events, which.default, which.tuned)
+    course = course_of(trace, s)
     parts = [
         _masthead(s, trace, place),
         _headline(s, trace),
         _missing(s, trace, costs),
+        _course(course, read_losses(trace)),
         _figure("Timeline of a step", _TIMELINE, timeline_figure(trace, which, s)),
-        _figure("Step time over the run", _WINDOWS, windows_figure(trace, s)),
         _why(s, trace),
         _costs(costs, s, bool(which.tuned)),
         _settings(s, trace),
@@ -60,6 +69,7 @@ def write_report(path: Path | str, summary: RunSummary, trace: Trace) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomically(path, lambda draft: draft.write_text(html, encoding="utf-8"))
+    write_sparks(path.parent, course)
     return path
 
 
@@ -72,10 +82,33 @@ def _masthead(s: RunSummary, trace: Trace, place: str) -> str:
 
 
 def _headline(s: RunSummary, trace: Trace) -> str:
-    first, *rest = result_lines(s)
+    verdict, *rest = result_lines(s)
+    big = what_changed(s) or [verdict]
     notes = [*rest, consistency_text(s.consistency), slow_rank.find(trace)]
-    lines = "".join(f'<div class="note">{escape(line)}</div>' for line in filter(None, notes))
-    return f'<div class="card"><div class="big">{escape(first)}</div>{lines}</div>'
+    lines = [escape(line).replace("-&gt;", "&rarr;") for line in big]  # an arrow of two letters may be broken
+    said = "".join(f'<div class="big">{line}</div>' for line in lines)
+    said += f'<div class="verdict">{escape(verdict)}</div>' if verdict not in big else ""
+    said += "".join(f'<div class="note">{escape(line)}</div>' for line in filter(None, notes))
+    return f'<div class="card">{said}</div>'
+
+
+def _course(course: Course, losses: Losses | None) -> str:
+    """The plot of the whole run; in words where matplotlib is not installed."""
+    if not course.steps.size:
+        return ""
+    heading, lead = "Step time over the run", [_COURSE, run_plot.beyond(course)]
+    if losses:
+        heading = "Step time and loss over the run"
+        lead += [_LOSS, f"Here: {'; '.join(loss_lines(losses))}."]
+    try:
+        plots = run_plot.run_plots(course, losses)
+    except ImportError:
+        items = "".join(f"<li>{escape(text)}</li>" for text in in_words(course))
+        told = " ".join([_NO_PLOT, *lead[2:]])
+        return section(heading, told, f'<div class="card"><ul>{items}</ul></div>')
+    colours = {name: f"var(--{colour})" for name, colour in run_plot.legend(course, losses).items()}
+    drawn = f'{legend(colours)}<div class="plot run">{"".join(plots.values())}</div>'
+    return section(heading, " ".join(part for part in lead if part), drawn)
 
 
 def _missing(s: RunSummary, trace: Trace, costs: pd.DataFrame) -> str:
@@ -116,7 +149,7 @@ def _costs(costs: pd.DataFrame, s: RunSummary, is_tuned: bool) -> str:
     if s.emulated:
         lead += " Emulated times."
     if not is_tuned:
-        lead += " No table was in force long enough to compare."
+        lead += " No table was used long enough to compare."
     heading = "What each collective costs"
     return section(heading, lead, table(heading, COSTS, cost_rows(costs.to_dict("records")), NUMBERS))
 

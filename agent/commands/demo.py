@@ -1,0 +1,46 @@
+"""``dynamiccl demo``: see a job being tuned, on any machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from . import OUTPUT, Json, Option, fail
+
+#: What the demo's job is made of, and the extra that brings it.
+_NEEDS, _EXTRA = ("torch", "pandas", "rich"), "train,plot"
+_PROGRAM = [sys.executable, "-m", "dynamiccl.agent.cli"]
+
+
+def demo(
+    steps: Annotated[int, Option(min=100, help="Optimizer steps of the job.")] = 600,
+    out: Annotated[Path, Option(group=OUTPUT, help="Folder; old results in it are replaced.")] = Path(
+        "runs/demo"
+    ),
+    quiet: Annotated[bool, Option(group=OUTPUT, help="Print only the verdict.")] = False,
+    json: Json = False,
+) -> None:
+    """Train the built-in ZeRO-3 job and tune it while it trains. Takes about a minute; needs no GPU and no checkout.
+
+    Without two GPUs the job runs on an emulated cluster: its collectives take the time that a model predicts for 2
+    nodes with 8 H100 each, under heavy congestion, so the gain is large. These are not GPU times.
+
+    It is `dynamiccl tune` with a few options; the command prints them first.
+
+    \\b
+    dynamiccl demo
+    dynamiccl show runs/demo
+    """
+    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        fail(f"the demo trains a job, which needs {missing[0]}: pip install 'dynamiccl[{_EXTRA}]'")
+    words = ["tune", "--out", str(out), "--no-memory", "--steps", str(steps)]
+    words += ["--quiet"] if quiet else []
+    words += ["--json"] if json else []
+    print(f"dynamiccl {shlex.join(words)}", file=sys.stderr, flush=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # two ranks share the processors
+    os.execv(sys.executable, [*_PROGRAM, *words])

@@ -1,0 +1,182 @@
+"""The course of a run, step by step: the time of each step, the tables, the switches and the verdicts.
+
+It is read from the trace alone, so it is known while the job runs as well.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ....traces.files import Trace
+from ..summary import RunSummary
+from ..verdict import DEFAULT, VERDICT, ms, side
+
+Array = np.ndarray[Any, Any]
+
+#: Name of a table that no window names.
+_UNNAMED = "a table"
+
+#: A table's rows as JSON.
+Rules = frozenset[str]
+
+
+@dataclass(frozen=True)
+class Band:
+    """Steps ``first`` to ``last`` in which ``table`` was the current table: a letter, or DEFAULT."""
+
+    first: int
+    last: int
+    table: str
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened at a step: a switch of the current table, or a verdict."""
+
+    step: int
+    text: str
+    is_verdict: bool = False
+
+
+@dataclass(frozen=True)
+class Course:
+    """All recorded steps of the lowest rank, in order; see :func:`course_of`.
+
+    ``steps`` (n,) are the job's own numbers, ``ms`` (n,) their times, ``on_trial`` (n,) whether another table than the
+    current one ran.
+    """
+
+    steps: Array
+    ms: Array
+    on_trial: Array
+    bands: list[Band] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A published table: its number, its name, and whether it was published as a trial."""
+
+    generation: int
+    name: str
+    is_trial: bool
+
+
+def course_of(trace: Trace, summary: RunSummary) -> Course:
+    """Returns the course of a run; without any step where the trace has none."""
+    steps = _of_one_rank(trace.steps)
+    index = steps["index"].to_numpy(int)
+    times = steps["duration_ns"].to_numpy(float) / 1e6
+    generation = steps["table_generation"].to_numpy(int)
+    tables = _tables(trace)
+    bands = _bands(index, generation, tables)
+    names = {table.generation: table.name for table in tables}
+    on_trial = np.zeros(len(index), bool)
+    for place, number in enumerate(generation.tolist()):
+        ran = names.get(number, _UNNAMED)
+        on_trial[place] = ran != _current(bands, index[place])
+    marks = _marks(trace, summary, bands)
+    return Course(index, times, on_trial, bands, marks)
+
+
+def _of_one_rank(steps: pd.DataFrame) -> pd.DataFrame:
+    """The lowest rank's steps in order. A rank that was started again took some steps twice: the last one counts."""
+    if steps.empty:
+        return steps
+    lowest = steps[steps["rank"] == steps["rank"].min()]
+    return lowest.drop_duplicates("index", keep="last").sort_values("index")
+
+
+def _rules(table: Mapping[str, Any]) -> Rules:
+    """The rows of a logged table, comparable with those of another."""
+    rows = table.get("rules") or ()
+    return frozenset(json.dumps(row, sort_keys=True) for row in rows)
+
+
+def _tables(trace: Trace) -> list[_Table]:
+    """All published tables, in order; generation 0 is the default. A window tells the letter of its table."""
+    logged = [line["table"] for line in trace.log if line["kind"] == "table"]
+    rules = {int(table["generation"]): _rules(table) for table in logged}
+    letters = _letters(trace, rules)
+    found = [_Table(0, DEFAULT, False)]
+    for table in logged:
+        number = int(table["generation"])
+        name = letters.get(rules[number], _UNNAMED)
+        is_trial = bool(table.get("trial_steps"))
+        found.append(_Table(number, name, is_trial))
+    return found
+
+
+def _letters(trace: Trace, rules: Mapping[int, Rules]) -> dict[Rules, str]:
+    """The names of tables by their rows, from the windows."""
+    found: dict[Rules, str] = {frozenset(): DEFAULT}
+    for line in trace.log:
+        name = line.get("table")
+        if line["kind"] != "window" or not isinstance(name, str):
+            continue
+        known = rules.get(int(line.get("generation", -1)))
+        if known:
+            found.setdefault(known, name)
+    return found
+
+
+def _bands(index: Array, generation: Array, tables: Sequence[_Table]) -> list[Band]:
+    """The current tables in order. A table is current from the first step that ran under it or a later one."""
+    if not index.size:
+        return []
+    newest = np.maximum.accumulate(generation)
+    bands = [Band(int(index[0]), int(index[-1]), DEFAULT)]
+    for table in tables:
+        before = bands[-1]
+        place = int(np.searchsorted(newest, table.generation))
+        if table.is_trial or place == len(index) or table.name == before.table:
+            continue
+        first = int(index[place])
+        bands[-1] = replace(before, last=first - 1)
+        bands.append(Band(first, int(index[-1]), table.name))
+    return [band for band in bands if band.last >= band.first]
+
+
+def _current(bands: Sequence[Band], step: int) -> str:
+    """The current table at a step."""
+    firsts = [band.first for band in bands]
+    place = bisect.bisect_right(firsts, step)
+    return bands[place - 1].table
+
+
+def _marks(trace: Trace, summary: RunSummary, bands: list[Band]) -> list[Mark]:
+    """Switches and verdicts, in the order of the steps."""
+    marks = []
+    for band in bands[1:]:
+        marks.append(Mark(band.first, f"switch to {side(band.table)}"))
+    verdicts = [int(line["step"]) for line in trace.log if line["kind"] == VERDICT]
+    first = summary.steps_to_verdict
+    if not verdicts and first is not None:  # a trace of an earlier release
+        verdicts = [first]
+    for step in verdicts:
+        marks.append(Mark(step, VERDICT, is_verdict=True))
+    return sorted(marks, key=lambda mark: mark.step)
+
+
+def in_words(course: Course) -> list[str]:
+    """The course as sentences, one for each current table and each verdict."""
+    told = [(band.first, _band_text(course, band)) for band in course.bands]
+    told += [(mark.step, f"step {mark.step}: verdict") for mark in course.marks if mark.is_verdict]
+    return [text for _, text in sorted(told)]
+
+
+def _band_text(course: Course, band: Band) -> str:
+    after_start = course.steps >= band.first
+    is_usual = after_start & (course.steps <= band.last) & ~course.on_trial
+    text = f"steps {band.first} to {band.last}: current table {side(band.table)}"
+    if not is_usual.any():
+        return text
+    median = float(np.median(course.ms[is_usual]))
+    return f"{text}, median step {ms(median)}"

@@ -1,0 +1,81 @@
+"""A run's course reduced to what a plot or a sparkline has room for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ....traces.outside import atomically
+from ..runs import SPARKS_FILE
+from .course import Course
+
+Array = np.ndarray[Any, Any]
+
+#: Medians that a sparkline is drawn from, at most.
+SPARKS = 48
+
+
+def binned(course: Course, most: int) -> tuple[Array, Array]:
+    """At most ``most`` points (step, ms) of the line through all steps.
+
+    More steps are put into bins: each gives its shortest and its longest step, so no long step is lost. Steps that were
+    not recorded leave a gap (NaN).
+    """
+    if len(course.steps) <= most:
+        return _with_gaps(course)
+    n_bins = most // 2
+    first = course.steps[0]
+    n_steps = course.steps[-1] - first + 1
+    width = n_steps / n_bins
+    bins = (course.steps - first) // width
+    grouped = pd.Series(course.ms).groupby(bins)
+    ends = grouped.agg(["min", "max"])
+    ends = ends.reindex(np.arange(n_bins))
+    middles = np.arange(n_bins) + 0.5
+    places = first + width * middles
+    return np.repeat(places, 2), ends.to_numpy(float).ravel()
+
+
+def _with_gaps(course: Course) -> tuple[Array, Array]:
+    """All points, with a NaN where steps are missing."""
+    steps = course.steps.astype(float)
+    is_gap = np.diff(steps) > 1
+    missing = np.flatnonzero(is_gap) + 1
+    times = np.insert(course.ms, missing, np.nan)
+    return np.insert(steps, missing, np.nan), times
+
+
+def trial_spans(course: Course, most: int) -> list[tuple[float, float]]:
+    """(first, length) of the runs of steps on trial, in steps; runs that lie within one of ``most`` parts are one."""
+    steps = course.steps[course.on_trial]
+    if not steps.size:
+        return []
+    n_steps = course.steps[-1] - course.steps[0]
+    nearest = max(1, n_steps / most)
+    breaks = np.flatnonzero(np.diff(steps) > nearest)
+    spans = []
+    for run in np.split(steps, breaks + 1):
+        first = float(run[0])
+        length = float(run[-1]) - first
+        spans.append((first - 0.5, length + 1))
+    return spans
+
+
+def sparks(course: Course) -> list[float]:
+    """What ``dynamiccl top`` draws its sparkline from: medians of the step times over the run, in ms."""
+    if not course.steps.size:
+        return []
+    n_parts = min(SPARKS, len(course.ms))
+    parts = np.array_split(course.ms, n_parts)
+    return [round(float(np.median(part)), 3) for part in parts]
+
+
+def write_sparks(folder: Path, course: Course) -> None:
+    """Replace the folder's file of :func:`sparks`. Raises TraceError."""
+    text = json.dumps({"step_ms": sparks(course)})
+    path = folder / SPARKS_FILE
+    atomically(path, lambda draft: draft.write_text(f"{text}\n"))

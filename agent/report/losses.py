@@ -1,0 +1,111 @@
+"""The job's loss over its steps, with the steps that ran under a table: did tuning change what was learned?
+
+Only a job that writes its losses has this figure: lines ``{"step": ..., "loss": ...}`` and ``{"step": ...,
+"held_out": ...}`` in ``job.jsonl`` beside the report, as the built-in job does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...envs.replay.decisions import default_generations
+from ...traces.files import Trace
+from .outputs import logged
+
+Array = np.ndarray[Any, Any]
+
+#: The job's log, in the folder of the results.
+JOB_LOG = "job.jsonl"
+#: Points of the curve at most.
+MOST_POINTS = 300
+#: Steps around a step whose median is taken as the loss that was due there.
+AROUND = 21
+#: Fewer steps under tables, or under the default, say nothing.
+LEAST_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Losses by step of the job, counted from 0."""
+
+    steps: Array  # (n,) int64, rising
+    losses: Array  # (n,)
+    tuned: Array  # (n,) bool: the step ran under a table
+    held_out: list[tuple[int, float]]  # (step, loss on text that is never trained on)
+
+
+def read_losses(trace: Trace) -> Losses | None:
+    """The losses that the job of a trace has logged; None without any."""
+    log = Path(trace.folder).parent / JOB_LOG
+    by_step = dict(logged(log, "loss"))
+    if not by_step:
+        return None
+    steps = np.array(sorted(by_step))
+    losses = np.array([by_step[step] for step in steps])
+    tuned = np.isin(steps, steps_under_tables(trace))
+    return Losses(steps, losses, tuned, logged(log, "held_out"))
+
+
+def steps_under_tables(trace: Trace) -> Array:
+    """Steps of the job, counted from 0, that did not run under the default alone.
+
+    The first recorded step begins where the job's first step ends.
+    """
+    recorded = trace.steps
+    first_rank = recorded[recorded["rank"] == recorded["rank"].min()]
+    is_default = first_rank["table_generation"].isin(default_generations(trace))
+    return first_rank["index"][~is_default].to_numpy(np.int64) + 1
+
+
+def difference(found: Losses) -> tuple[float, float] | None:
+    """How much higher the loss is under tables than under the default, and the standard error of that.
+
+    Training lowers the loss with time, so each step is compared with the median of its neighbours. None: too few steps.
+    """
+    due = _running_median(found.losses, AROUND)
+    apart = found.losses - due
+    under, default = apart[found.tuned], apart[~found.tuned]
+    if min(len(under), len(default)) < LEAST_STEPS:
+        return None
+    of_under = under.var(ddof=1) / len(under)
+    of_default = default.var(ddof=1) / len(default)
+    error = np.sqrt(of_under + of_default)
+    return float(under.mean() - default.mean()), float(error)
+
+
+def loss_lines(found: Losses) -> list[str]:
+    """The losses in words."""
+    first, last = found.losses[0], found.losses[-1]
+    said = [f"training loss {first:.3f} at step {found.steps[0]}, {last:.3f} at step {found.steps[-1]}"]
+    if found.held_out:
+        step, loss = found.held_out[-1]
+        said.append(f"held-out loss {loss:.3f} after step {step}")
+    apart = difference(found)
+    if apart:
+        mean, error = apart
+        said.append(
+            f"loss under tables minus loss under the default: {mean:+.4f} (standard error {error:.4f})"
+        )
+    return said
+
+
+def _running_median(values: Array, around: int) -> Array:
+    """The median of the ``around`` values about each one; fewer at the ends, alike on both sides."""
+    half = around // 2
+    found = np.empty(len(values))
+    for i in range(len(values)):
+        reach = min(half, i, len(values) - 1 - i)
+        found[i] = np.median(values[i - reach : i + reach + 1])
+    return found
+
+
+def binned_losses(found: Losses) -> tuple[Array, Array]:
+    """Mean step and mean loss of neighbouring steps, in at most MOST_POINTS points."""
+    parts = min(MOST_POINTS, len(found.steps))
+    middle = [part.mean() for part in np.array_split(found.steps, parts)]
+    means = [part.mean() for part in np.array_split(found.losses, parts)]
+    return np.array(middle), np.array(means)

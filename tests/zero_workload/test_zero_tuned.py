@@ -1,0 +1,102 @@
+"""The job under the tuner: its losses are those of the same job without one, and where its time goes is measured."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from dynamiccl.agent.daemon.request import workload
+from dynamiccl.agent.report.losses import difference, read_losses
+from dynamiccl.agent.report.outputs import logged
+from dynamiccl.agent.report.summary import RunSummary
+from dynamiccl.envs.replay.decisions import default_generations
+from dynamiccl.envs.sim.emulated.settings import Emulated
+from dynamiccl.traces.files import Trace
+from dynamiccl.traces.queries.costs import generations
+
+STEPS = 240
+
+
+class Both(NamedTuple):
+    """The folder of a tuned run, and the job's own log of the same job without a tuner."""
+
+    tuned: Path
+    untuned: Path
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
+    folder = tmp_path_factory.mktemp("both")
+    out, log = folder / "out", folder / "untuned.jsonl"
+    emulated = Emulated()
+    tune = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--cluster", emulated.cluster]
+    tune += ["--steps", str(STEPS), "--no-memory", "--quiet", "--out", str(out)]
+    alone = workload(3, STEPS, 2, log, backend="emulated")
+    for command, added in ((tune, {}), (alone, emulated.env())):
+        env = {**os.environ, **added}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+        assert done.returncode == 0, done.stderr
+    return Both(out, log)
+
+
+@pytest.mark.slow
+def test_tuning_does_not_change_what_is_learned(both: Both) -> None:
+    """On the emulated cluster a table changes times alone, so the losses are equal to the last bit."""
+    for name, least in (("loss", STEPS), ("held_out", 4)):
+        tuned, untuned = (logged(log, name) for log in (both.tuned / "job.jsonl", both.untuned))
+        assert tuned == untuned and len(tuned) >= least
+    losses = read_losses(Trace.read(both.tuned))
+    assert losses is not None
+    assert 0.2 * STEPS < losses.tuned.sum() < STEPS
+    mean, error = difference(losses)  # type: ignore[misc]
+    assert abs(mean) < 4 * error
+    page = (both.tuned / "report.html").read_text(encoding="utf-8")
+    assert "Step time and loss over the run" in page and f"held-out loss {losses.held_out[-1][1]:.3f}" in page
+
+
+@pytest.mark.slow
+def test_what_is_not_waited_for_is_compute_whatever_the_table(both: Both) -> None:
+    """Step times come from one record and waits from another: their difference is the compute, which no table changes.
+
+    Collectives that share the GPU slow compute a little.
+    """
+    trace = Trace.read(both.tuned)
+    which = generations(trace, RunSummary.read(both.tuned).decisions)
+    assert which.tuned
+    of_default = compute_ns(trace, set(default_generations(trace)))
+    of_table = compute_ns(trace, set(which.tuned))
+    assert np.median(of_table) == pytest.approx(np.median(of_default), rel=0.05)
+    steps = trace.steps[trace.steps["table_generation"].isin(which.tuned)]
+    assert np.median(of_table) < 0.9 * steps["duration_ns"].median()
+
+
+def compute_ns(trace: Trace, those: set[int]) -> list[int]:
+    """Of each sampled step under these tables its time without the waits in it."""
+    found = []
+    for pid, steps in trace.steps.groupby("pid"):
+        mine = trace.waits[trace.waits["pid"] == pid]
+        sampled = steps[steps["sampled"] & steps["table_generation"].isin(those)]
+        for end, duration in zip(sampled["end_ns"], sampled["duration_ns"], strict=True):
+            inside = mine[(mine["start_ns"] >= end - duration) & (mine["end_ns"] <= end)]
+            waited = int((inside["end_ns"] - inside["start_ns"]).sum())
+            found.append(int(duration) - waited)
+    return found
+
+
+@pytest.mark.slow
+def test_the_critical_path_is_named(both: Both) -> None:
+    exposed = RunSummary.read(both.tuned).exposed
+    assert exposed and all(0 <= row["exposed"] <= 1 for row in exposed)
+    line = "on the critical path: all_gather "
+    show = [sys.executable, "-m", "dynamiccl.agent.cli", "show", str(both.tuned)]
+    shown = subprocess.run(show, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert line in shown and "% of the step; exposed: " in shown
+    told = [event for window in Trace.read(both.tuned).log for event in window.get("events", ())]
+    assert any(
+        event.startswith(line) for event in told
+    )  # as the run told them when it had seen the first steps
