@@ -68,6 +68,9 @@ class NotTuning(Reason):
         "NCCL has not loaded the plugin in any process here, so nothing can be tuned: keep the job's variables that "
         "begin with NCCL_ and DYNAMICCL_, and look for TUNER/Plugin in the output of NCCL_DEBUG=INFO"
     )
+    NO_GROUP = (
+        "no process here has made a group of torch.distributed, and NCCL has not loaded the plugin: nothing to tune"
+    )
     NOT_LOADED_AS_TOLD = NOT_LOADED + "; rank 0 says: {why}"
     NOT_ASKED = (
         "NCCL runs all_gather or reduce_scatter but never asks the tuner (symmetric kernels, copy engines, another "

@@ -165,7 +165,9 @@ class LiveWindows:
         seen = self.profile_events
         tuned = seen[seen["func"].isin(self.funcs)] if len(seen) else seen
         if seen.empty and not self.job.assembler.comms:
-            text = self.job.state[1] if self.job.state else ""
+            if not self.job.state:  # no rank has begun to agree: there is no default group
+                return NotTuning.NO_GROUP()
+            text = self.job.state[1]
             told = NotTuning.NOT_LOADED_AS_TOLD(why=text) if text else NotTuning.NOT_LOADED()
             return text if "other-backend" in names(text) else told
         if self.left_alone:

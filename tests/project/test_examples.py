@@ -1,6 +1,7 @@
 """Each file in ``examples/`` runs, or is valid: shell, YAML and units whose commands and metrics exist."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -60,7 +61,9 @@ def test_each_script_trains_under_the_tuner(script, tmp_path):
     out = tmp_path / "out"
     tune = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--cluster", "dgx-h100-2x8", "--no-memory"]
     command = [*tune, "--out", str(out), "--", *TORCHRUN, str(script), "60"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    # DeepSpeed builds an extension at its first use. A process killed meanwhile leaves a lock behind.
+    env = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
     assert done.returncode == 0, done.stderr
     assert "step 0: loss" in done.stdout
     summary = json.loads((out / "summary.json").read_text())

@@ -28,10 +28,14 @@ def recording_files(paths: list[Path]) -> list[Path]:
         found += [p for p in inside if p == path or (p.is_file() and not p.name.startswith("."))]
     if not found:
         raise TraceError(f"no file in {', '.join(map(str, paths))}: folders within are not looked into")
-    for i, one in enumerate(found):
-        if twin := next((other for other in found[:i] if filecmp.cmp(one, other, shallow=False)), None):
-            raise TraceError(f"{twin} and {one} are the same: give one file a rank")
     return found
+
+
+def _refuse_twins(files: list[Path]) -> None:
+    """Raises TraceError where two files have one content: a rank would count twice."""
+    for i, one in enumerate(files):
+        if twin := next((other for other in files[:i] if filecmp.cmp(one, other, shallow=False)), None):
+            raise TraceError(f"{twin} and {one} are the same: give one file a rank")
 
 
 def trace_folder(path: Path) -> Path | None:
@@ -62,6 +66,7 @@ def read_recording(paths: list[Path], ranks_per_node: int | None = None) -> Trac
     if ranks_per_node is not None and ranks_per_node < 1:
         raise TraceError(f"there is at least 1 rank on a node, not {ranks_per_node}")
     known, used, left_out = _of_one_format(recording_files(paths), paths)
+    _refuse_twins(used)
     found, events = _read(known, used, ranks_per_node)
     comms = events.drop_duplicates(["comm_id", "rank", "pid"]).assign(name="")
     # The header tells of the recorded machine; what is not known of it must not be this machine's.
