@@ -48,7 +48,10 @@ class AccountedWindows(SimWindows):
         if (at := where[waited > 0]).size:
             self.ledger.bill(at, before[at], self.waited[at], few.take(at))
         after = np.array([m.billed for m in found]) - waited
-        self.ledger.bill(where, self.running[where], after, self.few.take(where))
+        tried = self.tried_steps[where]
+        self.ledger.bill(where, self.tried[where], tried, self.few.take(where))
+        if (others := where[after > tried]).size:  # turns of the current table
+            self.ledger.bill(others, self.running[others], (after - tried)[after > tried])
         return found
 
 

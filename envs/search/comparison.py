@@ -6,8 +6,9 @@ and why it stops (the normal mixture of Robbins 1970, as in Howard et al. 2021, 
 nonasymptotic confidence sequences", section 3.2). Step times are not normal: outliers are pulled in, and the noise is
 that of this job, with room for what is not known of it. :class:`LongSteps` adds what the trimmed windows leave out.
 
-The pairs come from windows that take turns. Another schedule, such as a table for every second step, belongs into
-:meth:`Comparison.next_side` and :meth:`Comparison.add_window`; nothing else depends on how a pair was measured.
+If the two tables take turns at every step, a quad of turns is a pair. Quads follow each other at once, so what is left
+of the noise may be common to neighbours: the deviation grows by their correlation. If the job takes no turns, the pairs
+come from windows. Nothing but this file knows the difference between the two.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 from .config import (
     ALPHA,
     AT_ONCE,
+    CARRIED_ERRORS,
     CLIP,
     KNOWN_PAIRS,
     LIKELY,
@@ -36,7 +38,7 @@ from .config import (
     SAFE_PAIRS,
     TUNED_FOR,
 )
-from .step_times import ROBUST, median
+from .step_times import ROBUST, Quads, median
 
 Array = np.ndarray[Any, Any]
 
@@ -44,12 +46,13 @@ Array = np.ndarray[Any, Any]
 OPEN, ADOPTED, REJECTED = "open", "kept", "lost"
 
 
-def half_width(n: float, level: float) -> float:
-    """Of the confidence sequence of a mean of ``n`` observations with standard deviation 1; infinite for none."""
+def half_width(n: float, level: float, tuned_for: float = TUNED_FOR) -> float:
+    """Of the confidence sequence of a mean of ``n`` observations with standard deviation 1; infinite for none. It is
+    narrowest, for its level, at ``tuned_for`` observations."""
     if n <= 0:
         return math.inf
     tail = 2 * math.log(1 / level)
-    rho = TUNED_FOR / (tail + math.log(1 + tail))
+    rho = tuned_for / (tail + math.log(1 + tail))
     return math.sqrt((n + rho) * math.log((n + rho) / (rho * level**2))) / n
 
 
@@ -60,6 +63,9 @@ class SequentialTest:
     noise: float  # standard deviation of the log ratio of one pair, from what was measured before
     level: float  # the chance that the interval ever misses the true mean
     logs: list[float] = field(default_factory=list)  # above 0 the table is faster
+    quads_a_pair: float = (
+        0.0  # quads that take as many steps as a pair of windows; 0: the logs are of windows
+    )
     _known: tuple[int, float, float] = field(
         default=(0, 0.0, 0.0), init=False
     )  # pairs, their mean and deviation
@@ -82,9 +88,11 @@ class SequentialTest:
     @property
     def interval(self) -> tuple[float, float]:
         """Bounds of the true mean log ratio that hold at all times."""
-        extra = MORE_ROOM / max(self.n, 1) if self.noise >= LOUD else 0.0
+        is_loud = self.noise >= LOUD and not self.quads_a_pair
+        extra = MORE_ROOM / max(self.n, 1) if is_loud else 0.0
         room = ROOM + extra
-        width = room * self.deviation * half_width(self.n, self.level)
+        tuned_for = TUNED_FOR * (self.quads_a_pair or 1.0)
+        width = room * self.deviation * half_width(self.n, self.level, tuned_for)
         return self.mean - width, self.mean + width
 
     @property
@@ -106,8 +114,21 @@ class SequentialTest:
             pairs = KNOWN_PAIRS + self.n - 1
             deviation = math.sqrt((KNOWN_PAIRS * self.noise**2 + scatter) / pairs)
             near = np.clip(x, middle - CLIP * deviation, middle + CLIP * deviation)
+            if self.quads_a_pair:
+                deviation *= self._together(near - near.mean())
             self._known = self.n, float(near.mean()), deviation
         return self._known[1:]
+
+    @staticmethod
+    def _together(off: Array) -> float:
+        """Factor of the deviation of a mean of quads whose neighbours are alike: that of blocks of two quads over that
+        of single ones, pulled to 1 as long as there are few."""
+        squares = float((off**2).sum())
+        neighbours = float((off[1:] * off[:-1]).sum())
+        if squares <= 0 or neighbours <= 0:
+            return 1.0
+        correlation = neighbours / squares * len(off) / (len(off) + KNOWN_PAIRS)
+        return math.sqrt(1 + 2 * correlation)
 
 
 @dataclass(frozen=True)
@@ -143,9 +164,36 @@ class Comparison:
     outcome: str = OPEN
     table_windows: list[TimedWindow] = field(default_factory=list)  # of whole pairs
     reference_windows: list[TimedWindow] = field(default_factory=list)
+    carried: list[float] = field(default_factory=list)  # of its quads, see Quads
     _waiting: dict[bool, TimedWindow] = field(
         default_factory=dict
     )  # by whether it is the table's: half a pair
+
+    @property
+    def takes_turns(self) -> bool:
+        """Its pairs are quads."""
+        return self.test.quads_a_pair > 0
+
+    def add_quads(self, quads: Quads, reference: TimedWindow, table: TimedWindow) -> None:
+        """Take in a measurement by turns; the times of its steps under the two."""
+        self.reference_windows.append(reference)
+        self.table_windows.append(table)
+        self.test.logs.extend(quads.ratios.tolist())
+        self.carried.extend(quads.carried.tolist())
+
+    def drop_carried(self) -> bool:
+        """Whether a part of the effect carries over into the next step. The quads so far, which show too little of the
+        effect, are dropped then."""
+        n = len(self.carried)
+        if n < KNOWN_PAIRS:
+            return False
+        part = float(np.mean(self.carried)) * math.copysign(1.0, self.test.mean)
+        error = float(np.std(self.carried)) / math.sqrt(n - 1)
+        if part <= CARRIED_ERRORS * error:
+            return False
+        self.test.logs.clear()
+        self.carried.clear()
+        return True
 
     @property
     def next_side(self) -> bool:
@@ -197,7 +245,8 @@ class Comparison:
     def _by_pairs(self, terms: Terms) -> bool | None:
         low, high = self.test.interval
         if low > 0:
-            least = terms.min_pairs if self.test.noise < LOUD else SAFE_PAIRS
+            is_loud = self.test.noise >= LOUD and not self.takes_turns
+            least = SAFE_PAIRS if is_loud else terms.min_pairs
             return True if self.test.n >= least else None
         if high < terms.least_gain:
             return False

@@ -60,6 +60,16 @@ class Measured:
     #: (k,) of a plan with turns, see PATTERN: 0 the current table ran, 1 the plan's, -1 the step counts for nobody.
     arms: Array = field(default_factory=lambda: np.zeros(0, np.int64))
 
+    @property
+    def tried(self) -> Array:
+        """Times of the steps under the plan's own configs, in order."""
+        return self.step_ms[self.arms == 1] if len(self.arms) else self.step_ms
+
+    @property
+    def current(self) -> Array:
+        """With turns: times of the steps under the current table, in order."""
+        return self.step_ms[self.arms == 0]
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -17,10 +17,11 @@ from ..nccl_model.clusters import ClusterArrays
 from .fabric.fabric import Fabric
 from .fabric.params import N_PRODUCTS, FabricParams, unmodelled
 from .family import HELD_OUT, STANDARD, WORLDS, JobFamily, World, draw_fleet
+from .mixes import FirstUse
 from .noise import Noise, log_uniform
 from .regimes import MOST_REGIMES, Regimes
 from .step import N_CALL, N_PORTS, Calls, Law
-from .truth import LAST_RING, FirstUse, Jobs, SampledClusters, Slots
+from .truth import LAST_RING, Jobs, SampledClusters, Slots
 from .workloads import MANY_SLOTS, N_BESIDE, SLOTS, WorkloadArrays, all_works
 from .worlds import Extras
 
@@ -186,6 +187,7 @@ def assemble(
         tables=tables,
         beside=beside,
         scale=np.ones(n),
+        carry=_carry(kind, rng, n),
         noise=noise,
         first_use=FirstUse(first_us, connected, np.zeros(n)),
         regimes=Regimes.draw(kind.regimes, rng, by_job(_growth(*asked), width)),
@@ -199,6 +201,14 @@ def assemble(
     pressure = np.where(jobs.regimes.count > 1, by_regime, pressure)
     jobs.fingerprint.memory_pressure = np.repeat(pressure, width)
     return jobs
+
+
+def _carry(kind: World, rng: np.random.Generator, n: int) -> Array:
+    """Part of a table's effect that the next step still shows, (n,). Drawn from a stream of its own, so that all other
+    numbers are what they were without it."""
+    own = rng.spawn(1)[0]
+    part = own.uniform(*kind.carry_over, n)
+    return np.where(own.random(n) < kind.carries, part, 0.0)
 
 
 def _whole_words(n_bytes: Array, n_ranks: Array) -> Array:

@@ -224,13 +224,16 @@ class Noise(Columns):
         """Measured times (n, max(n_steps)) of the next ``n_steps`` (n,) steps, then NaN; ``us``: their true times,
         (n,) or (n, max(n_steps)).
 
-        ``late``: probability that the configs that run make a step straggle, and by how many steps, each (n,).
+        ``late``: probability that the configs that run make a step straggle, and by how many steps, each of the shapes
+        of ``us``.
         """
         n = len(us)
         most = int(n_steps.max(initial=0))
-        if us.ndim == 1:
-            us = us[:, None]
-        us = np.broadcast_to(us, (n, most))
+
+        def by_step(values: Array) -> Array:
+            return np.broadcast_to(values[:, None] if values.ndim == 1 else values, (n, most))
+
+        us, often, size = by_step(us), by_step(late[0]), by_step(late[1])
         out = np.full((n, most), np.nan)
         lasting = bool(self.drift.size.any())
         numbers = self._numbers(rng, n_steps, most, lasting)
@@ -243,7 +246,7 @@ class Noise(Columns):
                 log += self.drift.step(on, numbers.slow[t])
             waits = self.late * numbers.waits[t]
             factor = np.exp(log) + waits
-            factor += self._long(numbers.heavy[t], numbers.size[t], late)
+            factor += self._long(numbers.heavy[t], numbers.size[t], (often[:, t], size[:, t]))
             took = us[:, t] * factor
             out[:, t] = np.where(on, took, np.nan)
         return out

@@ -18,6 +18,7 @@ from ...traces.spaces import pair_of
 from ..nccl_model.clusters import ClusterArrays
 from ..nccl_model.columns import Columns, taken
 from .fabric.params import FabricParams
+from .mixes import Few, FirstUse, Turns
 from .noise import Noise, NoiseStream
 from .regimes import MOST_REGIMES, Regimes
 from .step import Calls, Law
@@ -50,36 +51,6 @@ class Slots(Columns, Fingerprint):
 
 
 @dataclass
-class FirstUse(Columns):
-    """What the first use of an algorithm costs each job: NCCL connects it then. A communicator for each collective."""
-
-    us: Array  # (n,) each
-    connected: Array  # (n, 2, N_ALGOS) bool
-    spent_us: Array  # (n,) so far
-
-    def of(self, rows: Array, is_rs: Array, algo: Array, used: Array) -> Array:
-        """Connect what the jobs at ``rows`` use now, arrays (m, S); us (m,) that it takes."""
-        shape = self.connected.shape[1:]
-        need = np.zeros((len(rows), *shape), bool)
-        place, slot = np.nonzero(used)
-        func = is_rs[place, slot]
-        need[place, func, algo[place, slot]] = True
-        new = need & ~self.connected[rows]
-        us = new.sum(axis=(1, 2)) * self.us[rows]
-        self.connected[rows] |= need
-        self.spent_us[rows] += us
-        return np.asarray(us)
-
-
-@dataclass
-class Few(Columns):
-    """Tables of ``m`` jobs hold at ``part`` (m,) of the calls, 1: at all; at the rest the ``others`` (m, S) do."""
-
-    part: Array
-    others: Array
-
-
-@dataclass
 class Moment(Columns):
     """What the truth of ``m`` jobs depends on besides their configs; arrays (m,)."""
 
@@ -107,6 +78,7 @@ class Jobs(Columns):
     tables: Calls  # (n, S, N_CONFIGS) float32: what a call is under every config
     beside: Array  # (n, N_BESIDE, N_CALL) calls that are not tuned
     scale: Array  # of compute
+    carry: Array  # part of a table's effect that the next step still shows
     noise: Noise
     first_use: FirstUse
     regimes: Regimes
@@ -207,11 +179,13 @@ class Jobs(Columns):
         n_steps: Array | int,
         rng: np.random.Generator | NoiseStream,
         few: Few | None = None,
+        turns: Turns | None = None,
     ) -> tuple[Array, Array]:
-        """Run ``n_steps`` (n,) or a number of steps under ``configs`` (n, S), and measure; time goes on.
+        """Run ``n_steps`` (n,) or a number of steps under ``configs`` (n, S), of some in ``turns`` with the current
+        table, and measure; time goes on.
 
         Returns step times (n, most) us, NaN beyond a job's own number, and mean durations of the calls (n, S) us,
-        NaN where no step's kernels were sampled. A job with 0 steps does not run.
+        NaN where no step's kernels were sampled. A job with 0 steps does not run. With turns one quad is sampled.
         """
         n = len(self)
         n_steps = np.broadcast_to(np.asarray(n_steps, int), n)
@@ -220,13 +194,38 @@ class Jobs(Columns):
         rows, configs = self._asked(np.asarray(configs)[rows], rows)
         us = np.zeros((n, most))
         call_us = np.full((n, self.width), np.nan)
-        late = np.zeros((2, n))
+        late = np.zeros((2, n, most))
         at_few = few and few.take(rows)
         us[rows], call_us[rows] = self._through(configs, rows, at_few, n_steps[rows])
-        late[:, rows] = self._late(configs, rows)
+        late[:, rows] = np.stack(self._late(configs, rows))[:, :, None]
+        first, sampled = np.zeros(len(rows), int), n_steps
+        if turns is not None and (here := np.flatnonzero(turns.steps[rows])).size:
+            at, length = rows[here], turns.steps[rows[here]]
+            self._take_turns(turns.take(at), at, n_steps[at], us, late)
+            first[here] = length
+            sampled = n_steps.copy()
+            sampled[at] = 2 * length
         steps = self.noise.steps(us, n_steps, rng, (late[0], late[1]))
-        steps[rows, 0] += self._connect(configs, rows)
-        return steps, self.noise.calls(call_us, n_steps, rng, few and few.part < 1)
+        steps[rows, first] += self._connect(configs, rows)
+        is_every = np.zeros(n, bool) if few is None else few.part < 1
+        is_every = is_every | (sampled < n_steps)
+        return steps, self.noise.calls(call_us, sampled, rng, is_every)
+
+    def _take_turns(self, turns: Turns, rows: Array, n_steps: Array, us: Array, late: Array) -> None:
+        """Put the steps of the current tables (m, S) into those of the jobs at ``rows`` (m,): the truth ``us``
+        (n, most) and stragglers ``late`` (2, n, most). A part of each table's effect carries over into the next
+        step."""
+        most = us.shape[1]
+        is_own = turns.arms(most) == 1
+        rows, others = self._asked(turns.others, rows)
+        other_us, _ = self._through(others, rows, None, n_steps)
+        other_us = np.pad(other_us, ((0, 0), (0, most - other_us.shape[1])))
+        ran = np.where(is_own, us[rows], other_us)
+        was_own = np.pad(is_own[:, :-1], ((0, 0), (1, 0)))  # the current table ran before
+        as_before = np.where(was_own, us[rows], other_us)
+        us[rows] = ran + self.carry[rows, None] * (as_before - ran)
+        other_late = np.stack(self._late(others, rows))[:, :, None]
+        late[:, rows] = np.where(is_own, late[:, rows], other_late)
 
     def _connect(self, configs: Array, rows: Array) -> Array:
         """What the first use of algorithms costs now, us (m,)."""
