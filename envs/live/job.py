@@ -247,15 +247,19 @@ class Job(Reader):
         while wanted > 0 and failed < MOST_FAILED:
             steps = lease_steps(wanted, waited, quad)
             swap = 1 - len(leases) % 2
-            lease = Lease(self.publish(chosen, steps, 2, turn_steps, swap), steps, quad, self.rhythm)
+            left_out = max(wanted - n_steps, 0)
+            lease = Lease(
+                self.publish(chosen, steps, 2, turn_steps, swap), steps, quad, self.rhythm, left_out
+            )
             if cut := self._run(lease, give_up_ms):
                 self._say(f"turns are measured again: {cut.what}")
             if self.heard.refused == lease.generation:
                 break
+            lease.is_given_up = lease.newest_ms > give_up_ms
             leases.append(lease)
             failed = 0 if lease.n_kept else failed + 1
             wanted, waited = wanted - lease.n_kept, lease.waited
-            if lease.newest_ms > give_up_ms:
+            if lease.is_given_up:
                 break
         self._end_turns()
         turns = together(leases, self.heard.steady, discard, n_steps)

@@ -67,10 +67,12 @@ class Lease:
     n_steps: int
     quad: int
     rhythm: Rhythm
+    discard: int = 0  # its first steps, which are not looked at
     waited: int = 0  # steps until its first
     seen: int = 0
     odd: int = 0  # steps in a row that count for nobody
     newest_ms: float = 0.0  # of the trial's steps
+    is_given_up: bool = False  # a step of the trial was too slow: steps of a part of a quad are kept, too
     steps: list[int] = field(default_factory=list)
     durations_ms: list[float] = field(default_factory=list)
     arms: list[int] = field(default_factory=list)
@@ -92,7 +94,8 @@ class Lease:
         self.steps.append(int(step["step"]))
         self.durations_ms.append(took)
         self.arms.append(arm)
-        self.newest_ms = took if arm == TRIAL else self.newest_ms
+        if arm == TRIAL and self.seen > self.discard:
+            self.newest_ms = took
         self.odd = self.odd + 1 if arm == NOBODY else 0
         return Cut("its steps differ") if self.odd >= ODD_STEPS else None
 
@@ -103,8 +106,9 @@ class Lease:
 
     @property
     def n_kept(self) -> int:
-        """Steps in whole quads."""
-        return len(self.steps) // self.quad * self.quad
+        """Steps in whole quads; all of them if the last one was too slow."""
+        n_steps = len(self.steps)
+        return n_steps if self.is_given_up else n_steps // self.quad * self.quad
 
 
 def lease_steps(remaining: int, waited: int, quad: int) -> int:

@@ -236,7 +236,9 @@ class Comparison:
         if not found:
             return found
         gain = self.test.mean
-        if long_steps.allows(self.table, self.reference, gain):
+        # In turns both tables ran in the same steps: no long step is assumed of one that is not assumed of the other.
+        more = 0.0 if self.takes_turns or self.reference.any() else LONG_STEP
+        if long_steps.gain(self.table, self.reference, gain, more) > 0:
             return True
         # The table gains by its usual steps, so it costs little to go on until the long ones are known.
         is_over = self.test.n >= terms.max_pairs_long_steps

@@ -339,6 +339,7 @@ class Search:
                 marks = state.milestones
                 marks.verdict = self.steps if marks.verdict < 0 else marks.verdict
                 after = found.chosen, found.levels, found.default_ms
+                state.turns.try_again()
                 is_refining = found.trials > 0
                 self.phase = Refine(state, found.trials, *after) if is_refining else Monitor(state, *after)
             case Watching():

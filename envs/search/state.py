@@ -211,6 +211,7 @@ class State:
         """A new search, from these default steps. ``before`` (s,): configs that ran until now."""
         self.default_ms = trimmed_mean(default.step_ms)
         self.turns.default_ms = 0.0
+        self.turns.try_again()
         self.noise.begin(default.step_ms, self.config)
         self.belief = Belief(self.prior, self.job.features, self.open, self.job.share)
         has_calls = bool(np.isfinite(self.default_calls.logs).any())
@@ -264,14 +265,14 @@ class State:
 
     def tried(self, kind: str, configs: Array, comparison: Comparison | None = None) -> Plan:
         """A measurement of these configs (s,): by turns with the current table if the job can, else a window; one at
-        few calls first if they are risky. A ``comparison`` is checked after about twice as many quads each time."""
+        few calls first if they are risky. A ``comparison`` is checked after half as many quads more each time."""
         current = self.current.configs
         plan = self.window(kind, configs)
         if kind != TABLE:
             plan = self.guard.before(plan, current)
         quads = self.noise.quads
         if comparison is not None:
-            quads = min(max(comparison.test.n, CHECK_QUADS[0]), CHECK_QUADS[1])
+            quads = min(max(comparison.test.n // 2, CHECK_QUADS[0]), CHECK_QUADS[1])
         return plan if plan.one_of else self.turns.plan(plan, current, quads)
 
     @property
@@ -283,8 +284,8 @@ class State:
 
     @property
     def quads_a_pair(self) -> float:
-        """Quads that take as many steps as a pair of windows; 0: this job takes no turns."""
-        return 2 * self.noise.window_steps / QUAD if self.turns.is_possible else 0.0
+        """Quads that tell as much as a pair of windows, in half of the steps; 0: this job takes no turns."""
+        return self.noise.window_steps / QUAD if self.turns.is_possible else 0.0
 
     def compare(self, table: Array, noise: float, is_trial: bool = False) -> Comparison:
         """A new comparison of a table (s,) with the current one; ``noise`` of a pair of windows."""
@@ -322,7 +323,7 @@ class State:
             pairs = math.inf if comparison.is_trial else float(config.pairs)
             pairs_long_steps = float(config.pairs_long_steps)
         least = SAFE_PAIRS if comparison.is_trial else LEAST_PAIRS
-        if quads:  # as many steps as so many pairs of windows
+        if quads:  # as certain as so many pairs of windows
             pairs, pairs_long_steps, least = pairs * quads, pairs_long_steps * quads, CHECK_QUADS[0]
         terms = Terms(pairs, pairs_long_steps, least, config.least_gain, known)
         return comparison.decide(terms, self.long_steps)

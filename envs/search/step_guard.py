@@ -146,10 +146,15 @@ class StepGuard:
 class Turns:
     """How this job's tables take turns at every step, if they can."""
 
-    def __init__(self, is_possible: bool) -> None:
-        self.is_possible = is_possible
+    def __init__(self, is_told: bool) -> None:
+        self._is_told = is_told  # by the job
+        self.is_possible = is_told
         self.steps = TURN_STEPS  # of a turn
         self.default_ms = 0.0  # step of the default, from the last turns; 0: none were measured
+
+    def try_again(self) -> None:
+        """A phase begins: a job that had no rhythm, as in an evaluation, may have one now."""
+        self.is_possible = self._is_told
 
     def plan(self, plan: Plan, current: Array, quads: int) -> Plan:
         """The same plan by turns with the current table (s,): so many quads. The first one does not count if an

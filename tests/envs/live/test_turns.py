@@ -153,10 +153,13 @@ def test_a_lease_whose_ranks_lost_their_rhythm_counts_for_nobody(job_of):
     assert job.alternate(TABLE, 64) is None
 
 
-def test_a_trial_step_that_is_too_slow_ends_the_turns(job_of):
+@pytest.mark.parametrize("discard", [0, 4])
+def test_a_trial_step_that_is_too_slow_ends_the_turns_and_is_kept(job_of, discard):
+    """Also in the first quad: the step tells that the table is slow, and not that the job takes no turns. Steps that do
+    not count, which may connect an algorithm, end nothing."""
     job, _ = job_of()
-    turns = job.alternate(TABLE, 32, give_up_ms=7.0)
-    assert turns is None or len(turns.steps) < 8
+    turns = job.alternate(TABLE, 32, discard=discard, give_up_ms=7.0)
+    assert turns.arms.tolist() == [CURRENT, TRIAL] and turns.durations_ms.tolist() == [10.0, 8.0]
 
 
 @pytest.mark.parametrize(
