@@ -26,7 +26,7 @@ class SimWindows:
     """Windows of all jobs of a batch. ``rng`` draws the noise: for all jobs together, or for each by itself."""
 
     #: Whether the searches are told that two tables can take turns at every step.
-    takes_turns = False
+    takes_turns = True
 
     def __init__(self, jobs: Jobs, rng: np.random.Generator | NoiseStream) -> None:
         self.jobs, self.rng = jobs, rng
