@@ -26,7 +26,7 @@ from ..nccl.run_folder import CONFIRMED
 from ..nccl.shm import RunFolder, decode_table, encode_table
 from .job_ends import JobEnded
 from .obedience import Disobeyed, slot_of
-from .pauses import Attempt, Cut, Rhythm
+from .pauses import Attempt, Cut, LastRound, Rhythm
 from .reader import Reader, log
 from .turns import MOST_FAILED, QUAD, Lease, Turns, lease_steps, together
 
@@ -261,16 +261,19 @@ class Job(Reader):
             wanted, waited = wanted - lease.n_kept, lease.waited
             if lease.is_given_up:
                 break
-        self._end_turns()
+        self._end_turns(leases[-1].generation if leases else 0)
         turns = together(leases, self.heard.steady, discard, n_steps)
         if not turns.has_both:
             return None
         return replace(turns, disobeyed=self.obedience.verdict(leases[-1].generation, self.assembler.comms))
 
-    def _end_turns(self) -> None:
+    def _end_turns(self, lease: int) -> None:
         """One more round: it puts the confirmed table in force, and its votes say whether the last turns were alike."""
         self.publish(self.confirmed)
-        self._run(Attempt(self.generation, False, 1, 0, {}, self.rhythm), math.inf)
+        steady = self.heard.steady
+        self._run(
+            LastRound(self.generation, False, 1, 0, {}, self.rhythm, lease=lease, steady=steady), math.inf
+        )
 
     def _run(self, attempt: Attempt | Lease, give_up_ms: float) -> Cut | None:
         """Give an attempt all steps until it is whole; what cuts that short. Raises JobEnded."""

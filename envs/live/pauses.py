@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,3 +89,16 @@ class Attempt:
     def is_whole(self) -> bool:
         """All steps were counted."""
         return len(self.counted) >= self.n_steps
+
+
+@dataclass
+class LastRound(Attempt):
+    """The round after turns. It is over once rank 0 says that they were steady, at the latest with its first step."""
+
+    lease: int = 0  # generation of the last turns
+    steady: Collection[int] = ()  # generations whose turns were
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing more will be heard."""
+        return self.lease in self.steady or super().is_whole

@@ -75,9 +75,11 @@ class SimWindows:
             turns.steps[row], turns.others[row, slots] = plan.turns, plan.others
         in_turns = turns.steps > 0
         after = np.where(in_turns[:, None], turns.others, configs)  # the current table runs between turns
-        waited_us = self._wait((after != self.running).any(axis=1) | (few.part != self.few.part) | in_turns)
+        is_new = (after != self.running).any(axis=1) | (few.part != self.few.part) | in_turns
+        self.waited, waited_us = self._wait(is_new)
         steps, calls = self.jobs.window(configs, counted, self.rng, few, turns)
         self.running, self.few, self.tried, found = after, few, configs, []
+        ended, ended_us = self._wait(in_turns)  # the round after turns says whether they count
         self.tried_steps = np.zeros(n, int)
         arms = turns.arms(steps.shape[1])
         for row, plan in zip(rows, plans, strict=True):
@@ -85,21 +87,22 @@ class SimWindows:
             seen = self._cut(plan, ms, ran, calls[row, : len(plan.configs)].copy())
             taken = plan.discard + len(seen.step_ms)
             self.tried_steps[row] = int(ran[:taken].sum())
-            billed = int(self.waited[row]) + taken
-            billed_ms = float(waited_us[row] / 1e3 + ms[:taken].sum())
+            around_ms = (waited_us[row] + ended_us[row]) / 1e3
+            billed = int(self.waited[row] + ended[row]) + taken
+            billed_ms = float(around_ms + ms[:taken].sum())
             found.append(replace(seen, billed=billed, billed_ms=billed_ms))
         return found
 
-    def _wait(self, is_new: Array) -> Array:
-        """Let the steps pass that a new plan takes to hold on the jobs that have one (n,) bool; their time, us (n,)."""
+    def _wait(self, is_new: Array) -> tuple[Array, Array]:
+        """Let a round pass on the jobs (n,) bool that have one; its steps, and their time, us, (n,) each."""
         waited_us = np.zeros(len(self.jobs))
-        self.waited = np.where(is_new, SWITCH_STEPS, 0)
+        waited = np.where(is_new, SWITCH_STEPS, 0)
         changed = np.flatnonzero(is_new)
         if len(changed):
             before = self.running[changed], changed, self.few.take(changed)
             waited_us[changed] = SWITCH_STEPS * self.jobs.step_us(*before)[0]
-        self.jobs.advance(self.waited)
-        return waited_us
+        self.jobs.advance(waited)
+        return waited, waited_us
 
     @staticmethod
     def _cut(plan: Plan, ms: Array, arms: Array, call_us: Array) -> Measured:
