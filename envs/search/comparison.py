@@ -236,9 +236,7 @@ class Comparison:
         if not found:
             return found
         gain = self.test.mean
-        # In turns both tables ran in the same steps: no long step is assumed of one that is not assumed of the other.
-        more = 0.0 if self.takes_turns or self.reference.any() else LONG_STEP
-        if long_steps.gain(self.table, self.reference, gain, more) > 0:
+        if long_steps.allows(self.table, self.reference, gain, self.takes_turns):
             return True
         # The table gains by its usual steps, so it costs little to go on until the long ones are known.
         is_over = self.test.n >= terms.max_pairs_long_steps
@@ -284,12 +282,13 @@ class LongSteps:
     """The cost of long steps under each table that ran: a trimmed mean leaves them out, and a setting that makes one
     step in 200 twice as long would seem as fast as it is in all others.
 
-    They are too rare to be tested for in a comparison of a hundred steps. So a table has to be so much faster that one
-    more long step would not make it slower than the reference: the less it gains, the longer it runs before it is
-    adopted, and the gain of those steps, LONG_STEP in all at most, is lost. A table whose long steps cost twice what it
-    gains is adopted in one case of 5 if they take three times as long, in one of 25 if twice (a random walk that falls,
-    and a level that it must reach: Wald 1945). Later it runs for thousands of steps, and is dropped when it is clearly
-    slower. Long steps that are the job's own strike the default as well.
+    They are too rare to be tested for in a comparison of a hundred steps. By turns, both tables have as many steps in
+    the same time, and the long ones of each count. In windows a table has to be so much faster that one more long step
+    would not make it slower than the reference: the less it gains, the longer it runs before it is adopted, and the
+    gain of those steps, LONG_STEP in all at most, is lost. A table whose long steps cost twice what it gains is adopted
+    in one case of 5 if they take three times as long, in one of 25 if twice (a random walk that falls, and a level that
+    it must reach: Wald 1945). Later it runs for thousands of steps, and is dropped when it is clearly slower. Long
+    steps that are the job's own strike the default as well.
     """
 
     def __init__(self) -> None:
@@ -314,10 +313,11 @@ class LongSteps:
         cost = (excess + more) / max(steps, 1)
         return float(gain - cost + usual / max(reference_steps, 1))
 
-    def allows(self, table: Array, reference: Array, gain: float) -> bool:
+    def allows(self, table: Array, reference: Array, gain: float, by_turns: bool = False) -> bool:
         """Whether the table may replace the reference. If that was adopted before, the table has only to be no slower:
-        it is a little faster at most, and few steps are left to show it."""
-        more = 0.0 if reference.any() else LONG_STEP
+        it is a little faster at most, and few steps are left to show it. The same holds if the two took turns: a long
+        step that was not seen in either is assumed of both."""
+        more = 0.0 if by_turns or reference.any() else LONG_STEP
         return self.gain(table, reference, gain, more) > 0
 
     def forbids(self, table: Array, reference: Array, gain: float) -> bool:
