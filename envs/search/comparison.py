@@ -23,6 +23,7 @@ from .config import (
     ALPHA,
     AT_ONCE,
     CARRIED_ERRORS,
+    CHECK_QUADS,
     CLIP,
     KNOWN_PAIRS,
     LIKELY,
@@ -173,6 +174,13 @@ class Comparison:
     def takes_turns(self) -> bool:
         """Its pairs are quads."""
         return self.test.quads_a_pair > 0
+
+    @property
+    def quads_until_check(self) -> int:
+        """Quads of its next measurement: half as many as it has."""
+        fewest, most = CHECK_QUADS
+        half = self.test.n // 2
+        return min(max(half, fewest), most)
 
     def add_quads(self, quads: Quads, reference: TimedWindow, table: TimedWindow) -> None:
         """Take in a measurement by turns; the times of its steps under the two."""

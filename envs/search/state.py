@@ -266,13 +266,10 @@ class State:
     def tried(self, kind: str, configs: Array, comparison: Comparison | None = None) -> Plan:
         """A measurement of these configs (s,): by turns with the current table if the job can, else a window; one at
         few calls first if they are risky. A ``comparison`` is checked after half as many quads more each time."""
-        current = self.current.configs
-        plan = self.window(kind, configs)
+        current, plan = self.current.configs, self.window(kind, configs)
         if kind != TABLE:
             plan = self.guard.before(plan, current)
-        quads = self.noise.quads
-        if comparison is not None:
-            quads = min(max(comparison.test.n // 2, CHECK_QUADS[0]), CHECK_QUADS[1])
+        quads = self.noise.quads if comparison is None else comparison.quads_until_check
         return plan if plan.one_of else self.turns.plan(plan, current, quads)
 
     @property
