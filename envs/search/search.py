@@ -51,7 +51,9 @@ class Search:
         self._regimes = Regimes()
         before = np.zeros(self.n_slots, np.int64)
         if first is not None and self.state.config.budget:
-            before = np.where(job.mask[np.arange(self.n_slots), first], first, 0)
+            slots = np.arange(self.n_slots)
+            is_offered = job.mask[slots, first]
+            before = np.where(is_offered, first, 0)
         self.state.account.steps = default.billed
         self.state.begin(default, before)
         self.phase: Phase = Explore(self.state, before)
@@ -150,7 +152,9 @@ class Search:
         figures[5, self.confirmed[look.slot]] = 1.0
         figures[6] = look.risk
         features = state.job.features[look.slot]
-        return observation.encode(features, self._context(look), figures, self.open[look.slot])
+        context = self._context(look)
+        is_open = self.open[look.slot]
+        return observation.encode(features, context, figures, is_open)
 
     def _context(self, look: Any) -> observation.Context:
         state, slot = self.state, look.slot
@@ -196,7 +200,9 @@ class Search:
 
     def ask(self, policy: Policy, state: Any = None) -> Any:
         """Let a policy decide for the slot whose turn it is, from its state of the turn before; its state now."""
-        action, state = policy.predict(self.observe()[None], state, np.array([state is None]), True)
+        seen = self.observe()
+        is_first = np.array([state is None])
+        action, state = policy.predict(seen[None], state, is_first, True)
         config, what = choices_of(np.reshape(action, 3))
         self.decide(int(config), int(what))
         return state
@@ -208,20 +214,24 @@ class Search:
         state = self.state
         state.account.steps += seen.billed
         if plan.kind == PROFILE:
-            window = Window(plan, seen, seen.step_ms, trimmed_mean(seen.step_ms), False, False)
+            ms = trimmed_mean(seen.step_ms)
+            window = Window(plan, seen, seen.step_ms, ms, False, False)
             return self._recorded(window, 0.0)
         if len(seen.arms):
             return self._record_turns(plan, seen)
-        state.turns.is_possible = state.turns.is_possible and not plan.turns  # the job could not take turns
+        if plan.turns:  # the job could not take turns
+            state.turns.is_possible = False
         default_ms = state.default_ms_now
         limit_ms = state.guard.limit_ms(plan.configs, default_ms)
         steps, is_aborted = _measuring_steps(plan, seen.step_ms, limit_ms)
         ms = trimmed_mean(steps)
         saved = seen.billed - seen.billed_ms / default_ms
-        anyway = seen.billed * (1 - math.exp(-self.gain[0])) if self.is_over else 0.0
+        by_current = 1 - math.exp(-self.gain[0])
+        anyway = seen.billed * by_current if self.is_over else 0.0
         # The job's own long steps, such as checkpoints, are not charged to the search. An aborted step is.
         state.account.lost -= saved if is_aborted else seen.billed * (1 - ms / default_ms)
-        state.long_steps.add(plan.configs, seen.step_ms, default_ms if is_aborted else ms)
+        usual_ms = default_ms if is_aborted else ms
+        state.long_steps.add(plan.configs, seen.step_ms, usual_ms)
         if plan.kind != WATCH or not plan.configs.any():
             self._learn(plan, seen, steps, is_aborted)
         is_guilty = is_aborted and state.guard.abort(plan.configs)
@@ -279,7 +289,8 @@ class Search:
         belief.compare(configs, self.confirmed, quads.ratio, noise, is_far)
         if not is_aborted:
             state.guard.ran(configs)
-        saving = quads.ratio + self.gain[0]
+        gain = self.gain[0]
+        saving = quads.ratio + gain
         known_calls = np.nan_to_num(calls)
         state.last = LastWindow(saving, known_calls, 0.0)
 
@@ -341,7 +352,10 @@ class Search:
                 after = found.chosen, found.levels, found.default_ms
                 state.turns.try_again()
                 is_refining = found.trials > 0
-                self.phase = Refine(state, found.trials, *after) if is_refining else Monitor(state, *after)
+                if is_refining:
+                    self.phase = Refine(state, found.trials, *after)
+                else:
+                    self.phase = Monitor(state, *after)
             case Watching():
                 self.phase = found.monitor
             case Changed():
