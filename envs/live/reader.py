@@ -33,7 +33,7 @@ class HeardOfTurns:
     """What rank 0 has said of tables that take turns, by generation."""
 
     steady: set[int] = field(default_factory=set)  # all ranks have kept their rhythm in its turns
-    refused: int = 0  # the last one whose turns were refused
+    refused: int = -1  # the last one whose turns were refused; 0 is no table
     why: str = ""
 
 
