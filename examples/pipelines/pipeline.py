@@ -46,9 +46,9 @@ def train(steps: int, zero_stage: int, dtype: torch.dtype = torch.float32) -> li
 
     settings = {"param_dtype": dtype, "gradient_accumulation": MICRO_BATCHES, "max_norm": 0.05}
     engine = zero(half, optimizer, stage=zero_stage, group=sharding, model_group=pipe, **settings)
-    factor = 1.0  # the schedule calls backward, not engine.backward, so the loss is scaled here
 
     def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        # The schedule calls backward, not engine.backward, so the loss is scaled here, by engine.scaling()'s factor.
         return (output.float() - target).square().mean() * factor
 
     # Shapes are given: to learn them torch would run a pass of its own, which stage 3 takes for the step's.
