@@ -77,20 +77,25 @@ class SearchEnv(gym.Env[Array, Array]):
         search = self.search
         if search is None or self._is_over:
             raise ValueError("the episode is over or has not begun: call reset()")
-        config, what = choices_of(np.asarray(action, np.int64).reshape(3))
+        numbers = np.asarray(action, np.int64)
+        config, what = choices_of(numbers.reshape(3))
         masked = not search.decide(int(config), int(what))
         reward, ended = 0.0, dict[str, Any]()
         try:
             while not search.is_done and (plan := search.plan()) is not None:
-                reward += search.record(plan, self.windows.measure(plan))
+                measured = self.windows.measure(plan)
+                reward += search.record(plan, measured)
             if search.is_done:
                 reward += worth(search, self.windows) / 100
         except JobEnded as error:
             ended = {"ended": str(error)}
             if isinstance(error, (Stopped, Withdrawn)):  # the job is to run as if nobody had tuned it
                 search.withdraw()
-        self._is_over = search.is_done or bool(ended)
-        return search.observe(), reward, search.is_done, bool(ended), self._info(masked) | ended
+        is_cut = bool(ended)
+        self._is_over = search.is_done or is_cut
+        seen = search.observe()
+        info = self._info(masked) | ended
+        return seen, reward, search.is_done, is_cut, info
 
     def _info(self, masked: bool) -> dict[str, Any]:
         assert self.search is not None
@@ -98,10 +103,11 @@ class SearchEnv(gym.Env[Array, Array]):
         # As long for one job as for another: many run side by side.
         table = np.zeros(max(MANY_SLOTS, s.n_slots), np.int64)
         table[: s.n_slots] = s.confirmed
+        slot = s.turn % s.n_slots
         return {
-            "slot": s.turn % s.n_slots,
+            "slot": slot,
             "masked": masked,
-            "mask": s.open[s.turn % s.n_slots],
+            "mask": s.open[slot],
             "steps": s.steps,
             "table": table,
             "lost": s.lost,
@@ -114,11 +120,15 @@ def worth(search: Search, windows: Windows) -> float:
     if not search.confirmed.any():
         return 0.0
     n_steps = search.state.noise.window_steps
+    none = np.zeros_like(search.confirmed)
+    under_default = Plan(WATCH, none, n_steps, DISCARD)
+    under_table = Plan(WATCH, search.confirmed, n_steps, DISCARD)
     default_ms = table_ms = 0.0
     for _ in range(REWARD_PAIRS):
-        default = windows.measure(Plan(WATCH, np.zeros_like(search.confirmed), n_steps, DISCARD))
-        table = windows.measure(Plan(WATCH, search.confirmed, n_steps, DISCARD))
+        default = windows.measure(under_default)
+        table = windows.measure(under_table)
         default_ms += trimmed_mean(default.step_ms)
         table_ms += trimmed_mean(table.step_ms)
     remaining = max(HORIZON - search.marks.verdict, 0)
-    return remaining * float(1 - table_ms / default_ms)
+    saved = float(1 - table_ms / default_ms)
+    return remaining * saved

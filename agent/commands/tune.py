@@ -162,10 +162,7 @@ def tune(
     if not command and not cluster and n_gpus < 2:
         cluster = Emulated().cluster
     emulated, known = emulation(cluster, bytes_scale, compute_scale, seed) if cluster else (None, {})
-    if command and shutil.which(command[0]) is None:
-        fail(
-            f"cannot start {command[0]!r}: no such program; give the job after --, e.g. -- torchrun train.py"
-        )
+    _check_program(command)
     refuse_traps(command, force, emulated=emulated is not None)
     own = {} if command else {"stage": stage, "n_processes": ranks or (2 if emulated else n_gpus)}
     with refusing(PluginBuildError, Busy, ValueError, OSError):
@@ -270,6 +267,12 @@ def _check(call: Call) -> None:
         fail(f"--{theirs[0]} is for the built-in job: put it into your COMMAND, or leave the COMMAND out")
     if not (asked["command"] or asked["attach"]) and asked["steps"] < FEWEST_STEPS:
         fail(f"{asked['steps']} steps are too few for a verdict: give --steps {FEWEST_STEPS} or more")
+
+
+def _check_program(command: list[str] | None) -> None:
+    if not command or shutil.which(command[0]) is not None:
+        return
+    fail(f"cannot start {command[0]!r}: no such program; give the job after --, e.g. -- torchrun train.py")
 
 
 def _exit_code(summary: RunSummary) -> int:

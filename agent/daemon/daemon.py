@@ -208,9 +208,7 @@ class Daemon:
         while job.is_alive():
             self._page.keep_up(self._summary)
             try:
-                if self.request.once and tuner.search is not None and tuner.search.is_over:
-                    self.outcome.ended = self.outcome.ended or RunEnds.ONCE()
-                    self._say(self.outcome.ended)
+                if self._ends_with_verdict():
                     return
                 if not over:
                     self._step()
@@ -234,6 +232,15 @@ class Daemon:
                 self._closed = over = True
             except JobEnded:
                 return
+
+    def _ends_with_verdict(self) -> bool:
+        """Whether the verdict is there and the request is for no more: says so then."""
+        search = self.tuner.search
+        if not self.request.once or search is None or not search.is_over:
+            return False
+        self.outcome.ended = self.outcome.ended or RunEnds.ONCE()
+        self._say(self.outcome.ended)
+        return True
 
     def _step(self) -> None:
         """One window of the watch, and a word where it has changed something. Raises JobEnded."""

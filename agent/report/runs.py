@@ -64,8 +64,7 @@ def state(out: Path) -> dict[str, Any]:
     Unknown values are None. What the summary says is the summary's; of a run without one its last window tells.
     """
     header, summary = read_object(out / "trace" / "header.json"), RunSummary.read(out)
-    windows = [line for line in _tail(out / "trace" / "windows.jsonl") if line.get("kind") == "window"]
-    last = windows[-1] if windows else {}
+    last = _last_window(out)
     run = Path(str(_known(header.get("run"), summary.run, "")))
     alive = bool(run.name) and is_locked(run / TUNER)
     agreement = summary.agreement or {}
@@ -97,6 +96,13 @@ def state(out: Path) -> dict[str, Any]:
         "why": why,
         "reasons": names(str(why or "")),
     }
+
+
+def _last_window(out: Path) -> dict[str, Any]:
+    """The record of the run's last window, {} before the first."""
+    lines = _tail(out / "trace" / "windows.jsonl")
+    windows = [line for line in lines if line.get("kind") == "window"]
+    return windows[-1] if windows else {}
 
 
 def _step_times(out: Path) -> list[float]:
