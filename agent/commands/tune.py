@@ -26,6 +26,7 @@ from . import (
     fail,
     refuse_traps,
     refusing,
+    run_alone_if_off,
     run_folder,
 )
 
@@ -151,6 +152,7 @@ def tune(
     from ..policies.choosing import check_chooser
 
     _check(call)
+    run_alone_if_off(command, json)
     if attach:
         if headroom:
             fail(

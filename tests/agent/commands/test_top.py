@@ -37,6 +37,31 @@ def test_the_state_of_runs(runs):
     assert live["state"] == "tuning" and live["gain"] is None and live["phase"] == "search"
 
 
+@pytest.mark.parametrize(
+    ("held", "ended", "died"),
+    [
+        ("launcher", None, True),
+        ("ring-1", None, True),
+        ("launcher", "stopped by `dynamiccl stop`", False),
+        ("tuner", None, False),
+        (None, None, False),
+    ],
+)
+def test_a_tuner_that_died_is_known_from_one_that_ended(tmp_path, held, ended, died):
+    """A job lives while its launcher or a rank holds a lock. A tuner that ends leaves its reason."""
+    folder = RunFolder.create("top-died")
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "header.json").write_text(json.dumps({"run": str(folder.path)}))
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 9, "ended": ended}))
+    fd = lock(folder.path / held, "") if held else -1
+    try:
+        assert state(tmp_path)["tuner_died"] is died
+    finally:
+        if held:
+            os.close(fd)
+        folder.close()
+
+
 def test_what_a_search_costs_is_told_as_the_budget_counts_it(tmp_path):
     """Seen: "search cost 9.6%" beside a budget of 5 %, of another denominator."""
     told = {
