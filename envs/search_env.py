@@ -7,11 +7,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from ..traces.spaces import N_CHANNELS, N_PAIRS
 from .live.job_ends import JobEnded, Stopped, Withdrawn
 from .search import observation
 from .search.belief.prior import Prior
 from .search.config import DISCARD, HORIZON, REWARD_PAIRS, SearchConfig
-from .search.interfaces import WATCH, Plan, Windows, action_space, choices_of
+from .search.interfaces import N_WHAT, WATCH, Plan, Windows, action_space, choices_of
 from .search.search import Search
 from .search.step_times import trimmed_mean
 from .sim.workloads import MANY_SLOTS
@@ -91,6 +92,19 @@ class SearchEnv(gym.Env[Array, Array]):
                 search.withdraw()
         self._is_over = search.is_done or bool(ended)
         return search.observe(), reward, search.is_done, bool(ended), self._info(masked) | ended
+
+    def action_masks(self) -> Array:
+        """Which entries of the three parts of an action may be chosen, as sb3-contrib's MaskablePPO asks.
+
+        Returns a bool array of 7 + 8 + 4 entries. An entry is False if no open config has it. The parts are masked
+        apart, so a pair and a channel count that are both open can still be closed together: such an action runs as a
+        masked one. ``info["mask"]`` has the open configs themselves. Raises ValueError before the first :meth:`reset`.
+        """
+        if self.search is None:
+            raise ValueError("no episode has begun: call reset()")
+        slot = self.search.turn % self.search.n_slots
+        is_open = self.search.open[slot].reshape(N_PAIRS, N_CHANNELS)
+        return np.concatenate([is_open.any(axis=1), is_open.any(axis=0), np.ones(N_WHAT, bool)])
 
     def _info(self, masked: bool) -> dict[str, Any]:
         assert self.search is not None

@@ -10,6 +10,7 @@ import statistics
 import textwrap
 import time
 from collections import deque
+from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -187,7 +188,7 @@ def show_summary(console: Console, s: RunSummary, quiet: bool = False) -> None:
     for text in [*s.not_obeyed, *warnings]:
         say(text, "yellow")
     say(consistency_text(s.consistency))
-    lead("more", f"dynamiccl show {s.trace}")
+    lead("more", f"dynamiccl show {Path(str(s.trace)).parent}")
     lead("report", str(s.report))
 
 
