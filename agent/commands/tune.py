@@ -139,7 +139,7 @@ def tune(
 
     \b
     dynamiccl tune                             # the built-in job
-    dynamiccl tune --cluster dgx-h100-2x8      # emulated; COMMAND may use gloo
+    dynamiccl tune --cluster dgx-h100-2x8      # emulated, on the CPU with gloo
     dynamiccl tune -- torchrun --nproc-per-node 8 train.py
     srun --ntasks-per-node 1 dynamiccl tune -- torchrun --nnodes 2 ... train.py
     dynamiccl tune --attach runs/tune/latest   # a new tuner for a running job

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 
 import pytest
 from command import invoke
+from dynamiccl.agent.commands.top import HEADS
 from dynamiccl.agent.report.runs import find_runs, state
 from dynamiccl.envs.live.locks import lock
 from dynamiccl.envs.nccl.shm import RunFolder
@@ -93,6 +95,19 @@ def test_the_command(runs):
     assert len(json.loads(invoke(["top", str(runs), "--json"]).stdout)) == 2
     result = invoke(["top", str(runs / "nothing")])
     assert result.exit_code == 2 and "dynamiccl tune" in result.stderr
+
+
+@pytest.mark.parametrize("width", [80, 120, 160, 200])
+def test_no_word_is_cut_whatever_the_width(runs, monkeypatch, width):
+    """Before: "sta", "ste" and "step ti" in 80 columns, and again in 160 where all columns were tried."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    for name in ("over", "live"):  # names as long as `tune` gives them
+        (runs / name).rename(runs / f"20261127-02360{len(name)}-{name}")
+    head, _, *lines = [line for line in invoke(["top", str(runs)]).stdout.splitlines() if line.strip()]
+    shown = re.split(r"\s{2,}", head.strip())
+    assert set(shown) <= set(HEADS) and {"run", "step", "step time", "current table"} <= set(shown)
+    assert len(shown) == len(HEADS) or width < 200
+    assert any("-live (emulated) " in line for line in lines)
 
 
 def test_a_run_that_kept_no_table_shows_no_gain(runs):
