@@ -69,9 +69,11 @@ class SearchEnv(gym.Env[Array, Array]):
         super().reset(seed=seed)
         self.windows = self.open(options or {})
         job, default = self.windows.begin()
-        self.search = Search(job, default, self.prior, self.config, on_confirmed=self.windows.confirm)
+        confirm = self.windows.confirm
+        self.search = Search(job, default, self.prior, self.config, on_confirmed=confirm)
         self._is_over = False
-        return self.search.observe(), self._info(False)
+        seen = self.search.observe()
+        return seen, self._info(False)
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         """One turn, and the windows that come of it. Raises ValueError before the first :meth:`reset`."""
@@ -90,8 +92,11 @@ class SearchEnv(gym.Env[Array, Array]):
             ended = {"ended": str(error)}
             if isinstance(error, (Stopped, Withdrawn)):  # the job is to run as if nobody had tuned it
                 search.withdraw()
-        self._is_over = search.is_done or bool(ended)
-        return search.observe(), reward, search.is_done, bool(ended), self._info(masked) | ended
+        is_done = search.is_done
+        self._is_over = is_done or bool(ended)
+        seen = search.observe()
+        info = self._info(masked) | ended
+        return seen, reward, is_done, bool(ended), info
 
     def action_masks(self) -> Array:
         """Which entries of the three parts of an action may be chosen, as sb3-contrib's MaskablePPO asks.
@@ -102,9 +107,18 @@ class SearchEnv(gym.Env[Array, Array]):
         """
         if self.search is None:
             raise ValueError("no episode has begun: call reset()")
+        is_open = self._mask().reshape(N_PAIRS, N_CHANNELS)
+        pairs = is_open.any(axis=1)
+        channels = is_open.any(axis=0)
+        what = np.ones(N_WHAT, bool)
+        return np.concatenate([pairs, channels, what])
+
+    def _mask(self) -> Array:
+        """Which configs of the slot whose turn it is are open."""
+        assert self.search is not None
         slot = self.search.turn % self.search.n_slots
-        is_open = self.search.open[slot].reshape(N_PAIRS, N_CHANNELS)
-        return np.concatenate([is_open.any(axis=1), is_open.any(axis=0), np.ones(N_WHAT, bool)])
+        mask: Array = self.search.open[slot]
+        return mask
 
     def _info(self, masked: bool) -> dict[str, Any]:
         assert self.search is not None
@@ -115,7 +129,7 @@ class SearchEnv(gym.Env[Array, Array]):
         return {
             "slot": s.turn % s.n_slots,
             "masked": masked,
-            "mask": s.open[s.turn % s.n_slots],
+            "mask": self._mask(),
             "steps": s.steps,
             "table": table,
             "lost": s.lost,
@@ -129,9 +143,10 @@ def worth(search: Search, windows: Windows) -> float:
         return 0.0
     n_steps = search.state.noise.window_steps
     default_ms = table_ms = 0.0
+    nothing = np.zeros_like(search.confirmed)
+    plans = Plan(WATCH, nothing, n_steps, DISCARD), Plan(WATCH, search.confirmed, n_steps, DISCARD)
     for _ in range(REWARD_PAIRS):
-        default = windows.measure(Plan(WATCH, np.zeros_like(search.confirmed), n_steps, DISCARD))
-        table = windows.measure(Plan(WATCH, search.confirmed, n_steps, DISCARD))
+        default, table = map(windows.measure, plans)
         default_ms += trimmed_mean(default.step_ms)
         table_ms += trimmed_mean(table.step_ms)
     remaining = max(HORIZON - search.marks.verdict, 0)
