@@ -11,6 +11,9 @@ C_SOURCES := $(wildcard envs/nccl/plugin/*.[ch] envs/sim/*.c tests/tools/*.[ch])
 PAGES := README.md OPERATING.md CONTRIBUTING.md $(wildcard docs/*.md */README.md envs/*/README.md)
 NOT_PROSE := typography|lexical_illusions|dates_times
 
+# Each of the many processes that tests start would compile the tree anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo docs test test-slow test-timing test-all test-next coverage check format setup bench gpu-check model-check clean
 
 demo: setup

@@ -46,11 +46,22 @@ def suite() -> JobSuite:
     return draw_suite("small", STANDARD, 6, 10)
 
 
+def as_read(submission: dict[str, Any]) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(json.dumps(submission))
+    return read
+
+
 @pytest.fixture(scope="module")
 def made(suite: JobSuite) -> dict[str, dict[str, Any]]:
     """Submissions as they come out of a file."""
     names = ("expected-improvement", "coordinate-descent", "default", "aa")
-    return {name: json.loads(json.dumps(enter_one(name, suite))) for name in names}
+    return {name: as_read(enter_one(name, suite)) for name in names}
+
+
+@pytest.fixture(scope="module")
+def honest(suite: JobSuite) -> dict[str, Any]:
+    """The submission of one entrant, as it comes out of a file."""
+    return as_read(enter_one("coordinate-descent", suite))
 
 
 def test_decisions_are_packed_and_unpacked() -> None:
@@ -73,10 +84,10 @@ def test_decisions_give_the_same_scores_again_all_of_them_or_a_few(
     assert idle["gain_delivered"] == 0 and idle["steps_to_verdict"][2] < 60
 
 
-def test_entrants_meet_the_same_noise_step_by_step(suite: JobSuite) -> None:
+def test_entrants_meet_the_same_noise_step_by_step(suite: JobSuite, honest: dict[str, Any]) -> None:
     """A job's luck depends neither on who plays nor on the other jobs."""
     alone = enter_one("coordinate-descent", suite, 1)["scores"]
-    among = enter_one("coordinate-descent", suite)["scores"]
+    among = honest["scores"]
     assert {key: value[0] for key, value in alone.items()} == {key: value[0] for key, value in among.items()}
 
 
@@ -116,13 +127,14 @@ def test_forged_figures_are_refused(suite: JobSuite, made: dict[str, dict[str, A
     ],
 )
 def test_hostile_submissions_are_refused(
-    suite: JobSuite, made: dict[str, dict[str, Any]], change: dict[str, Any]
+    suite: JobSuite, honest: dict[str, Any], change: dict[str, Any]
 ) -> None:
     board = Board(suite)
-    assert board.judge(made["coordinate-descent"] | change, None) and "coordinate-descent" not in board.scores
-    assert board.judge([made]) == "not a submission: no JSON object"
+    assert board.judge(honest | change, None) and "coordinate-descent" not in board.scores
+    assert board.judge([honest]) == "not a submission: no JSON object"
 
 
+@pytest.mark.slow
 def test_the_table_ranks_ties_and_what_has_no_rank(suite: JobSuite, made: dict[str, dict[str, Any]]) -> None:
     board = Board(suite)
     for submission in made.values():
@@ -157,9 +169,9 @@ def test_all_rows_are_of_the_same_jobs_and_a_terminal_has_five_columns(suite: Jo
     assert len(heads) == 5 and {len(row) for row in rows} == {5} and len(rows) == 2 + len(suite.told())
 
 
-def test_names_from_outside_cannot_become_columns(suite: JobSuite, made: dict[str, dict[str, Any]]) -> None:
+def test_names_from_outside_cannot_become_columns(suite: JobSuite, honest: dict[str, Any]) -> None:
     board, evil = Board(suite), "a|\n| 1"
-    assert board.judge(made["coordinate-descent"] | {"entrant": evil}) == ""
+    assert board.judge(honest | {"entrant": evil}) == ""
     assert len({line.count("|") for line in board.markdown().splitlines()}) == 1
 
 
@@ -208,6 +220,7 @@ def test_fit_keeps_what_loses_least(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["lost"] == min(row["lost"] for row in found["tried"]) <= found["tried"][-1]["lost"]
 
 
+@pytest.mark.slow
 def test_results_go_on_record_beside_those_of_others(tmp_path: Path) -> None:
     (tmp_path / "envs").mkdir()
     (tmp_path / "envs" / "README.md").write_text("before\n<!-- board -->\nold\n<!-- /board -->\nafter\n")

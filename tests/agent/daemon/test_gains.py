@@ -15,7 +15,7 @@ FSDP2 = [*TORCHRUN, str(HELPERS / "fsdp2_rank.py")]
 
 @pytest.mark.parametrize(
     "job",
-    [["--steps", "600"], ["--cluster", "dgx-h100-2x8", "--", *FSDP2, "700"]],
+    [["--steps", "360"], ["--cluster", "dgx-h100-2x8", "--", *FSDP2, "320"]],
     ids=["the demo", "a job of FSDP2"],
 )
 def test_the_lstm_beside_an_emulated_job_gains(job, tmp_path):
@@ -36,10 +36,10 @@ def test_the_lstm_beside_an_emulated_job_gains(job, tmp_path):
     same = summary["aa_speedup_ci95"]
     assert summary["speedup_ci95"][0] > same[1] > 1 > same[0]
     steps = Trace.read(tmp_path / "trace").steps
-    times = steps[steps["rank"] == 0].groupby("table_generation")["duration_ns"].median()
-    last = steps["table_generation"].max()
-    default = times.loc[times.index.min()]
-    assert times.loc[last] < 0.95 * default, times
+    steps = steps[steps["rank"] == 0]
+    default = steps[steps["table_generation"] == steps["table_generation"].min()]
+    after = steps[steps["index"] > summary["steps_to_verdict"]]  # trials of other tables among them
+    assert after["duration_ns"].median() < 0.95 * default["duration_ns"].median()
     # What it says, as `make demo` does where there is no terminal: paths alone may be longer than a line.
     said = [
         line for line in done.stderr.splitlines() if "socket.cpp" not in line

@@ -24,6 +24,7 @@ def played(env, decide, seed):
     return total
 
 
+@pytest.mark.slow
 def test_the_rule_earns_nothing_beyond_itself_and_who_leaves_at_once_loses_what_it_would_have_gained():
     env, rule = AgainstRule(*(SimEnv(STANDARD.only("plain")) for _ in range(2))), ExpectedImprovement()
     lost = []

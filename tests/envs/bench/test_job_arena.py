@@ -113,6 +113,7 @@ def test_where_nothing_helps_nothing_is_gained_and_little_lost(calm):
         assert np.isfinite(scores.verdict).all() and not (scores.is_harmed | scores.is_harsh).any()
 
 
+@pytest.mark.slow
 def test_where_every_other_config_costs_none_is_left_that_is_slower():
     jobs = without_gain(draw_jobs(STANDARD.only("plain"), np.random.default_rng(1), 16), worse=0.03)
     other = np.zeros((16, jobs.width), int)
@@ -131,6 +132,7 @@ def test_a_rule_on_the_belief_brings_gain_and_is_repeatable(calm):
     assert told["jobs"] == 6 and told["gain_delivered"] > 0.2 and told["slower"] == 0
 
 
+@pytest.mark.slow
 def test_a_job_is_played_alone_as_it_is_among_others():
     """Alone, one that begins to try something again as its watch ends has no other job that keeps the play going."""
     suite = JobSuite.load("unseen")

@@ -26,6 +26,7 @@ def test_a_shipped_suite_comes_out_as_on_record(name):
     assert (suite.gain >= -1e-9).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUITES)
 def test_a_fresh_draw_has_the_figures_on_record(name):
     """Other jobs of the same worlds: their figures lie within the intervals that are printed, widened by their own."""

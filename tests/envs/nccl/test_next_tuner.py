@@ -218,6 +218,7 @@ print(comm.get_coll_info("all_gather", 4096, cost))
 """
 
 
+@pytest.mark.parametrize("tells", ["at once"], indirect=True)  # it asks, and runs no collective
 @pytest.mark.parametrize(
     ("built", "env", "found"),
     [
