@@ -78,7 +78,7 @@ def state(out: Path) -> dict[str, Any]:
         "job": header.get("job"),
         "emulated": header.get("emulated"),
         "state": "tuning" if alive else "ended" if summary else "no tuner",
-        "tuner_died": not alive and why is None and _job_lives(run),
+        "tuner_died": _has_died(alive, why, run),
         "step": _known(summary.steps, last.get("last_step")),
         "step_ms": _known(confirmed_ms, last.get("step_ms")),
         "step_times_ms": _step_times(out),
@@ -99,6 +99,11 @@ def state(out: Path) -> dict[str, Any]:
         "why": why,
         "reasons": names(str(why or "")),
     }
+
+
+def _has_died(alive: bool, why: str | None, run: Path) -> bool:
+    """Whether the tuner is gone without a reason while its job lives."""
+    return not alive and why is None and _job_lives(run)
 
 
 def _job_lives(run: Path) -> bool:
