@@ -26,6 +26,7 @@ from . import (
     fail,
     refuse_traps,
     refusing,
+    run_alone_if_off,
     run_folder,
 )
 
@@ -138,7 +139,7 @@ def tune(
 
     \b
     dynamiccl tune                             # the built-in job
-    dynamiccl tune --cluster dgx-h100-2x8      # emulated; COMMAND may use gloo
+    dynamiccl tune --cluster dgx-h100-2x8      # emulated, on the CPU with gloo
     dynamiccl tune -- torchrun --nproc-per-node 8 train.py
     srun --ntasks-per-node 1 dynamiccl tune -- torchrun --nnodes 2 ... train.py
     dynamiccl tune --attach runs/tune/latest   # a new tuner for a running job
@@ -151,6 +152,7 @@ def tune(
     from ..policies.choosing import check_chooser
 
     _check(call)
+    run_alone_if_off(command, json)
     if attach:
         if headroom:
             fail(

@@ -10,6 +10,7 @@ import statistics
 import textwrap
 import time
 from collections import deque
+from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -179,7 +180,7 @@ def show_summary(console: Console, s: RunSummary, quiet: bool = False) -> None:
         return
     for text, style in _evidence(s):
         say(text, style)
-    lead("more", f"dynamiccl show {s.trace}")
+    lead("more", f"dynamiccl show {Path(str(s.trace)).parent}")
     lead("report", str(s.report))
 
 

@@ -187,10 +187,7 @@ class Daemon:
         if summary.steps_to_verdict is not None:
             self._say(f"verdict after {summary.steps_to_verdict} steps: {verdict(summary)}")
             self._log_verdict(summary.steps_to_verdict, summary)
-        elif self.outcome.ended not in (
-            None,
-            RunEnds.STOPPED(),
-        ):  # what was confirmed by then is told at the end
+        elif self.outcome.ended and not _is_asked_for(self.outcome.ended):
             self._say(self.outcome.ended)
         if search is not None and search.is_over and not search.is_done and not self.request.once:
             n_steps = search.state.noise.window_steps
@@ -328,6 +325,11 @@ class Daemon:
             report=str(self.out / "report.html"),
             log=str(self.out / LOG),
         )
+
+
+def _is_asked_for(ended: str) -> bool:
+    """Whether somebody ended tuning from outside: then the table that was kept by then is told at the end."""
+    return ended == RunEnds.STOPPED() or RunEnds.SWITCHED_OFF.facts(ended) is not None
 
 
 @contextlib.contextmanager
