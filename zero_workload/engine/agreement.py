@@ -60,16 +60,16 @@ def _forget_unused(parts: Sequence[Part], counts: Sequence[float]) -> None:
 
 def _squares(reducer: Reducer, parts: Sequence[Part]) -> torch.Tensor | float:
     """This rank's share of the gradient's squared norm (scalar): of what several ranks hold, each counts its part."""
-    if not reducer.settings.stage:  # all hold all: each takes as many elements, about
-        by_size = sorted(parts, key=lambda part: part.piece.numel)
-        parts = by_size[reducer.comm.rank :: reducer.comm.size]
     grads = [part.param.grad for part in parts if part.param.grad is not None]  # that is, all
     if not grads:
         return 0.0
-    comm = reducer.comm
-    copies = comm.replicas.size if comm.replicas else 1
+    comm, settings = reducer.comm, reducer.settings
+    copies = 1 if settings.stage else comm.size
+    if comm.replicas:
+        copies *= comm.replicas.size
     norms = torch._foreach_norm(grads)
-    squares = torch.stack(norms).square()
+    exact = [norm.to(settings.master) for norm in norms]
+    squares = torch.stack(exact).square()
     if comm.model:
         owners = [reducer.params[part.piece.param] for part in parts]
         shared = [getattr(owner, "model_copies", 1) for owner in owners]

@@ -39,7 +39,7 @@ class Outside:
         self.kinds = [(p.dtype, p.device) for p in params]
         self.stepping = False  # the engine itself steps the optimizer
         self._versions = [p._version for p in params]
-        self._taken: dict[Any, torch.Tensor] = {}  # (number, dtype, device) of a parameter -> its Taken
+        self._element: dict[Any, torch.Tensor] = {}  # (dtype, device) -> one element of memory
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse ``optimizer.step()`` by anybody but the engine."""
@@ -53,15 +53,14 @@ class Outside:
 
     def take_gradients(self) -> None:
         """After the last backward of a step: put :class:`Taken` in the place of each gradient."""
-        for number, param in enumerate(self.params):
+        for param in self.params:
             if not param.requires_grad:
                 continue
-            key = number, param.dtype, param.device
-            if key not in self._taken:  # made once: they cost more than the assignment
-                element = torch.zeros((), dtype=param.dtype, device=param.device)
-                every = element.expand(param.shape)
-                self._taken[key] = torch.Tensor._make_subclass(Taken, every)
-            param.grad = self._taken[key]
+            kind = param.dtype, param.device
+            if kind not in self._element:
+                self._element[kind] = torch.zeros((), dtype=param.dtype, device=param.device)
+            every = self._element[kind].expand(param.shape)
+            param.grad = torch.Tensor._make_subclass(Taken, every)
 
     def give_gradients(self) -> None:
         """Before the next step: gradients may come again."""

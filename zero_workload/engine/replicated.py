@@ -82,6 +82,8 @@ class Replicated:
 
     def publish(self) -> None:
         """After the optimizer's step: round the master weights, start to gather the other ranks' parts."""
+        for index in self.in_bucket:
+            self.params[index].grad = None
         for bucket in self.buckets:
             bucket.publish()
             if self.stage:
