@@ -16,7 +16,7 @@ def autoload() -> None:
             register()
         if _is_of_a_job_within():
             del os.environ["DYNAMICCL_RUN"]
-        if "DYNAMICCL_RUN" in os.environ:
+        if "DYNAMICCL_RUN" in os.environ and not _is_switched_off():
             from dynamiccl.envs.nccl.probe.probe import install
 
             install()
@@ -33,3 +33,13 @@ def _is_of_a_job_within() -> bool:
     """Whether this process was started by a rank of the run's job: it may be of another job, which has no run."""
     rank, _, run = os.environ.get("DYNAMICCL_WITHIN", "").partition(":")
     return run != "" and run == os.environ.get("DYNAMICCL_RUN") and rank != str(os.getpid())
+
+
+def _is_switched_off() -> bool:
+    """Whether the site has turned the tuner off here; then nothing of ours stays in the environment."""
+    from dynamiccl.envs.nccl.site_switch import leave, switched_off
+
+    if not switched_off():
+        return False
+    leave(os.environ)
+    return True

@@ -7,11 +7,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from ..traces.spaces import N_CHANNELS, N_PAIRS
 from .live.job_ends import JobEnded, Stopped, Withdrawn
 from .search import observation
 from .search.belief.prior import Prior
 from .search.config import DISCARD, HORIZON, REWARD_PAIRS, SearchConfig
-from .search.interfaces import WATCH, Plan, Windows, action_space, choices_of
+from .search.interfaces import N_WHAT, WATCH, Plan, Windows, action_space, choices_of
 from .search.search import Search
 from .search.step_times import trimmed_mean
 from .sim.workloads import MANY_SLOTS
@@ -68,29 +69,58 @@ class SearchEnv(gym.Env[Array, Array]):
         super().reset(seed=seed)
         self.windows = self.open(options or {})
         job, default = self.windows.begin()
-        self.search = Search(job, default, self.prior, self.config, on_confirmed=self.windows.confirm)
+        confirm = self.windows.confirm
+        self.search = Search(job, default, self.prior, self.config, on_confirmed=confirm)
         self._is_over = False
-        return self.search.observe(), self._info(False)
+        seen = self.search.observe()
+        return seen, self._info(False)
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         """One turn, and the windows that come of it. Raises ValueError before the first :meth:`reset`."""
         search = self.search
         if search is None or self._is_over:
             raise ValueError("the episode is over or has not begun: call reset()")
-        config, what = choices_of(np.asarray(action, np.int64).reshape(3))
+        numbers = np.asarray(action, np.int64)
+        config, what = choices_of(numbers.reshape(3))
         masked = not search.decide(int(config), int(what))
         reward, ended = 0.0, dict[str, Any]()
         try:
             while not search.is_done and (plan := search.plan()) is not None:
-                reward += search.record(plan, self.windows.measure(plan))
+                measured = self.windows.measure(plan)
+                reward += search.record(plan, measured)
             if search.is_done:
                 reward += worth(search, self.windows) / 100
         except JobEnded as error:
             ended = {"ended": str(error)}
             if isinstance(error, (Stopped, Withdrawn)):  # the job is to run as if nobody had tuned it
                 search.withdraw()
-        self._is_over = search.is_done or bool(ended)
-        return search.observe(), reward, search.is_done, bool(ended), self._info(masked) | ended
+        is_done = search.is_done
+        self._is_over = is_done or bool(ended)
+        seen = search.observe()
+        info = self._info(masked) | ended
+        return seen, reward, is_done, bool(ended), info
+
+    def action_masks(self) -> Array:
+        """Which entries of the three parts of an action may be chosen, as sb3-contrib's MaskablePPO asks.
+
+        Returns a bool array of 7 + 8 + 4 entries. An entry is False if no open config has it. The parts are masked
+        apart, so a pair and a channel count that are both open can still be closed together: such an action runs as a
+        masked one. ``info["mask"]`` has the open configs themselves. Raises ValueError before the first :meth:`reset`.
+        """
+        if self.search is None:
+            raise ValueError("no episode has begun: call reset()")
+        is_open = self._mask().reshape(N_PAIRS, N_CHANNELS)
+        pairs = is_open.any(axis=1)
+        channels = is_open.any(axis=0)
+        what = np.ones(N_WHAT, bool)
+        return np.concatenate([pairs, channels, what])
+
+    def _mask(self) -> Array:
+        """Which configs of the slot whose turn it is are open."""
+        assert self.search is not None
+        slot = self.search.turn % self.search.n_slots
+        mask: Array = self.search.open[slot]
+        return mask
 
     def _info(self, masked: bool) -> dict[str, Any]:
         assert self.search is not None
@@ -98,10 +128,11 @@ class SearchEnv(gym.Env[Array, Array]):
         # As long for one job as for another: many run side by side.
         table = np.zeros(max(MANY_SLOTS, s.n_slots), np.int64)
         table[: s.n_slots] = s.confirmed
+        slot = s.turn % s.n_slots
         return {
-            "slot": s.turn % s.n_slots,
+            "slot": slot,
             "masked": masked,
-            "mask": s.open[s.turn % s.n_slots],
+            "mask": self._mask(),
             "steps": s.steps,
             "table": table,
             "lost": s.lost,
@@ -114,11 +145,15 @@ def worth(search: Search, windows: Windows) -> float:
     if not search.confirmed.any():
         return 0.0
     n_steps = search.state.noise.window_steps
+    none = np.zeros_like(search.confirmed)
+    under_default = Plan(WATCH, none, n_steps, DISCARD)
+    under_table = Plan(WATCH, search.confirmed, n_steps, DISCARD)
     default_ms = table_ms = 0.0
     for _ in range(REWARD_PAIRS):
-        default = windows.measure(Plan(WATCH, np.zeros_like(search.confirmed), n_steps, DISCARD))
-        table = windows.measure(Plan(WATCH, search.confirmed, n_steps, DISCARD))
+        default = windows.measure(under_default)
+        table = windows.measure(under_table)
         default_ms += trimmed_mean(default.step_ms)
         table_ms += trimmed_mean(table.step_ms)
     remaining = max(HORIZON - search.marks.verdict, 0)
-    return remaining * float(1 - table_ms / default_ms)
+    saved = float(1 - table_ms / default_ms)
+    return remaining * saved

@@ -33,6 +33,10 @@ class SimEnv(SearchEnv):
     def open(self, options: dict[str, Any]) -> Windows:
         """Windows of a new job. In its step t it meets the same noise, whatever is decided: policies that play the same
         seed can be compared."""
-        self.jobs = draw_jobs(self.family, self.np_random, 1)
-        noise = NoiseStream(int(self.np_random.integers(2**31)), np.zeros(1), self.jobs.width)
-        return OneJob(SimWindows(self.jobs, noise), self.config.profile_steps)
+        rng = self.np_random
+        self.jobs = draw_jobs(self.family, rng, 1)
+        seed = int(rng.integers(2**31))
+        noise = NoiseStream(seed, np.zeros(1), self.jobs.width)
+        windows = SimWindows(self.jobs, noise)
+        n_steps = self.config.profile_steps
+        return OneJob(windows, n_steps)

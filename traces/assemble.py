@@ -194,7 +194,8 @@ class Assembler:
         if comm_id not in self.comms:
             text = bytes(row["name"]).split(b"\0", 1)[0]
             name = text.decode("utf-8", "replace")
-            n_ranks, n_nodes = int(row["n_ranks"]), int(row["n_nodes"])
+            n_ranks = int(row["n_ranks"])
+            n_nodes = int(row["n_nodes"])
             self.comms[comm_id] = Communicator(comm_id, n_ranks, n_nodes, name)
         rank = int(np.int32(row["rank"]))  # -1: NCCL has no profiler to say it
         self.comms[comm_id].ranks[rank] = pid
@@ -204,7 +205,9 @@ class Assembler:
         func, algo, proto = (str(texts[name][row[name]]) for name in ("func", "algo", "proto"))
         costs = np.array(row["cost_us"], np.float32)
         costs = costs.reshape(N_ALGOS, N_PROTOS)
-        message = (int(row["comm_id"]), func, int(row["n_bytes"]))
+        comm_id = int(row["comm_id"])
+        n_bytes = int(row["n_bytes"])
+        message = (comm_id, func, n_bytes)
         n_pipe_ops = int(row["n_pipe_ops"])
         self.offers[message] = Offer(costs, algo, proto, n_pipe_ops)
 

@@ -46,6 +46,7 @@ class RunEnds(Reason):
     BEFORE_A_SWITCH = "{ended}, before its ranks switched tables: {why}"
     ONCE = "the verdict is reached: tuning ends here, as --once requests"
     STOPPED = "stopped by `dynamiccl stop`"
+    SWITCHED_OFF = "the tuner is switched off here ({why})"
     INTERRUPTED = "interrupted"
     TERMINATED = "terminated"
     NEVER_SWITCHED = "the ranks never switched tables: {why}"

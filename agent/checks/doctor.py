@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...envs.nccl.plugin.build import PluginBuildError, compiler, configured, needs_compiler, takes_no_path
 from ...envs.nccl.plugin.installed import has_torch, in_sight, nccl_release
 from ...envs.nccl.run_folder import free_bytes
+from ...envs.nccl.site_switch import switched_off
 from ...envs.nccl.steps.nvml import gpus
 from ...envs.nccl.variables import ALGO, PROTO
 from ...traces.here import machine
@@ -152,12 +153,14 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
      "shared memory has {found[0]} MiB free, and NCCL takes {found[2]} for the kernel times of {found[1]} ranks; where "
      "it is short a rank crashes (NVIDIA/nccl#2326): kernel times stay off, step times do not",
      "give the container more (docker run --shm-size=1g), or use NCCL 2.32", NOTE),
+    ("switched off", lambda f: f.switched_off,
+     "the tuner is switched off here ({found}): jobs run without it", "ask the operators of this cluster", NOTE),
     ("fixed table", lambda f: f.env.get("DYNAMICCL_TABLE") and f.env.get("DYNAMICCL_RUN"),
      "DYNAMICCL_TABLE is ignored while a daemon tunes (DYNAMICCL_RUN)", "unset one of them", CHANGE),
 )
 # fmt: on
 #: Traps that also hold for a job on the emulated cluster, in which NCCL has no part.
-WITHOUT_NCCL = ("autoload", "compiler", "shared memory", "fixed table")
+WITHOUT_NCCL = ("autoload", "compiler", "shared memory", "switched off", "fixed table")
 
 
 def examine(facts: Facts) -> list[Finding]:
@@ -220,4 +223,5 @@ def gather(command: list[str] | None = None, table: Table | None = None) -> Fact
     n_gpus, shm_free = len(gpus()) or None, free_bytes()
     nccl = nccl_release(env)
     copies = tuple(map(str, in_sight(env)))
-    return Facts(env, nccl, n_gpus, ranks_per_node, shm_free, has_compiler, table, machine(), copies)
+    known = env, nccl, n_gpus, ranks_per_node, shm_free, has_compiler
+    return Facts(*known, table, machine(), copies, switched_off())

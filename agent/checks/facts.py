@@ -25,6 +25,7 @@ class Facts:
     table: Table | None = None
     machine: str | None = None  # x86_64, aarch64
     copies: tuple[str, ...] = ()  # every NCCL in sight, in words
+    switched_off: str | None = None  # what turns the tuner off here, in words
 
     @property
     def narrowing(self) -> Narrowing:

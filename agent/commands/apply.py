@@ -18,6 +18,7 @@ from . import (
     refuse_traps,
     refusing,
     results,
+    run_alone_if_off,
 )
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def apply(
     from ...envs.nccl.tables import load_table
     from ..daemon.launcher import say
 
+    run_alone_if_off(command)
     with refusing(OSError, ValueError, PluginBuildError):
         loaded = load_table(results(table))
         most = MAX_RULES if gate else 1024

@@ -52,18 +52,14 @@ def bench(
     print(f"loading suite {suite} ...", file=sys.stderr, flush=True)
     one_thread()
     from ...envs.bench.job_suites import JobSuite
-    from ...envs.bench.strata import filed as on_record
     from ..bench.board import Board
     from ..bench.run import ENTRANTS, run
     from ..report.terminal import terminal
 
     console = terminal(stderr=True, highlight=False, markup=False)
     with refusing(OSError, ValueError):
-        given = [json_module.loads(path.read_text()) for path in submission or ()]
-        if filed:
-            given += on_record(suite)["submissions"]
-        played = [one["jobs"] for one in given if isinstance(one, dict) and isinstance(one.get("jobs"), int)]
-        most = jobs or max(played, default=0) or None
+        given = _given(submission or [], suite, filed)
+        most = jobs or _jobs_played(given) or None
         board = Board(JobSuite.load(suite), most)
     names = list(dict.fromkeys(policy or (() if given else ENTRANTS)))
     folder = out / Path(suite).stem
@@ -81,6 +77,22 @@ def bench(
         _tell(console.print, k, total, result, board.judge(result))
     _show(board, folder, json, total)
     console.print(f"written: {folder / 'board.md'}", soft_wrap=True)
+
+
+def _given(files: list[Path], suite: str, filed: bool) -> list[Any]:
+    """The results that join without playing: submission files, then those on file. Raises OSError, ValueError."""
+    from ...envs.bench.strata import filed as on_record
+
+    given = [json_module.loads(path.read_text()) for path in files]
+    if filed:
+        given += on_record(suite)["submissions"]
+    return given
+
+
+def _jobs_played(given: list[Any]) -> int:
+    """The most jobs of a given result; 0 if none tells its jobs."""
+    played = [one["jobs"] for one in given if isinstance(one, dict) and isinstance(one.get("jobs"), int)]
+    return max(played, default=0)
 
 
 def _show(board: Board, folder: Path, json: bool, total: int) -> None:

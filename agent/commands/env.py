@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -43,10 +44,16 @@ def env(
     """
     from ...envs.nccl.plugin.build import PluginBuildError, job_env
     from ...envs.nccl.run_folder import make_folder
+    from ...envs.nccl.site_switch import switched_off
     from ..daemon.request import Request
 
     if name is not None and Path(name).name != name:
         fail(f"--name is a folder's name without slashes, not {name!r}")
+    if why := switched_off():
+        print(f"dynamiccl: the tuner is switched off here ({why}): no variables", file=sys.stderr)
+        if json:
+            print("{}")
+        return
     emulated, facts = emulation(cluster, bytes_scale, compute_scale, seed) if cluster else (None, {})
     refuse_traps(None, force, emulated=emulated is not None)
     with refusing(PluginBuildError, ValueError, OSError):

@@ -47,17 +47,16 @@ def plan(
         measured = _measured(run)
         params = params or measured["params"]
         ranks = ranks or measured["ranks"]
-        of_run = {**measured["model"], "batch": measured["batch"], "precision": _precision(measured["dtype"])}
-        settings = call.values | {name: value for name, value in of_run.items() if name not in call.given}
-        layers, width, heads, seq, batch, precision = (settings[name] for name in of_run)
+        layers, width, heads, seq, batch, precision = _settings(measured, call)
     if params is None or ranks is None:
         fail("give --params and --ranks, e.g. --params 7e9 --ranks 8")
     if optimizer not in formulas.MOMENTS or precision not in formulas.PRECISIONS:
         known = f"{', '.join(formulas.MOMENTS)}; {', '.join(formulas.PRECISIONS)}"
         fail(f"no figures for {optimizer} in {precision}: known are {known}")
     itemsize = formulas.PRECISIONS[precision][0]
-    wide = width or max(128, round((params / (12 * layers)) ** 0.5 / 128) * 128)
-    shape = formulas.Shape(layers, wide, heads or max(1, wide // 128), seq, batch, itemsize)
+    width = width or max(128, round((params / (12 * layers)) ** 0.5 / 128) * 128)
+    heads = heads or max(1, width // 128)
+    shape = formulas.Shape(layers, width, heads, seq, batch, itemsize)
     machine = formulas.Machine(memory * GB, tflops * 1e12, bandwidth * GB, latency * 1e-6)
     with refusing(ValueError, OverflowError):
         told = estimate(params, ranks, shape, machine, optimizer, precision, tensor)
@@ -121,27 +120,11 @@ def estimate(
 
 def lines(told: dict[str, Any]) -> list[str]:
     """The plan for people: at most 40 lines of 80 columns."""
-    shape, machine = told["shape"], told["machine"]
+    machine = told["machine"]
     unit, name, much = (GB, "GB", "B") if told["params"] >= SMALL else (1e6, "MB", "M")
     amount = f"{told['params'] / unit:g} {much} parameters"
     size = f"{amount}, {told['ranks']} ranks, {told['optimizer']}, {told['precision']}"
-    found = [size, "", f"{name} of a rank  weights gradients optimizer    total     sent  transfer"]
-    for row in told["stages"]:
-        held = [f" {row[key] / unit:8.4g}" for key in ("weights", "gradients", "optimizer", "total", "sent")]
-        found.append(f"stage {row['stage']}     {''.join(held)} {row['seconds'] * 1e3:7.3g} ms")
-    found.append(f"stage 1 by all-reduce (--classic) sends {told['classic_sent'] / unit:.4g} {name}")
-    each = [f"{n / unit:.3g}" for n in told["layer_activations"]]
-    what = (
-        f"{shape['batch']} x {shape['seq']} tokens: 14 BLd {each[0]} {name}, B H L^2 {each[1]} {name} a layer"
-    )
-    found += ["", f"activations of {what}", "recompute   activations  again   fits with stage"]
-    for mode, n_bytes in told["activations"].items():
-        stages = [str(row["stage"]) for row in told["stages"] if row["fits"][mode]]
-        again = f"{told['recomputed'][mode]:6.1%}"
-        found.append(f"{mode:<11} {n_bytes / unit:8.3g} {name} {again}   {', '.join(stages) or 'none'}")
-    found.append(
-        f"sqrt: one layer in {told['best_interval']} is kept; {told['runtime'] / GB:g} GB are CUDA's, NCCL's"
-    )
+    found = [size, "", *_stage_lines(told, unit, name), "", *_activation_lines(told, unit, name)]
     found += ["", "what to recompute first         saves   bytes a FLOP"]
     for row in told["recomputation_value"]:
         found.append(f"{row['what']:<26} {row['saved'] / unit:7.3g} {name} {row['bytes_per_flop']:9.2g}")
@@ -230,6 +213,39 @@ def compare(measured: dict[str, Any]) -> dict[str, Any]:
     for row in rows:
         row["off"] = row["measured"] / row["formula"] - 1 if row["formula"] else 0.0
     return {"stage": stage, "rows": rows, "by_collective": measured["sent"]}
+
+
+def _stage_lines(told: dict[str, Any], unit: float, name: str) -> list[str]:
+    """What a rank holds and sends at each stage, in units of ``unit`` bytes."""
+    found = [f"{name} of a rank  weights gradients optimizer    total     sent  transfer"]
+    for row in told["stages"]:
+        held = [f" {row[key] / unit:8.4g}" for key in ("weights", "gradients", "optimizer", "total", "sent")]
+        found.append(f"stage {row['stage']}     {''.join(held)} {row['seconds'] * 1e3:7.3g} ms")
+    found.append(f"stage 1 by all-reduce (--classic) sends {told['classic_sent'] / unit:.4g} {name}")
+    return found
+
+
+def _activation_lines(told: dict[str, Any], unit: float, name: str) -> list[str]:
+    """What activations take under each kind of recomputation, and with which stages they fit."""
+    shape = told["shape"]
+    tokens = f"{shape['batch']} x {shape['seq']} tokens"
+    linear, quadratic = (f"{n / unit:.3g} {name}" for n in told["layer_activations"])
+    found = [f"activations of {tokens}: 14 BLd {linear}, B H L^2 {quadratic} a layer"]
+    found.append("recompute   activations  again   fits with stage")
+    for mode, n_bytes in told["activations"].items():
+        stages = [str(row["stage"]) for row in told["stages"] if row["fits"][mode]]
+        again = f"{told['recomputed'][mode]:6.1%}"
+        found.append(f"{mode:<11} {n_bytes / unit:8.3g} {name} {again}   {', '.join(stages) or 'none'}")
+    kept = f"one layer in {told['best_interval']} is kept"
+    found.append(f"sqrt: {kept}; {told['runtime'] / GB:g} GB are CUDA's, NCCL's")
+    return found
+
+
+def _settings(measured: dict[str, Any], call: Call) -> list[Any]:
+    """layers, width, heads, seq, batch and precision of a run; what the command line gives overrides them."""
+    of_run = {**measured["model"], "batch": measured["batch"], "precision": _precision(measured["dtype"])}
+    settings = call.values | {name: value for name, value in of_run.items() if name not in call.given}
+    return [settings[name] for name in of_run]
 
 
 def _precision(dtype: str) -> str:

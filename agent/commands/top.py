@@ -73,23 +73,35 @@ def top(
             found = look()
 
 
-#: Columns of the table, and those that a narrow terminal has room for.
+#: Columns of the table, and those that are left out first where a terminal has no room for all.
 HEADS = (
     *("run", "state", "step", "phase", "step time", "over the run", "current table"),
     *("shorter", "cost", "ranks agree", "lost records"),
 )
-NARROW = ("run", "state", "step", "step time", "over the run", "current table")
+LEFT_OUT = ("phase", "lost records", "ranks agree", "over the run", "cost", "shorter", "state")
 _NUMBERS = ("step", "step time", "lost records")
 
 
 def table(found: list[dict[str, Any]], console: Console) -> Table:
     """Returns a table with one row per run; see ``runs.state``. ``console``: where it is to be shown."""
+    rows = [dict(zip(HEADS, _row(one), strict=True)) for one in found]
+    heads = list(HEADS)
+    made = _grid(heads, rows)
+    for head in LEFT_OUT:
+        if made.__rich_measure__(console, console.options).maximum <= console.width:
+            break
+        heads.remove(head)
+        made = _grid(heads, rows)
+    return made
+
+
+def _grid(heads: list[str], rows: list[dict[str, Any]]) -> Table:
     from rich import box
 
-    from ..report.terminal import fitting, grid
+    from ..report.terminal import grid
 
-    heads, rows = fitting(console, HEADS, NARROW, map(_row, found))
-    return grid(heads, rows, _NUMBERS, no_wrap=True, box=box.SIMPLE)
+    cells = [[row[head] for head in heads] for row in rows]
+    return grid(heads, cells, _NUMBERS, no_wrap=True, box=box.SIMPLE)
 
 
 def _row(r: dict[str, Any]) -> list[Any]:

@@ -26,6 +26,7 @@ from . import (
     fail,
     refuse_traps,
     refusing,
+    run_alone_if_off,
     run_folder,
 )
 
@@ -138,7 +139,7 @@ def tune(
 
     \b
     dynamiccl tune                             # the built-in job
-    dynamiccl tune --cluster dgx-h100-2x8      # emulated; COMMAND may use gloo
+    dynamiccl tune --cluster dgx-h100-2x8      # emulated, on the CPU with gloo
     dynamiccl tune -- torchrun --nproc-per-node 8 train.py
     srun --ntasks-per-node 1 dynamiccl tune -- torchrun --nnodes 2 ... train.py
     dynamiccl tune --attach runs/tune/latest   # a new tuner for a running job
@@ -151,6 +152,7 @@ def tune(
     from ..policies.choosing import check_chooser
 
     _check(call)
+    run_alone_if_off(command, json)
     if attach:
         if headroom:
             fail(
@@ -162,10 +164,7 @@ def tune(
     if not command and not cluster and n_gpus < 2:
         cluster = Emulated().cluster
     emulated, known = emulation(cluster, bytes_scale, compute_scale, seed) if cluster else (None, {})
-    if command and shutil.which(command[0]) is None:
-        fail(
-            f"cannot start {command[0]!r}: no such program; give the job after --, e.g. -- torchrun train.py"
-        )
+    _check_program(command)
     refuse_traps(command, force, emulated=emulated is not None)
     own = {} if command else {"stage": stage, "n_processes": ranks or (2 if emulated else n_gpus)}
     with refusing(PluginBuildError, Busy, ValueError, OSError):
@@ -270,6 +269,12 @@ def _check(call: Call) -> None:
         fail(f"--{theirs[0]} is for the built-in job: put it into your COMMAND, or leave the COMMAND out")
     if not (asked["command"] or asked["attach"]) and asked["steps"] < FEWEST_STEPS:
         fail(f"{asked['steps']} steps are too few for a verdict: give --steps {FEWEST_STEPS} or more")
+
+
+def _check_program(command: list[str] | None) -> None:
+    if not command or shutil.which(command[0]) is not None:
+        return
+    fail(f"cannot start {command[0]!r}: no such program; give the job after --, e.g. -- torchrun train.py")
 
 
 def _exit_code(summary: RunSummary) -> int:

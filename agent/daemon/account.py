@@ -24,15 +24,24 @@ LETTERS = 26
 
 def row_of(slot: Slot, d: Decision) -> dict[str, Any]:
     """A slot and its decision as a row of the summary."""
-    place = {"func": slot.func, "min_bytes": slot.min_bytes, "max_bytes": slot.max_bytes}
-    ranks = {"n_ranks": slot.n_ranks, "n_nodes": slot.n_nodes}
-    return place | ranks | {"algo": d.algo, "proto": d.proto, "n_channels": d.n_channels or None}
+    return {
+        "func": slot.func,
+        "min_bytes": slot.min_bytes,
+        "max_bytes": slot.max_bytes,
+        "n_ranks": slot.n_ranks,
+        "n_nodes": slot.n_nodes,
+        "algo": d.algo,
+        "proto": d.proto,
+        "n_channels": d.n_channels or None,
+    }
 
 
 def letters(n: int) -> str:
     """A, B, ... Z, AA, AB, ..."""
     last = chr(ord("A") + n % LETTERS)
-    return letters(n // LETTERS - 1) + last if n >= LETTERS else last
+    if n < LETTERS:
+        return last
+    return letters(n // LETTERS - 1) + last
 
 
 class TableNames:
@@ -48,7 +57,8 @@ class TableNames:
         rows = {slot: d for slot, d in decisions.items() if not d.is_auto}
         if not rows:
             return DEFAULT
-        key = tuple(sorted((str(vars(slot)), str(d)) for slot, d in rows.items()))
+        texts = sorted((str(vars(slot)), str(d)) for slot, d in rows.items())
+        key = tuple(texts)
         if key not in self._letters:
             letter = letters(len(self._letters))
             self._letters[key] = letter
@@ -63,7 +73,8 @@ class TableNames:
 
     def table(self, name: str) -> list[dict[str, Any]]:
         """The rows of a table."""
-        return [row_of(slot, decision) for slot, decision in self.rows[name].items()]
+        rows = self.rows[name]
+        return [row_of(slot, decision) for slot, decision in rows.items()]
 
 
 @dataclass
@@ -90,8 +101,15 @@ def comparison_row(comparison: Comparison, table: str, against: str) -> dict[str
     """A comparison for the summary: by how much the table is faster, with the interval that holds however often it is
     checked; step times are medians over the windows of its pairs. None: not measured."""
     test = comparison.test
-    row: dict[str, Any] = {"table": table, "against": against, "trial": comparison.is_trial}
-    row |= {"outcome": comparison.outcome, "pairs": test.n, "speedup": None, "speedup_ci95": None}
+    row: dict[str, Any] = {
+        "table": table,
+        "against": against,
+        "trial": comparison.is_trial,
+        "outcome": comparison.outcome,
+        "pairs": test.n,
+        "speedup": None,
+        "speedup_ci95": None,
+    }
     if test.n:
         row["speedup"], *row["speedup_ci95"] = speedups(test.mean, *test.interval)
     row |= _times("table", comparison.table_windows)
@@ -101,4 +119,5 @@ def comparison_row(comparison: Comparison, table: str, against: str) -> dict[str
 
 def _times(side: str, windows: list[TimedWindow]) -> dict[str, Any]:
     times = [window.ms for window in windows]
-    return {f"{side}_ms": float(np.median(times)) if times else None, f"{side}_windows": len(times)}
+    middle = float(np.median(times)) if times else None
+    return {f"{side}_ms": middle, f"{side}_windows": len(times)}

@@ -10,6 +10,7 @@ import statistics
 import textwrap
 import time
 from collections import deque
+from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -177,18 +178,25 @@ def show_summary(console: Console, s: RunSummary, quiet: bool = False) -> None:
         say(text)
     if quiet:
         return
-    if s.emulated:
-        say(f"{emulation_text(vars(s))}: these are not GPU times", "yellow")
-    for text in result_lines(s)[1:]:
-        say(text)
-    if s.memory and s.memory.get("jobs"):
-        say(f"memory: {s.memory['text']}")
-    warnings = [f"{s.records_lost} records were lost: the tuner could not keep up"] if s.records_lost else []
-    for text in [*s.not_obeyed, *warnings]:
-        say(text, "yellow")
-    say(consistency_text(s.consistency))
-    lead("more", f"dynamiccl show {s.trace}")
+    for text, style in _evidence(s):
+        say(text, style)
+    lead("more", f"dynamiccl show {Path(str(s.trace)).parent}")
     lead("report", str(s.report))
+
+
+def _evidence(s: RunSummary) -> list[tuple[str, str]]:
+    """What stands below the verdict: texts, each with its style."""
+    told = []
+    if s.emulated:
+        told.append((f"{emulation_text(vars(s))}: these are not GPU times", "yellow"))
+    told += [(text, "") for text in result_lines(s)[1:]]
+    if s.memory and s.memory.get("jobs"):
+        told.append((f"memory: {s.memory['text']}", ""))
+    told += [(text, "yellow") for text in s.not_obeyed]
+    if s.records_lost:
+        told.append((f"{s.records_lost} records were lost: the tuner could not keep up", "yellow"))
+    told.append((consistency_text(s.consistency), ""))
+    return told
 
 
 def _emulation(s: RunSummary) -> str:

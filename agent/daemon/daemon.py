@@ -187,10 +187,7 @@ class Daemon:
         if summary.steps_to_verdict is not None:
             self._say(f"verdict after {summary.steps_to_verdict} steps: {verdict(summary)}")
             self._log_verdict(summary.steps_to_verdict, summary)
-        elif self.outcome.ended not in (
-            None,
-            RunEnds.STOPPED(),
-        ):  # what was confirmed by then is told at the end
+        elif self.outcome.ended and not _is_asked_for(self.outcome.ended):
             self._say(self.outcome.ended)
         if search is not None and search.is_over and not search.is_done and not self.request.once:
             n_steps = search.state.noise.window_steps
@@ -208,9 +205,7 @@ class Daemon:
         while job.is_alive():
             self._page.keep_up(self._summary)
             try:
-                if self.request.once and tuner.search is not None and tuner.search.is_over:
-                    self.outcome.ended = self.outcome.ended or RunEnds.ONCE()
-                    self._say(self.outcome.ended)
+                if self._ends_with_verdict():
                     return
                 if not over:
                     self._step()
@@ -234,6 +229,15 @@ class Daemon:
                 self._closed = over = True
             except JobEnded:
                 return
+
+    def _ends_with_verdict(self) -> bool:
+        """Whether the verdict is there and the request is for no more: says so then."""
+        search = self.tuner.search
+        if not self.request.once or search is None or not search.is_over:
+            return False
+        self.outcome.ended = self.outcome.ended or RunEnds.ONCE()
+        self._say(self.outcome.ended)
+        return True
 
     def _step(self) -> None:
         """One window of the watch, and a word where it has changed something. Raises JobEnded."""
@@ -321,6 +325,11 @@ class Daemon:
             report=str(self.out / "report.html"),
             log=str(self.out / LOG),
         )
+
+
+def _is_asked_for(ended: str) -> bool:
+    """Whether somebody ended tuning from outside: then the table that was kept by then is told at the end."""
+    return ended == RunEnds.STOPPED() or RunEnds.SWITCHED_OFF.facts(ended) is not None
 
 
 @contextlib.contextmanager

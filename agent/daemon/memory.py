@@ -69,7 +69,8 @@ class Kept:
 
     def is_again(self, other: Kept) -> bool:
         """Whether it is the same slot, and its calls take what they took."""
-        sizes, times = math.log(self.n_bytes / other.n_bytes), math.log(self.call_us / other.call_us)
+        sizes = math.log(self.n_bytes / other.n_bytes)
+        times = math.log(self.call_us / other.call_us)
         return (
             (self.slot, self.own) == (other.slot, other.own)
             and abs(sizes) < SAME_SIZE
@@ -166,7 +167,8 @@ class Memory:
         told = {"format": FORMAT, "written": datetime.now(UTC).isoformat(timespec="seconds"), "job": self.job}
         told |= {"cluster": {fact: self.facts.get(fact) or "unknown" for fact in FACTS}}
         told |= {"speedup": [o.speedup, *o.speedup_ci95] if o.kept and o.speedup_ci95 else None}
-        told |= {"slots": [vars(Kept.of(p, table.get(p.slot, AUTO))) for p in tuner.windows.profiles]}
+        profiles = tuner.windows.profiles
+        told |= {"slots": [vars(Kept.of(p, table.get(p.slot, AUTO))) for p in profiles]}
         try:
             in_time(lambda: Store(self.url).write(key_of(self.facts), self._name, told))
         except Exception as error:

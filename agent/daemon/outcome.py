@@ -32,29 +32,38 @@ class Outcome:
     """Keeps the summary of one run up to date."""
 
     def __init__(self, windows: LiveWindows, tables: TableNames) -> None:
-        self.windows, self.tables = windows, tables
+        self.windows = windows
+        self.tables = tables
         self.summary = RunSummary(kept=False, in_force=DEFAULT)
         self.n_comparisons = 0  # of the search that were told
-        self._disobeyed: dict[
-            tuple[Slot, Decision], str
-        ] = {}  # rows that NCCL did not follow, and what it did
+        # Rows that NCCL did not follow, and what it did.
+        self._disobeyed: dict[tuple[Slot, Decision], str] = {}
 
     def disobeyed(self, row: Disobeyed) -> None:
         """NCCL did not follow a row."""
-        self._disobeyed[row.slot, row.decision] = str(row)
-        self.summary.not_obeyed.append(str(row))
+        text = str(row)
+        self._disobeyed[row.slot, row.decision] = text
+        self.summary.not_obeyed.append(text)
 
     def sides(self, comparison: Comparison) -> tuple[str, str]:
         """The letters of its table and of its reference."""
         table = self.windows.decisions(comparison.table)
-        return self.tables.of(table), self.tables.of(self.windows.decisions(comparison.reference))
+        reference = self.windows.decisions(comparison.reference)
+        return self.tables.of(table), self.tables.of(reference)
 
     def sum_up(self, comparisons: Sequence[Comparison], costs: Costs) -> RunSummary:
         """The summary with all tables, comparisons and costs."""
-        rows = [comparison_row(one, *self.sides(one)) for one in comparisons if one.steps]
+        rows = []
         named = {self.summary.in_force}
-        for row in rows:
-            named |= {row["table"], row["against"]}
+        for comparison in comparisons:
+            if comparison.steps:
+                table, against = self.sides(comparison)
+                rows.append(comparison_row(comparison, table, against))
+                named |= {table, against}
+        tables = {}
+        for name in self.tables.rows:
+            if name in named:
+                tables[name] = self.tables.table(name)
         return replace(
             self.summary,
             windows=costs.windows,
@@ -63,23 +72,35 @@ class Outcome:
             trials=costs.trials,
             trials_cost_s=costs.trials_ms / 1e3,
             comparisons=rows,
-            tables={name: self.tables.table(name) for name in self.tables.rows if name in named},
+            tables=tables,
         )
 
     def conclude(self, search: Search) -> None:
         """Bring the summary up to what the search has come to."""
-        summary, state = self.summary, search.state
+        summary = self.summary
+        state = search.state
         self._note_milestones(search)
-        summary.in_force = self.tables.of(self.windows.decisions(search.confirmed))
+        confirmed = self.windows.decisions(search.confirmed)
+        summary.in_force = self.tables.of(confirmed)
         # A table that was adopted has its figures, however the job ends.
         is_decided = search.is_over or bool(state.current.comparisons)
         if is_decided or not search.is_comparing:
-            profiles = enumerate(self.windows.profiles)
-            summary.decisions = [self._decision(i, profile, search) for i, profile in profiles]
+            rows = []
+            for i, profile in enumerate(self.windows.profiles):
+                row = self._decision(i, profile, search)
+                rows.append(row)
+            summary.decisions = rows
         summary.exposed = self.exposed()
-        vars(summary).update(self._verdict(search) if is_decided else dict.fromkeys(_VERDICT))
-        refused = np.argwhere(state.guard.refused | state.guard.is_guilty)
-        summary.refused = [self._refusal(slot, config) for slot, config in refused.tolist()]
+        fields: dict[str, Any] = dict.fromkeys(_VERDICT)
+        if is_decided:
+            fields = self._verdict(search)
+        vars(summary).update(fields)
+        guard = state.guard
+        refused = np.argwhere(guard.refused | guard.is_guilty)
+        summary.refused = []
+        for slot, config in refused.tolist():
+            row = self._refusal(slot, config)
+            summary.refused.append(row)
 
     def exposed(self) -> list[dict[str, Any]]:
         """Of each slot its share of the step and the exposed part of its time; empty if the job does not tell."""
@@ -87,15 +108,19 @@ class Outcome:
         rows = []
         for profile in self.windows.profiles:
             if profile.slot in known:
-                row: dict[str, Any] = {"slot": str(profile.slot)}
-                row["share"] = profile.share
-                row["exposed"] = known[profile.slot]
+                row: dict[str, Any] = {
+                    "slot": str(profile.slot),
+                    "share": profile.share,
+                    "exposed": known[profile.slot],
+                }
                 rows.append(row)
         return rows
 
     def _note_milestones(self, search: Search) -> None:
         """What the current table is, and at which step of the job that came."""
-        summary, marks, now = self.summary, search.marks, self.windows.job.last_step
+        summary = self.summary
+        marks = search.marks
+        now = self.windows.job.last_step
         account = search.state.account
         summary.kept = bool(search.confirmed.any())
         if marks.first_gain >= 0 and summary.steps_to_first_gain is None:
@@ -108,42 +133,54 @@ class Outcome:
             summary.dropped = RunEnds.SLOWER()
 
     def _refusal(self, i: int, config: int) -> dict[str, Any]:
-        slot, decision = self.windows.profiles[i].slot, decision_of(config)
+        slot = self.windows.profiles[i].slot
+        decision = decision_of(config)
         too_slow = RowRefused.TOO_SLOW(decision=decision, slot=slot, times=ABORT)
-        why = self._disobeyed.get((slot, decision), too_slow)
+        key = slot, decision
+        why = self._disobeyed.get(key, too_slow)
         reason = next(iter(names(why)), None)
         return {"slot": str(slot), "decision": str(decision), "reason": reason, "why": why}
 
     def _decision(self, i: int, profile: SlotProfile, search: Search) -> dict[str, Any]:
         """The row of a slot; how many other configs were tried, and why NCCL's own choice stays if it does."""
-        decision = decision_of(int(search.confirmed[i]))
-        tried = int((search.state.guard.windows[i, 1:] > 0).sum())
+        config = int(search.confirmed[i])
+        decision = decision_of(config)
+        guard = search.state.guard
+        windows = guard.windows[i, 1:]
+        tried = int((windows > 0).sum())
         why = ""
         if decision.is_auto:
             found = RowRefused.NOT_BETTER if tried else RowRefused.NOT_TRIED
             why = found(own=profile.own, tried=tried)
-        return row_of(profile.slot, decision) | {"own": profile.own, "tried": tried, "reason": why}
+        row = row_of(profile.slot, decision)
+        return row | {"own": profile.own, "tried": tried, "reason": why}
 
     def _verdict(self, search: Search) -> dict[str, Any]:
         """The fields _VERDICT: the table against the default, and the default against itself. Intervals hold however
         often the search looked (:mod:`envs.search.comparison`). None: not measured."""
         found: dict[str, Any] = dict.fromkeys(_VERDICT)
         state = search.state
-        same = SequentialTest(state.pair_noise, ALPHA, state.comparisons.default_logs)
+        logs_of_default = state.comparisons.default_logs
+        same = SequentialTest(state.pair_noise, ALPHA, logs_of_default)
         if same.n:
             found["aa_speedup_ci95"] = speedups(*same.interval)
         rejected = state.comparisons.last_rejected
         # More than one comparison are a chain, from the default to the current table.
-        chain = state.current.comparisons or ([rejected] if rejected is not None else [])
+        chain = state.current.comparisons
+        if not chain and rejected is not None:
+            chain = [rejected]
         tests = [one.test for one in chain]
         if any(test.n for test in tests):
+            first = tests[0]
             is_adopted = bool(state.current.comparisons)
-            logs = search.gain if is_adopted else (tests[0].mean, *tests[0].interval)
+            logs = search.gain if is_adopted else (first.mean, *first.interval)
             found["speedup"], *found["speedup_ci95"] = speedups(*logs)
         if chain:
             found |= self._step_times(chain[0], chain[-1])
-        deviation = max([state.pair_noise, *(test.deviation for test in tests)])
-        return found | {"detectable": detectable_gain(deviation, search.config.pairs)}
+        deviations = [test.deviation for test in tests]
+        largest = max([state.pair_noise, *deviations])
+        gain = detectable_gain(largest, search.config.pairs)
+        return found | {"detectable": gain}
 
     def _step_times(self, first: Comparison, last: Comparison) -> dict[str, Any]:
         """Of the default, from the comparison with it, and of the last table."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from ...envs.live.job import Job
 from ...traces.reasons import RunEnds, names
@@ -30,8 +31,7 @@ EVERY_S, BREAK = 30.0, 10.0
 def summarise(request: Request, found: RunSummary, outcome: RunSummary, job: Job) -> RunSummary:
     """The summary so far. ``found``: what the search gave, of an earlier tuner of the run where there was one;
     ``outcome``: how this one's stands."""
-    losses: list[float | None] = [loss for _, loss in logged(request.job_log, "loss")] or [None]
-    emulated = asdict(request.emulated) if request.emulated else {}
+    facts = _asked(request) | _seen(request, job)
     agreement = {"state": job.state[0].name, "text": job.state[1]} if job.state else {}
     no_gain = RunEnds.NO_GAIN() if found.is_decided and not outcome.kept else ""
     texts = {
@@ -41,17 +41,7 @@ def summarise(request: Request, found: RunSummary, outcome: RunSummary, job: Job
     }
     return replace(
         found,
-        cluster=emulated.get("cluster"),
-        emulated=bool(emulated),
-        bytes_scale=emulated.get("bytes_scale", 1.0),
-        compute_scale=emulated.get("compute_scale", 1.0),
-        stage=request.facts.get("stage"),
-        n_processes=len(job.ranks) or request.facts.get("n_processes"),
-        n_ranks=max((c.n_ranks for c in job.assembler.comms.values()), default=None),
-        policy=request.policy,
-        steps=job.last_step,
-        loss_first=losses[0],
-        loss_last=losses[-1],
+        **facts,
         default_share_after=outcome.default_share_after,
         kept=outcome.kept,
         in_force=found.in_force if outcome.kept else DEFAULT,
@@ -59,13 +49,39 @@ def summarise(request: Request, found: RunSummary, outcome: RunSummary, job: Job
         not_obeyed=outcome.not_obeyed,
         refused=outcome.refused,
         agreement=agreement or None,
-        consistency={"calls_checked": job.audit.calls_checked, "mismatches": job.audit.mismatches},
-        records_lost=sum(job.lost.values()),
         ended=outcome.ended,
         failure=outcome.failure,
         reasons={key: names(text or "") for key, text in texts.items()},
-        job_status=job.status,
     )
+
+
+def _asked(request: Request) -> dict[str, Any]:
+    """Fields of the summary that the request alone tells."""
+    emulated = asdict(request.emulated) if request.emulated else {}
+    return {
+        "cluster": emulated.get("cluster"),
+        "emulated": bool(emulated),
+        "bytes_scale": emulated.get("bytes_scale", 1.0),
+        "compute_scale": emulated.get("compute_scale", 1.0),
+        "stage": request.facts.get("stage"),
+        "policy": request.policy,
+    }
+
+
+def _seen(request: Request, job: Job) -> dict[str, Any]:
+    """Fields of the summary that were seen of the job so far."""
+    losses: list[float | None] = [loss for _, loss in logged(request.job_log, "loss")] or [None]
+    audit = job.audit
+    return {
+        "n_processes": len(job.ranks) or request.facts.get("n_processes"),
+        "n_ranks": max((c.n_ranks for c in job.assembler.comms.values()), default=None),
+        "steps": job.last_step,
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+        "consistency": {"calls_checked": audit.calls_checked, "mismatches": audit.mismatches},
+        "records_lost": sum(job.lost.values()),
+        "job_status": job.status,
+    }
 
 
 class ReportPage:

@@ -18,7 +18,10 @@ class DynamicclCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Called by the trainer after each optimizer step."""
-        if state.is_world_process_zero and (values := self.values.at(state.global_step)):
+        if not state.is_world_process_zero:
+            return
+        values = self.values.at(state.global_step)
+        if values:
             self.trainer.log(values)
 
 

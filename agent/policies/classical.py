@@ -56,7 +56,8 @@ class Turn:
         """The first of ``configs`` that was not tried yet, the best where there is none. Last comes what was asked for
         before: that window was given up, maybe for what ran in another slot."""
         allowed = self.untried
-        return min((c for c in configs if c in allowed), key=lambda c: self.asked[c], default=self.best)
+        new = (c for c in configs if c in allowed)
+        return min(new, key=lambda c: self.asked[c], default=self.best)
 
 
 @dataclass
@@ -96,9 +97,13 @@ class Searcher:
         rows = np.atleast_2d(np.asarray(observation))
         seen = decode(rows)
         state = [Memo() for _ in rows] if state is None else state
-        chosen, what = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
-        is_early, may_compare = is_proven(seen), promises_gain(seen)  # as the rule has it
-        starts = np.zeros(len(rows), bool) if episode_start is None else np.atleast_1d(episode_start)
+        chosen = np.zeros(len(rows), np.int64)
+        what = np.zeros(len(rows), np.int64)
+        is_early = is_proven(seen)  # as the rule has it
+        may_compare = promises_gain(seen)
+        starts = np.zeros(len(rows), bool)
+        if episode_start is not None:
+            starts = np.atleast_1d(episode_start)
         for i in range(len(rows)):
             if starts[i]:
                 state[i] = Memo()
@@ -106,7 +111,8 @@ class Searcher:
             turn = _turn(seen, i, is_allowed)
             turn.asked = state[i].asked.setdefault(turn.slot, turn.asked)
             if is_early[i]:  # a proven gain is confirmed before the search goes on, for every entrant
-                chosen[i] = np.where(is_allowed, seen.saving[i], -np.inf).argmax()
+                savings = np.where(is_allowed, seen.saving[i], -np.inf)
+                chosen[i] = savings.argmax()
                 what[i] = COMPARE
                 continue
             chosen[i] = turn.best if turn.round >= self.horizon else self.choose(turn)
@@ -115,7 +121,8 @@ class Searcher:
                 what[i] = LEAVE
                 continue
             is_settled = seen.last[i, chosen[i]] and seen.context.idle[i] >= self.patience
-            what[i] = self._what_next(state[i], bool(turn.is_last and is_settled), bool(may_compare[i]))
+            is_over = bool(turn.is_last and is_settled)
+            what[i] = self._what_next(state[i], is_over, bool(may_compare[i]))
         actions = actions_of(chosen, what)
         return actions if np.ndim(observation) == 2 else actions[0], state
 
@@ -135,7 +142,9 @@ def _turn(seen: Seen, i: int, allowed: Array) -> Turn:
     n_slots = round(float(context.slots[i]))
     slot = round(float(context.place[i]) * n_slots)
     share = max(float(context.share[i]), SMALLEST_SHARE)
-    mean = np.where(seen.count[i] > 0, (seen.saving[i] - seen.saving[i, 0]) / share, -np.inf)
+    saved = seen.saving[i] - seen.saving[i, 0]
+    was_tried = seen.count[i] > 0
+    mean = np.where(was_tried, saved / share, -np.inf)
     mean[0] = 0.0
     return Turn(
         slot=slot,
@@ -182,11 +191,13 @@ class CoordinateDescent(Searcher):
     def choose(self, turn: Turn) -> int:
         """The next untried neighbour of the best config, else the best."""
         best = turn.best
-        pair, channel = turn.own if best < N_CHANNELS else best // N_CHANNELS - 1, best % N_CHANNELS
+        pair = turn.own if best < N_CHANNELS else best // N_CHANNELS - 1
+        channel = best % N_CHANNELS
         pairs = list(range(channel, N_CONFIGS, N_CHANNELS))
         row = _of_pair(pair, turn)
         at = row.index(best)
-        counts = [row[k] for k in (at - 1, at - 2 if channel == 0 else at + 1) if 0 <= k < len(row)]
+        beside = (at - 1, at - 2 if channel == 0 else at + 1)
+        counts = [row[k] for k in beside if 0 <= k < len(row)]
         return turn.first(pairs + counts if channel == 0 else counts + pairs)
 
 

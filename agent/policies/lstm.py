@@ -41,12 +41,15 @@ def rule_scores(observations: Array, rule: ExpectedImprovement | None = None) ->
     rule = rule or ExpectedImprovement()
     scores, what = rule.decide(decode(observations))
     is_next = what[:, :, None] == np.arange(N_WHAT)
-    return np.asarray(scores[:, :, None] / TEMPER + SURE * is_next, np.float32)
+    units = scores / TEMPER
+    units = units[:, :, None] + SURE * is_next
+    return np.asarray(units, np.float32)
 
 
 def figures_of(observations: Array) -> Array:
     """(n, N_OBSERVATION) -> (n, N_PER_CONFIG, N_CONFIGS)."""
-    return np.asarray(observations[:, N_CONTEXT:-N_CONFIGS]).reshape(-1, N_PER_CONFIG, N_CONFIGS)
+    figures = np.asarray(observations[:, N_CONTEXT:-N_CONFIGS])
+    return figures.reshape(-1, N_PER_CONFIG, N_CONFIGS)
 
 
 class LstmPolicy:
@@ -63,24 +66,31 @@ class LstmPolicy:
         self, weights: dict[str, Array], record: dict[str, Any] | None = None, seed: int = 0
     ) -> None:
         """``record`` says how the weights were trained. Raises ValueError when shapes do not fit the observation."""
-        self.weights, self.record = weights, record or {}
+        w = weights
+        self.weights = weights
+        self.record = record or {}
         self.rule = ExpectedImprovement()  # the policy adds to its scores
-        self.rng, w = np.random.default_rng(seed), weights
+        self.rng = np.random.default_rng(seed)
         self.hidden = len(w["lstm_h"])
-        if len(w["lstm_x"]) != N_READ or w["head_e"].shape[0] != N_CONFIGS:
+        n_read = len(w["lstm_x"])
+        n_configs = len(w["head_e"])
+        if n_read != N_READ or n_configs != N_CONFIGS:
             raise ValueError(
-                f"weights for observations of {len(w['lstm_x'])} and {len(w['head_e'])} configs; this version has "
+                f"weights for observations of {n_read} and {n_configs} configs; this version has "
                 f"{N_READ} and {N_CONFIGS}: train anew (dynamiccl lab train)"
             )
         # sigmoid(x) = (tanh(x / 2) + 1) / 2: with the halves inside the weights, one tanh does all four gates.
-        half = np.repeat([0.5, 0.5, 1.0, 0.5], self.hidden).astype(np.float32)
-        self._gates = np.concatenate([w["lstm_x"], w["lstm_h"]]) * half
+        half = np.repeat([0.5, 0.5, 1.0, 0.5], self.hidden)
+        half = half.astype(np.float32)
+        gates = np.concatenate([w["lstm_x"], w["lstm_h"]])
+        self._gates = gates * half
         self._bias = w["lstm_b"] * half
 
     @classmethod
     def load(cls, path: str | Path | None = None, seed: int = 0) -> LstmPolicy:
         """The shipped policy, or the one in ``path``. Raises ValueError when it is none of this version."""
-        source = Path(path) if path is not None else resources.files(__package__).joinpath("policy.npz")
+        shipped = resources.files(__package__).joinpath("policy.npz")
+        source = shipped if path is None else Path(path)
         try:
             with source.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 weights = {key: arrays[key] for key in arrays.files}
@@ -94,27 +104,40 @@ class LstmPolicy:
     def save(self, path: str | Path) -> None:
         """Write the weights and the record to ``path`` (.npz)."""
         meta = json.dumps({**self.record, "format": FORMAT})
+        arrays = {"meta": np.array(meta), **self.weights}
         with open(path, "wb") as file:
-            np.savez_compressed(file, meta=np.array(meta), **self.weights)  # type: ignore[arg-type]
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
     def scores(self, observations: Array, state: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         """Scores (n, N_CONFIGS, N_WHAT), -inf where masked, and the next LSTM state (h, c), each (n, hidden)."""
         w, k = self.weights, self.hidden
-        context, figures = observations[:, :N_CONTEXT], figures_of(observations)
-        last = (figures * figures[:, LAST : LAST + 1]).sum(axis=2)
+        context = observations[:, :N_CONTEXT]
+        figures = figures_of(observations)
+        is_last = figures[:, LAST : LAST + 1]
+        last = (figures * is_last).sum(axis=2)
+        largest = figures.max(axis=2)
+
         h, c = state
-        gates = np.tanh(
-            np.concatenate([context, last, figures.max(axis=2), h], axis=1) @ self._gates + self._bias
-        )
-        i, f, o = (0.5 * gates[:, s] + 0.5 for s in (slice(k), slice(k, 2 * k), slice(3 * k, None)))
-        c = f * c + i * gates[:, 2 * k : 3 * k]
+        x = np.concatenate([context, last, largest, h], axis=1)
+        gates = np.tanh(x @ self._gates + self._bias)
+        i = 0.5 * gates[:, :k] + 0.5
+        f = 0.5 * gates[:, k : 2 * k] + 0.5
+        g = gates[:, 2 * k : 3 * k]
+        o = 0.5 * gates[:, 3 * k :] + 0.5
+        c = f * c + i * g
         h = o * np.tanh(c)
-        z = np.tanh(np.concatenate([h, context], axis=1) @ w["body_w"] + w["body_b"])
-        hidden = (z @ w["head_z"])[:, None, :] + w["head_e"] + figures.swapaxes(1, 2) @ w["head_s"]
-        learned = np.maximum(hidden, 0) @ w["head_v"] + w["head_u"] @ figures
-        return rule_scores(observations, self.rule) + learned[:, :, None] + (z @ w["head_what"])[
-            :, None, :
-        ], (h, c)
+
+        x = np.concatenate([h, context], axis=1)
+        z = np.tanh(x @ w["body_w"] + w["body_b"])
+        of_job = z @ w["head_z"]
+        of_config = figures.swapaxes(1, 2) @ w["head_s"]
+        hidden = of_job[:, None, :] + w["head_e"] + of_config
+        hidden = np.maximum(hidden, 0)
+        learned = hidden @ w["head_v"] + w["head_u"] @ figures
+        next_learned = z @ w["head_what"]
+        scores = rule_scores(observations, self.rule)
+        scores = scores + learned[:, :, None] + next_learned[:, None, :]
+        return scores, (h, c)
 
     def predict(
         self,
@@ -127,13 +150,19 @@ class LstmPolicy:
         in place."""
         rows = np.atleast_2d(np.asarray(observation, np.float32))
         if state is None:
-            state = (np.zeros((len(rows), self.hidden), np.float32),) * 2
+            none = np.zeros((len(rows), self.hidden), np.float32)
+            state = none, none
         if episode_start is not None and np.any(episode_start):
-            keep = 1 - np.atleast_1d(episode_start).astype(np.float32)[:, None]
-            state = (state[0] * keep, state[1] * keep)
+            starts = np.atleast_1d(episode_start).astype(np.float32)
+            keep = 1 - starts[:, None]
+            h, c = state
+            state = (h * keep, c * keep)
         scores, state = self.scores(rows, state)
         if not deterministic:  # the largest of score + Gumbel noise is a draw from the softmax
             scores = scores + self.rng.gumbel(size=scores.shape)
-        chosen, what = np.divmod(scores.reshape(len(rows), -1).argmax(axis=1), N_WHAT)
+        flat = scores.reshape(len(rows), -1)
+        chosen, what = np.divmod(flat.argmax(axis=1), N_WHAT)
         actions = actions_of(chosen, what)
-        return (actions if np.ndim(observation) == 2 else actions[0]), state
+        if np.ndim(observation) != 2:
+            actions = actions[0]
+        return actions, state

@@ -38,6 +38,10 @@ class JobMemory:
     tried: set[tuple[float, int]] = field(default_factory=set)  # (slot, config) tried beside that table
 
 
+#: What is remembered: the state of the other policy, and the memory of each job.
+State = tuple[Any, list[JobMemory]]
+
+
 class NearTables:
     """Asks ``policy`` first, and tries the neighbours of the current table when it has passed on all slots."""
 
@@ -47,36 +51,44 @@ class NearTables:
     def predict(
         self,
         observation: Array,
-        state: tuple[Any, list[JobMemory]] | None = None,
+        state: State | None = None,
         episode_start: Array | None = None,
         deterministic: bool = True,
-    ) -> tuple[Array, tuple[Any, list[JobMemory]]]:
+    ) -> tuple[Array, State]:
         """See ``envs.search.interfaces.Policy``. The state is that of ``policy`` and the memory of each job."""
-        rows = np.atleast_2d(np.asarray(observation))
+        observation = np.asarray(observation)
+        rows = np.atleast_2d(observation)
         seen = decode(rows)
-        inner, memories = (None, [JobMemory() for _ in rows]) if state is None else state
+        if state is None:
+            state = None, [JobMemory() for _ in rows]
+        inner, memories = state
         if episode_start is not None:
             starts = np.atleast_1d(episode_start)
-            memories = [JobMemory() if start else one for one, start in zip(memories, starts, strict=True)]
+            pairs = zip(memories, starts, strict=True)
+            memories = [JobMemory() if starts_anew else memory for memory, starts_anew in pairs]
         actions, inner = self.policy.predict(rows, inner, episode_start, deterministic)
         actions = np.array(actions)
         for i, memory in enumerate(memories):
             self._notice(memory, seen, i)
             if memory.is_active:
                 actions[i] = self._choose(memory, seen, i)
-        return (actions if np.ndim(observation) == 2 else actions[0]), (inner, memories)
+        if np.ndim(observation) != 2:
+            actions = actions[0]
+        return actions, (inner, memories)
 
     def _notice(self, memory: JobMemory, seen: Seen, i: int) -> None:
         """Take in the current config of the slot, and whether the other policy has passed on all slots."""
         place = _place(seen, i)
         current = int(seen.current[i].argmax())
-        if memory.current.get(place, current) != current:  # another table is the current one now
+        before = memory.current.get(place, current)
+        if before != current:  # another table is the current one now
             memory.is_active = False
             memory.current.clear()
             memory.tried.clear()
         memory.current[place] = current
         has_passed = seen.context.idle[i] > PASSED
-        memory.is_active = bool(seen.is_refining[i] and (memory.is_active or has_passed))
+        is_next = memory.is_active or has_passed
+        memory.is_active = bool(seen.is_refining[i] and is_next)
 
     def _choose(self, memory: JobMemory, seen: Seen, i: int) -> Array:
         """The best neighbour in this slot that was not tried yet, as an action; none: the next slot's turn."""
@@ -84,15 +96,19 @@ class NearTables:
         current = memory.current[place]
         gain = seen.saving[i] - seen.saving[i, current]
         is_measured = seen.count[i] > 0
-        is_safe = seen.open[i] & (seen.risk[i] < MAX_RISK)
-        candidates = np.flatnonzero(is_measured & is_safe & (gain > -MAX_LOSS))
-        new = [int(c) for c in candidates if c != current and (place, int(c)) not in memory.tried]
+        has_low_risk = seen.risk[i] < MAX_RISK
+        is_safe = seen.open[i] & has_low_risk
+        is_near = gain > -MAX_LOSS
+        candidates = np.flatnonzero(is_measured & is_safe & is_near)
+        others = [int(c) for c in candidates if c != current]
+        new = [c for c in others if (place, c) not in memory.tried]
         if not new or len(memory.tried) >= MAX_TRIALS:
             return actions_of(np.array(current), GO_ON)
-        config = max(new, key=lambda c: float(gain[c]))
-        memory.tried.add((place, config))
-        return actions_of(np.array(config), RUN)
+        best = max(new, key=lambda c: float(gain[c]))
+        memory.tried.add((place, best))
+        return actions_of(np.array(best), RUN)
 
 
 def _place(seen: Seen, i: int) -> float:
-    return round(float(seen.context.place[i]), PLACE_DECIMALS)
+    place = float(seen.context.place[i])
+    return round(place, PLACE_DECIMALS)

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import numpy as np
+from numpy import arange, asarray, maximum, minimum, where
 
 from ...envs.search.belief.normal import expected_improvement
 from ...envs.search.interfaces import COMPARE, GO_ON, LEAVE, RUN, actions_of
@@ -56,23 +57,25 @@ HALF = 0.5
 
 
 def _column(x: Array) -> Array:
-    return np.asarray(x)[:, None]
+    return asarray(x)[:, None]
 
 
 def promises_gain(seen: Seen) -> Array:
     """(n,) bool: the table with the best means is worth a comparison with the current one."""
     is_worthwhile = seen.context.promised >= WORTHWHILE
-    return np.asarray(is_worthwhile & (seen.context.beaten < HALF))
+    return asarray(is_worthwhile & (seen.context.beaten < HALF))
 
 
 def is_proven(seen: Seen) -> Array:
     """(n,) bool: the first gain is so sure that it is compared before the search goes on."""
     c = seen.context
-    is_time = (c.place == 0) & (c.round > EARLY - HALF) & ~seen.is_refining
-    is_large = c.best_saving > PROVEN_NOISE * math.sqrt(2) * c.noise
+    has_windows = c.round > EARLY - HALF
+    is_time = (c.place == 0) & has_windows & ~seen.is_refining
+    of_a_pair = PROVEN_NOISE * math.sqrt(2) * c.noise
+    is_large = c.best_saving > of_a_pair
     is_sure = c.best_saving > PROVEN_BELIEF * c.best_sd
     is_first = (c.confirmed < HALF) & promises_gain(seen)
-    return np.asarray(is_time & is_first & is_large & is_sure)
+    return asarray(is_time & is_first & is_large & is_sure)
 
 
 class ExpectedImprovement:
@@ -93,8 +96,11 @@ class ExpectedImprovement:
         """See ``envs.search.interfaces.Policy``."""
         scores, what = self.decide(decode(observation))
         chosen = scores.argmax(axis=1)
-        actions = actions_of(chosen, what[np.arange(len(chosen)), chosen])
-        return (actions if np.ndim(observation) == 2 else actions[0]), state
+        rows = arange(len(chosen))
+        actions = actions_of(chosen, what[rows, chosen])
+        if np.ndim(observation) != 2:
+            actions = actions[0]
+        return actions, state
 
     def decide(self, seen: Seen) -> tuple[Array, Array]:
         """Scores (n, N_CONFIGS) as parts of the step, of which the largest is chosen; and what comes after each
@@ -102,40 +108,54 @@ class ExpectedImprovement:
         chosen if nothing is worth a window, and if it is time to compare it."""
         is_avoided = ~seen.open | (seen.risk > MOST_RISK)
         is_after = _column(seen.is_refining)
-        known = np.where(
-            is_after, seen.current, seen.saving
-        )  # after the verdict nothing beats the current table
-        best = np.where(is_avoided, -np.inf, known).argmax(axis=1)
-        is_best = np.arange(seen.open.shape[1]) == _column(best)
-        must_end = _column(is_proven(seen) | self._is_enough(seen))
-        scores = np.where(is_avoided, -FEAR, self._worth(seen))
-        above_all = np.maximum(scores.max(axis=1, keepdims=True), 0.0) + FEAR
-        unless_tried = np.where(is_after, 0.0, np.maximum(scores, 0.0))  # the current table is no trial
-        best_scores = np.where(must_end, above_all, unless_tried)
-        scores = np.where(is_best, best_scores, scores)
-        return np.where(seen.open, scores, -np.inf), self._what_next(seen, is_best)
+        # After the verdict nothing beats the current table.
+        known = where(is_after, seen.current, seen.saving)
+        allowed = where(is_avoided, -np.inf, known)
+        best = allowed.argmax(axis=1)
+        configs = arange(seen.open.shape[1])
+        is_best = configs == _column(best)
+
+        ends = is_proven(seen) | self._is_enough(seen)
+        must_end = _column(ends)
+        scores = where(is_avoided, -FEAR, self._worth(seen))
+        largest = scores.max(axis=1, keepdims=True)
+        above_all = maximum(largest, 0.0) + FEAR
+        at_least = maximum(scores, 0.0)
+        unless_tried = where(is_after, 0.0, at_least)  # the current table is no trial
+        best_scores = where(must_end, above_all, unless_tried)
+        scores = where(is_best, best_scores, scores)
+        scores = where(seen.open, scores, -np.inf)
+        return scores, self._what_next(seen, is_best)
 
     def _worth(self, seen: Seen) -> Array:
         """Of trying each config once more, (n, N_CONFIGS)."""
         is_after = _column(seen.is_refining)
-        foresight = np.where(is_after, FORESIGHT_AFTER, FORESIGHT)
+        foresight = where(is_after, FORESIGHT_AFTER, FORESIGHT)
         gain = foresight * seen.worth
-        cost = np.where(is_after, RISK_PRICE_AFTER, RISK_PRICE) * seen.risk
+        price = where(is_after, RISK_PRICE_AFTER, RISK_PRICE)
+        cost = price * seen.risk
+
         # What the belief does not know may be reason enough.
         deviation = np.hypot(seen.learned, UNKNOWN)
-        gain_unknown = FORESIGHT_AFTER * expected_improvement(np.minimum(seen.saving, 0.0), deviation)
+        saving = minimum(seen.saving, 0.0)
+        gain_unknown = FORESIGHT_AFTER * expected_improvement(saving, deviation)
         cost_unknown = RISK_PRICE_UNKNOWN * seen.risk
-        is_unknown = is_after & ~seen.current & (gain_unknown - cost_unknown > gain - cost)
-        gain = np.where(is_unknown, gain_unknown, gain)
-        cost = np.where(is_unknown, cost_unknown, cost)
+        is_better = gain_unknown - cost_unknown > gain - cost
+        is_unknown = is_after & ~seen.current & is_better
+        gain = where(is_unknown, gain_unknown, gain)
+        cost = where(is_unknown, cost_unknown, cost)
+
         worth = gain + seen.saving - CAUTION * seen.learned - cost
-        return np.asarray(np.where(gain > FORESIGHT * LEAST, worth, -np.abs(worth)))
+        is_enough = gain > FORESIGHT * LEAST
+        return asarray(where(is_enough, worth, -np.abs(worth)))
 
     def _is_enough(self, seen: Seen) -> Array:
         """(n,) bool: the search has had its windows."""
-        usual = np.maximum(ROUNDS, ROUNDS_A_SLOT * seen.context.slots)
+        c = seen.context
+        usual = maximum(ROUNDS, ROUNDS_A_SLOT * c.slots)
         most = usual if self.rounds is None else self.rounds
-        return np.asarray((seen.context.round > most - HALF) & ~seen.is_refining)
+        is_spent = c.round > most - HALF
+        return asarray(is_spent & ~seen.is_refining)
 
     def _what_next(self, seen: Seen, is_best: Array) -> Array:
         """What comes after each of the configs of a slot, (n, N_CONFIGS); ``is_best`` (n, N_CONFIGS): with this config
@@ -147,14 +167,22 @@ class ExpectedImprovement:
         the verdict every config but the current one is a trial.
         """
         c = seen.context
-        is_exploring, idle = _column(c.exploring > HALF), _column(c.idle)
+        idle = _column(c.idle)
+        is_exploring = _column(c.exploring > HALF)
         is_settled = (idle >= SETTLED) & seen.last
-        is_alone = ~is_best & ~is_exploring
         has_nothing = is_best & ~is_exploring | is_settled
-        is_done = _column(seen.is_last_slot & (c.round > 0)) & has_nothing
-        may_compare = promises_gain(seen) & (c.comparisons < COMPARISONS - HALF)
-        end = np.where(_column(may_compare), COMPARE, LEAVE)
-        go_on = np.where(is_alone & (idle >= TOGETHER), RUN, GO_ON)
-        is_over = is_done | _column(self._is_enough(seen))
-        what = np.where(_column(is_proven(seen)) & is_best, COMPARE, np.where(is_over, end, go_on))
-        return np.where(_column(seen.is_refining), np.where(seen.current, GO_ON, RUN), what)
+        is_last = _column(seen.is_last_slot & (c.round > 0))
+        is_over = is_last & has_nothing | _column(self._is_enough(seen))
+
+        is_alone = ~is_best & ~is_exploring & (idle >= TOGETHER)
+        go_on = where(is_alone, RUN, GO_ON)
+        has_comparisons = c.comparisons < COMPARISONS - HALF
+        may_compare = _column(promises_gain(seen) & has_comparisons)
+        end = where(may_compare, COMPARE, LEAVE)
+        what = where(is_over, end, go_on)
+        must_compare = _column(is_proven(seen)) & is_best
+        what = where(must_compare, COMPARE, what)
+
+        of_trial = where(seen.current, GO_ON, RUN)
+        is_after = _column(seen.is_refining)
+        return where(is_after, of_trial, what)

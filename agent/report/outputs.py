@@ -26,9 +26,7 @@ def claim(out: Path | None) -> tuple[Path, int]:
     its own in it. Raises Busy, OSError.
     """
     given = out is not None
-    folder = out if out is not None else ROOT / _job_id()
-    if int(os.environ.get("SLURM_NTASKS", "1") or 1) > 1 and "SLURM_PROCID" in os.environ:
-        folder = folder / f"task-{os.environ['SLURM_PROCID']}"
+    folder = _task_folder(out if out is not None else ROOT / _job_id())
     for attempt in range(1, 100):
         candidate = folder if attempt == 1 else folder.with_name(f"{folder.name}-{attempt}")
         if not given and attempt < 99 and (candidate / "summary.json").exists():
@@ -46,6 +44,14 @@ def claim(out: Path | None) -> tuple[Path, int]:
             _point(ROOT / "latest", os.path.relpath(candidate, ROOT))
         return candidate, fd
     raise Busy(f"{folder} and 98 more are in use: give --out")
+
+
+def _task_folder(folder: Path) -> Path:
+    """The folder of this task of a scheduler's job: one within ``folder`` if the job has several tasks."""
+    n_tasks = int(os.environ.get("SLURM_NTASKS", "1") or 1)
+    if n_tasks <= 1 or "SLURM_PROCID" not in os.environ:
+        return folder
+    return folder / f"task-{os.environ['SLURM_PROCID']}"
 
 
 def default_url() -> str | None:

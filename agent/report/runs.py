@@ -24,6 +24,7 @@ from .verdict import verdict
 #: Metric, the key of :func:`state` that it shows, what it is.
 METRICS = (
     ("dynamiccl_tuner_up", "state", "1 while a tuner of the run lives"),
+    ("dynamiccl_tuner_died", "tuner_died", "1 while the job lives and its tuner has ended without a reason"),
     ("dynamiccl_steps_total", "step", "Optimizer steps of the job that were seen"),
     ("dynamiccl_step_seconds", "step_ms", "Step time under the current table, else in the last window"),
     ("dynamiccl_windows_total", "window", "Measuring windows that were run"),
@@ -64,8 +65,7 @@ def state(out: Path) -> dict[str, Any]:
     Unknown values are None. What the summary says is the summary's; of a run without one its last window tells.
     """
     header, summary = read_object(out / "trace" / "header.json"), RunSummary.read(out)
-    windows = [line for line in _tail(out / "trace" / "windows.jsonl") if line.get("kind") == "window"]
-    last = windows[-1] if windows else {}
+    last = _last_window(out)
     run = Path(str(_known(header.get("run"), summary.run, "")))
     alive = bool(run.name) and is_locked(run / TUNER)
     agreement = summary.agreement or {}
@@ -77,6 +77,7 @@ def state(out: Path) -> dict[str, Any]:
         "job": header.get("job"),
         "emulated": header.get("emulated"),
         "state": "tuning" if alive else "ended" if summary else "no tuner",
+        "tuner_died": _has_died(alive, why, run),
         "step": _known(summary.steps, last.get("last_step")),
         "step_ms": _known(confirmed_ms, last.get("step_ms")),
         "step_times_ms": _step_times(out),
@@ -97,6 +98,27 @@ def state(out: Path) -> dict[str, Any]:
         "why": why,
         "reasons": names(str(why or "")),
     }
+
+
+def _last_window(out: Path) -> dict[str, Any]:
+    """The record of the run's last window, {} before the first."""
+    lines = _tail(out / "trace" / "windows.jsonl")
+    windows = [line for line in lines if line.get("kind") == "window"]
+    return windows[-1] if windows else {}
+
+
+def _has_died(alive: bool, why: str | None, run: Path) -> bool:
+    """Whether the tuner is gone without a reason while its job lives."""
+    return not alive and why is None and _job_lives(run)
+
+
+def _job_lives(run: Path) -> bool:
+    """Whether a launcher or a rank holds a file of the run folder; False for a folder that cannot be seen from here."""
+    try:
+        files = [path for path in run.iterdir() if path.name != TUNER] if run.is_absolute() else []
+    except OSError:
+        return False
+    return any(map(is_locked, files))
 
 
 def _step_times(out: Path) -> list[float]:

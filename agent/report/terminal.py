@@ -89,4 +89,5 @@ def sparkline(values: Sequence[float], width: int) -> str:
         values = [sum(part) / len(part) for part in parts]
     top = max(values, default=1.0)
     heights = [math.ceil(len(BARS) * value / top) for value in values]
-    return "".join(BARS[max(height, 1) - 1] for height in heights)
+    bars = [BARS[max(height, 1) - 1] for height in heights]
+    return "".join(bars)

@@ -27,11 +27,14 @@ def chains(trace: Trace, summary: RunSummary) -> list[dict[str, Any]]:
     only this slot, and the decision. Raises TraceError for a trace without steps or slots.
     """
     recorded = load(trace, min_share=0.0)
-    told = {row["slot"]: row["exposed"] for row in summary.exposed}  # each figure is told alike everywhere
+    told = {}  # each figure is told alike everywhere
+    for row in summary.exposed:
+        told[row["slot"]] = row["exposed"]
     shown = exposed_parts_of(trace, default_generations(trace))
     found = []
     for profile, share in zip(recorded.profiles, recorded.share, strict=True):
-        exposed = told.get(str(profile.slot), shown.get(profile.slot))
+        slot = profile.slot
+        exposed = told.get(str(slot), shown.get(slot))
         shares = {"share": float(share), "exposed": exposed}
         found.append(_chain(profile, trace, summary) | shares)
     return found
@@ -43,15 +46,17 @@ def _chain(p: SlotProfile, trace: Trace, summary: RunSummary) -> dict[str, Any]:
     mine = next((row for row in summary.decisions if _is_of(row, p)), None)
     decision = decided(mine) if mine else None
     in_force = None if decision is None else bool(summary.kept) and decision != "auto"
+    prices = {"/".join(pair): round(float(us), 1) for pair, us in offered if us >= 0}
+    refused = [row for row in summary.refused if row["slot"] == str(p.slot)]
     return {
         "slot": str(p.slot),
         "n_ranks": p.slot.n_ranks,
         "calls": p.calls,
         "own": p.own,
-        "prices": {"/".join(pair): round(float(us), 1) for pair, us in offered if us >= 0},
+        "prices": prices,
         "tried": dict(_tried(trace, p).most_common()),
         "alone": _alone(summary, p),
-        "refused": [r for r in summary.refused if r["slot"] == str(p.slot)],
+        "refused": refused,
         "decided": decision,
         "reason": mine.get("reason") if mine else nothing_decided(summary, trace.header),
         "in_force": in_force,
@@ -61,27 +66,47 @@ def _chain(p: SlotProfile, trace: Trace, summary: RunSummary) -> dict[str, Any]:
 
 def _is_of(row: Mapping[str, Any], p: SlotProfile) -> bool:
     """Whether a row of a summary or of a trace's table applies to a slot; 0 ranks: any number."""
-    inside = int(row["min_bytes"]) <= p.n_bytes <= int(row["max_bytes"])
-    return row["func"] == p.slot.func and inside and int(row.get("n_ranks") or 0) in (0, p.slot.n_ranks)
+    if row["func"] != p.slot.func:
+        return False
+    is_inside = int(row["min_bytes"]) <= p.n_bytes <= int(row["max_bytes"])
+    n_ranks = int(row.get("n_ranks") or 0)
+    return is_inside and n_ranks in (0, p.slot.n_ranks)
 
 
 def _tried(trace: Trace, p: SlotProfile) -> Counter[str]:
     """Settings that a slot ran under tables, with their numbers of windows."""
-    rules = {
-        g: [str(rule["decision"]) for rule in rules if _is_of(rule, p)] for g, rules in trace.tables.items()
-    }
-    return Counter(decision for w in windows_of(trace) for decision in rules.get(w.generation, ()))
+    by_generation = {}
+    for generation, rules in trace.tables.items():
+        mine = [rule for rule in rules if _is_of(rule, p)]
+        by_generation[generation] = [str(rule["decision"]) for rule in mine]
+    found = Counter[str]()
+    for window in windows_of(trace):
+        decisions = by_generation.get(window.generation, [])
+        found.update(decisions)
+    return found
 
 
 def _alone(summary: RunSummary, p: SlotProfile) -> list[dict[str, Any]]:
     """Comparisons of two tables that differ only in this slot."""
     found = []
-    for c in summary.comparisons:
-        sides = [{_key(row): row for row in summary.tables.get(c[name], ())} for name in ("table", "against")]
-        apart = [row for key, row in (sides[0] | sides[1]).items() if sides[0].get(key) != sides[1].get(key)]
-        if len(apart) == 1 and _is_of(apart[0], p):
-            found.append({"decision": decided(sides[0].get(_key(apart[0]), {})), **c})
+    for comparison in summary.comparisons:
+        table = _rows(summary, comparison["table"])
+        against = _rows(summary, comparison["against"])
+        both = table | against
+        apart = [key for key in both if table.get(key) != against.get(key)]
+        if len(apart) != 1:
+            continue
+        (key,) = apart
+        if _is_of(both[key], p):
+            decision = decided(table.get(key, {}))
+            found.append({"decision": decision, **comparison})
     return found
+
+
+def _rows(summary: RunSummary, table: str) -> dict[tuple[Any, ...], Mapping[str, Any]]:
+    """The rows of one of the summary's tables, by what they apply to."""
+    rows = summary.tables.get(table, ())
+    return {_key(row): row for row in rows}
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -90,13 +115,10 @@ def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def lines(chain: Mapping[str, Any], summary: RunSummary) -> list[str]:
     """Returns a chain as a few lines for people."""
-    calls, share = (
-        f"{chain['calls']:.0f} call{'s' * (round(chain['calls']) != 1)}",
-        f"{chain['share']:.1%} of the step",
-    )
-    prices = ", ".join(
-        f"{pair} {us:g} us" for pair, us in sorted(chain["prices"].items(), key=lambda x: x[1])
-    )
+    calls = f"{chain['calls']:.0f} call{'s' * (round(chain['calls']) != 1)}"
+    share = f"{chain['share']:.1%} of the step"
+    cheapest_first = sorted(chain["prices"].items(), key=lambda price: price[1])
+    prices = ", ".join(f"{pair} {us:g} us" for pair, us in cheapest_first)
     tried = ", ".join(f"{config} in {n} window{'s' * (n > 1)}" for config, n in chain["tried"].items())
     waits = "" if chain["exposed"] is None else f"; {exposed_text(chain['exposed'])}"
     said = [f"{chain['slot']} on {chain['n_ranks']} ranks: {calls}, {share}{waits}"]

@@ -68,37 +68,44 @@ class AgainstRule(gym.Wrapper[Array, Array, Array, Array]):
     def __init__(self, env: SearchEnv, beside: SearchEnv, most: float = float("inf")) -> None:
         """``beside``: the same environment once more, for the rule; ``most``: that an episode is paid, or costs."""
         super().__init__(env)
-        self.beside, self.most, self.rule, self.rng = (
-            beside,
-            most,
-            ExpectedImprovement(),
-            np.random.default_rng(),
-        )
+        self.beside = beside
+        self.most = most
+        self.rule = ExpectedImprovement()
+        self.rng = np.random.default_rng()
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Array, dict[str, Any]]:
         """The next job, for both."""
-        self.rng = self.rng if seed is None else np.random.default_rng(seed)
+        if seed is not None:
+            self.rng = np.random.default_rng(seed)
         job = int(self.rng.integers(2**31))
-        self.own, self.earned, self.is_over = 0.0, 0.0, False
+        self.own = self.earned = 0.0
+        self.is_over = False
         self.seen, _ = self.beside.reset(seed=job, options=options)
         return self.env.reset(seed=job, options=options)
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         """A turn of both; the last one is paid less what the rule has earned."""
         observation, reward, ended, cut, info = self.env.step(action)
-        before, self.own, is_last = self.own, self.own + float(reward), ended or cut
+        before = self.own
+        self.own += float(reward)
         self._play_along()
-        while is_last and not self.is_over:
-            self._play_along()
-        now = min(max(self.own - self.earned, -self.most), self.most) if is_last else self.own
+        now = self.own
+        if ended or cut:
+            while not self.is_over:
+                self._play_along()
+            beyond = max(self.own - self.earned, -self.most)
+            now = min(beyond, self.most)
         return observation, now - before, ended, cut, info
 
     def _play_along(self) -> None:
-        if not self.is_over:
-            self.seen, reward, ended, cut, _ = self.beside.step(self.rule.predict(self.seen)[0])
-            self.earned, self.is_over = self.earned + float(reward), ended or cut
+        if self.is_over:
+            return
+        action, _ = self.rule.predict(self.seen)
+        self.seen, reward, ended, cut, _ = self.beside.step(action)
+        self.earned += float(reward)
+        self.is_over = ended or cut
 
 
 class Training:
@@ -106,24 +113,39 @@ class Training:
 
     def __init__(self, settings: Settings, folder: Path, runs: tuple[Path, ...] = ()) -> None:
         """``runs``: recorded runs to train on, in place of simulated jobs; each environment has one of them."""
-        self.settings, self.folder, self.runs = settings, folder, runs
-        self.seconds, self.curve = 0.0, list[dict[str, Any]]()
+        self.settings = settings
+        self.folder = folder
+        self.runs = runs
+        self.seconds = 0.0
+        self.curve: list[dict[str, Any]] = []
         torch.set_num_threads(1)  # with two threads small matrices train slower, and erratically
-        made, config = iter(range(settings.envs)), SearchConfig()
+        made = iter(range(settings.envs))
+        config = SearchConfig()
 
         def one() -> gym.Env[Array, Array]:
             make = partial(ReplayEnv, runs[next(made) % len(runs)]) if runs else SimEnv
-            return AgainstRule(make(config=config), make(config=config), MOST)
+            env = make(config=config)
+            beside = make(config=config)
+            return AgainstRule(env, beside, MOST)
 
         s = settings
-        jobs = make_vec_env(
-            one, s.envs, s.seed
-        )  # one process: beside two cores more of them wait for each other
+        # One process: beside two cores more of them wait for each other.
+        jobs = make_vec_env(one, s.envs, s.seed)
+        shape = {"lstm_hidden_size": s.hidden, "head_width": s.head_width, "head_depth": s.head_depth}
         self.model = RecurrentPPO(
-            MaskedLstmPolicy, jobs, learning_rate=s.rate, n_steps=s.rollout, batch_size=s.batch, n_epochs=s.epochs,
-            gamma=s.gamma, gae_lambda=s.gae_lambda, target_kl=s.target_kl, seed=s.seed, device="cpu",
-            policy_kwargs={"lstm_hidden_size": s.hidden, "head_width": s.head_width, "head_depth": s.head_depth},
-        )  # fmt: skip
+            MaskedLstmPolicy,
+            jobs,
+            learning_rate=s.rate,
+            n_steps=s.rollout,
+            batch_size=s.batch,
+            n_epochs=s.epochs,
+            gamma=s.gamma,
+            gae_lambda=s.gae_lambda,
+            target_kl=s.target_kl,
+            seed=s.seed,
+            device="cpu",
+            policy_kwargs=shape,
+        )
 
     @property
     def policy(self) -> MaskedLstmPolicy:
@@ -149,7 +171,8 @@ class Training:
     def save(self) -> None:
         """Write the checkpoint; a kill in the middle leaves the one before."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        checkpoint, record = self.folder / "part-checkpoint.zip", self.folder / "part-record.json"
+        checkpoint = self.folder / "part-checkpoint.zip"
+        record = self.folder / "part-record.json"
         self.model.save(checkpoint)
         record.write_text(json.dumps(self.record(), indent=1) + "\n")
         checkpoint.replace(self.folder / "checkpoint.zip")
@@ -179,22 +202,28 @@ class _AfterRollout(BaseCallback):
 
     def __init__(self, training: Training, progress: Progress) -> None:
         super().__init__()
-        self.training, self.progress, self.began = training, progress, time.perf_counter()
+        self.training = training
+        self.progress = progress
+        self.began = time.perf_counter()
 
     def _on_step(self) -> bool:
         return True
 
     def _on_rollout_end(self) -> None:
         t, now = self.training, time.perf_counter()
-        t.seconds, self.began = t.seconds + now - self.began, now
-        beyond = [100 * float(e["r"]) for e in self.model.ep_info_buffer or []]
+        t.seconds = t.seconds + now - self.began
+        self.began = now
+        beyond = [100 * float(episode["r"]) for episode in self.model.ep_info_buffer or []]
+        saved = error = None
+        if beyond:
+            saved = round(float(np.mean(beyond)), 2)
+            deviation = np.std(beyond) / len(beyond) ** 0.5
+            error = round(float(deviation), 2)
         row = {
             "turns": self.num_timesteps,
             "jobs": len(beyond),
-            "saved": round(float(np.mean(beyond)), 2)
-            if beyond
-            else None,  # default steps a job beyond the rule
-            "error": round(float(np.std(beyond) / max(len(beyond), 1) ** 0.5), 2) if beyond else None,
+            "saved": saved,  # default steps a job beyond the rule
+            "error": error,
             "seconds": round(t.seconds, 1),
         }
         t.curve.append(row)
@@ -204,14 +233,23 @@ class _AfterRollout(BaseCallback):
 
 def gained(policy: LstmPolicy, runs: Sequence[Path], times: int = 3) -> float:
     """Default steps a job that a policy saves beyond the rule on recorded runs, each played so many times."""
-    jobs = [make_vec_env(lambda run=run: AgainstRule(ReplayEnv(run), ReplayEnv(run)), seed=0) for run in runs]
-    return 100 * float(np.mean([evaluate_policy(cast(Any, policy), one, times)[0] for one in jobs]))
+    means = []
+    for run in runs:
+        job = make_vec_env(partial(_against_rule, run), seed=0)
+        mean, _ = evaluate_policy(cast(Any, policy), job, times)
+        means.append(mean)
+    return 100 * float(np.mean(means))
+
+
+def _against_rule(run: Path) -> AgainstRule:
+    return AgainstRule(ReplayEnv(run), ReplayEnv(run))
 
 
 def commit_of_checkout() -> str:
     """Commit that the code was at, with ``+`` when it had been changed since; '' outside a checkout."""
     head = git("rev-parse", "HEAD") or ""
-    return f"{head}+" if head and git("status", "--porcelain", "--untracked-files=no") else head
+    is_changed = head and git("status", "--porcelain", "--untracked-files=no")
+    return f"{head}+" if is_changed else head
 
 
 def export(training: Training, path: Path) -> Path:

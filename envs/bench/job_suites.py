@@ -12,6 +12,7 @@ import hashlib
 import json
 from dataclasses import dataclass, replace
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +70,20 @@ class JobSuite:
     @property
     def digest(self) -> str:
         """Twelve hex digits that change with the jobs."""
-        told = [self.family.name, self.family.version, self.seed, self.each, list(range(len(self)))]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
+        family = self.family
+        rows = list(range(len(self)))
+        told = [family.name, family.version, self.seed, self.each, rows]
+        text = json.dumps(told)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def open(self, rows: Array, seed: int) -> tuple[SimSearch, LossAccount]:
         """Searches on the jobs at ``rows``, and their bill. In its step t a job meets the same noise, whoever plays."""
         jobs = self.jobs.take(rows)
         ledger = LossAccount(jobs, self.best_us[rows])
-        windows = AccountedWindows(jobs, NoiseStream(seed, rows, jobs.width), ledger)
-        return SimSearch(windows, Prior.load(), SearchConfig()), ledger
+        noise = NoiseStream(seed, rows, jobs.width)
+        windows = AccountedWindows(jobs, noise, ledger)
+        search = SimSearch(windows, Prior.load(), SearchConfig())
+        return search, ledger
 
     def told(self) -> dict[str, Scores]:
         """What needs no search: the best joint configs, in each regime its own, and each slot's quickest call alone;
@@ -97,23 +103,25 @@ class JobSuite:
 
         Raises ValueError when it is none, is of another version of its family, or does not come out as on record.
         """
-        source = (
-            resources.files(__package__).joinpath(SUITES[str(name)]) if str(name) in SUITES else Path(name)
-        )
+        source: Path | Traversable = Path(name)
+        if str(name) in SUITES:
+            source = resources.files(__package__).joinpath(SUITES[str(name)])
         try:
             told = json.loads(source.read_text())
             family = FAMILIES[told["family"]]
-            if told["version"] != family.version:
-                raise ValueError(
-                    f"it is of version {told['version']} of its family, this is {family.version}"
-                )
-            jobs = drawn(family, int(told["seed"]), int(told["each"]))
-            off = np.abs(jobs.default_us / np.array(told["default_us"]) - 1)
+            version = told["version"]
+            if version != family.version:
+                raise ValueError(f"it is of version {version} of its family, this is {family.version}")
+            seed, each = told["seed"], told["each"]
+            jobs = drawn(family, int(seed), int(each))
+            default_us = np.array(told["default_us"])
+            off = np.abs(jobs.default_us / default_us - 1)
             if (off <= SAME).all():
                 tables = unpacked(told["best"], jobs)
                 best_us = jobs.followed_us(tables)
-                suite = cls(told["suite"], family, told["seed"], told["each"], jobs, tables, best_us)
-                off = np.abs(suite.gain - np.array(told["gain"]))
+                suite = cls(told["suite"], family, seed, each, jobs, tables, best_us)
+                gain = np.array(told["gain"])
+                off = np.abs(suite.gain - gain)
             if (off > SAME).any():
                 raise ValueError(f"job {off.argmax()} comes out otherwise than on record")
         except FileNotFoundError as error:
@@ -128,14 +136,22 @@ class JobSuite:
 
 def drawn(family: JobFamily, seed: int, each: int) -> Jobs:
     """``each`` jobs of every world of a family."""
-    parts = enumerate(family.only(world) for world in family.worlds)
-    return Jobs.join([draw_jobs(part, np.random.default_rng([seed, k]), each) for k, part in parts])
+    parts = []
+    for k, world in enumerate(family.worlds):
+        rng = np.random.default_rng([seed, k])
+        part = draw_jobs(family.only(world), rng, each)
+        parts.append(part)
+    return Jobs.join(parts)
 
 
 def packed(tables: Array, jobs: Jobs) -> list[str]:
     """Tables of each regime, (n, MOST_REGIMES, width), as text: one job's slots in hex digits, regime by regime."""
-    rows = zip(tables, jobs.regimes.count, jobs.n_slots, strict=True)
-    return [bytes(row[:count, :slots].astype(np.uint8).ravel()).hex() for row, count, slots in rows]
+    texts = []
+    for table, count, n_slots in zip(tables, jobs.regimes.count, jobs.n_slots, strict=True):
+        own = table[:count, :n_slots]
+        digits = own.astype(np.uint8).ravel()
+        texts.append(bytes(digits).hex())
+    return texts
 
 
 def unpacked(texts: list[str], jobs: Jobs) -> Array:
@@ -144,7 +160,8 @@ def unpacked(texts: list[str], jobs: Jobs) -> Array:
     tables = np.zeros((len(jobs), MOST_REGIMES, jobs.width), np.int64)
     for i, text in enumerate(texts):
         count = int(jobs.regimes.count[i])
-        rows = np.frombuffer(bytes.fromhex(text), np.uint8).reshape(count, -1)
+        digits = np.frombuffer(bytes.fromhex(text), np.uint8)
+        rows = digits.reshape(count, -1)
         tables[i, :count, : rows.shape[1]] = rows
         tables[i, count:] = tables[i, 0]
     return tables
@@ -152,4 +169,5 @@ def unpacked(texts: list[str], jobs: Jobs) -> Array:
 
 def quickest_alone(jobs: Jobs) -> Array:
     """For each slot the config whose call alone is quickest, as an offline sweep finds it, (n, width)."""
-    return np.asarray(np.where(jobs.mask, jobs.tables.us, np.inf).argmin(axis=2))
+    offered_us = np.where(jobs.mask, jobs.tables.us, np.inf)
+    return np.asarray(offered_us.argmin(axis=2))

@@ -31,25 +31,29 @@ MOST_TURNS = 20_000
 
 def pack(decisions: Sequence[Sequence[int]]) -> str:
     """Decisions of each job as text: their number and they themselves as bytes, compressed, base64."""
-    lengths = np.array([len(job) for job in decisions], "<u4").tobytes()
-    flat = np.concatenate([np.asarray(job, np.uint8) for job in decisions] or [np.zeros(0, np.uint8)])
-    return base64.b64encode(zlib.compress(lengths + flat.tobytes(), 9)).decode()
+    lengths = np.array([len(job) for job in decisions], "<u4")
+    jobs = [np.asarray(job, np.uint8) for job in decisions]
+    flat = np.concatenate(jobs or [np.zeros(0, np.uint8)])
+    data = lengths.tobytes() + flat.tobytes()
+    return base64.b64encode(zlib.compress(data, 9)).decode()
 
 
 def unpack(text: str, n: int) -> list[list[int]]:
     """Inverse of :func:`pack` for ``n`` jobs. Raises ValueError when it is not that."""
     try:
         # Never more than what can be wanted: a few bytes may unpack to gigabytes.
-        data = zlib.decompressobj().decompress(
-            base64.b64decode(text, validate=True), n * (MOST_TURNS + 4) + 1
-        )
+        most = n * (MOST_TURNS + 4) + 1
+        compressed = base64.b64decode(text, validate=True)
+        data = zlib.decompressobj().decompress(compressed, most)
     except (binascii.Error, zlib.error) as error:
         raise ValueError(f"the decisions cannot be unpacked: {error}") from error
     lengths = np.frombuffer(data[: 4 * n], "<u4") if len(data) >= 4 * n else np.zeros(0, int)
     flat = np.frombuffer(data[4 * n :], np.uint8)
     if len(lengths) != n or int(lengths.sum()) != len(flat):
         raise ValueError(f"{len(flat)} decisions, not as many as {n} jobs say that they have")
-    return [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1].astype(int))]
+    ends = np.cumsum(lengths)
+    parts = np.split(flat, ends[:-1].astype(int))
+    return [part.tolist() for part in parts]
 
 
 def enter(policy: Policy, suite: JobSuite, seed: int = 0, most: int | None = None) -> dict[str, Any]:
@@ -75,7 +79,10 @@ def enter(policy: Policy, suite: JobSuite, seed: int = 0, most: int | None = Non
 def rows_of(suite: JobSuite, most: int | None) -> Array:
     """``most`` jobs of a suite, evenly over it; they are ordered by what there is to gain."""
     n = len(suite)
-    return np.arange(n) if most is None or most >= n else np.linspace(0, n - 1, most).round().astype(int)
+    if most is None or most >= n:
+        return np.arange(n)
+    places = np.linspace(0, n - 1, most)
+    return places.round().astype(int)
 
 
 def claimed(submission: Mapping[str, Any], suite: JobSuite) -> Scores:
@@ -90,10 +97,12 @@ def claimed(submission: Mapping[str, Any], suite: JobSuite) -> Scores:
             raise ValueError(
                 f"made on {submission['suite']} {submission['digest']}, this is {suite.name} {suite.digest}"
             )
-        scores, n = Scores.of(submission["scores"]), int(submission["jobs"])
+        scores = Scores.of(submission["scores"])
+        n = int(submission["jobs"])
         if len(scores.gain) != n or not 0 < n <= len(suite):
             raise ValueError(f"scores of {len(scores.gain)} jobs, {n} were played of {len(suite)}")
-        told, found = dict(submission["figures"]), summary(scores)
+        told = dict(submission["figures"])
+        found = summary(scores)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"not a submission: {type(error).__name__} {error}") from error
     for key, value in found.items():
@@ -116,11 +125,14 @@ def replay(submission: Mapping[str, Any], suite: JobSuite, check: int | None = N
         decisions = unpack(submission["decisions"], n)
         picked = np.arange(n)
         if check is not None and check < n:
-            picked = np.sort(np.random.default_rng(seed).choice(n, check, replace=False))
-        opened = suite.open(rows_of(suite, n)[picked], int(submission["seed"]))
+            drawn = np.random.default_rng(seed).choice(n, check, replace=False)
+            picked = np.sort(drawn)
+        rows = rows_of(suite, n)[picked]
+        opened = suite.open(rows, int(submission["seed"]))
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"not a submission: {type(error).__name__} {error}") from error
-    game = play(ReplayedDecisions([decisions[i] for i in picked]), *opened)
+    policy = ReplayedDecisions([decisions[i] for i in picked])
+    game = play(policy, *opened)
     for name, values in vars(Scores.of(game.scores.record())).items():
         said = getattr(scores, name)[picked]
         off = ~np.isclose(values, said, rtol=SAME, atol=SAME, equal_nan=True)

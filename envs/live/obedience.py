@@ -68,21 +68,29 @@ class CallAudit:
         if not len(rows):
             return
         for comm_id, rank in np.unique(rows[["comm_id", "rank"]]):
-            known = self._actors.setdefault(int(comm_id), {})
-            if known.get(int(rank), pid) != pid:  # the job was restarted: its former life is over
-                self._waiting = self._waiting[self._waiting["comm_id"] != comm_id]
-                known.clear()
-            known[int(rank)] = pid
-            self._adds[int(comm_id)] = self._adds.get(int(comm_id), 0) + 1
+            self._note(int(comm_id), int(rank), pid)
         new = np.empty(len(rows), self._waiting.dtype)
         new["key"] = hash_of(rows[name] for name in ("comm_id", "func", "seq"))
         new["value"] = hash_of(rows[name] for name in _MUST_AGREE)
         new["comm_id"] = rows["comm_id"]
-        new["actor"] = (np.uint64(pid) << np.uint64(32)) | rows["rank"].astype(np.uint64)
+        process = np.uint64(pid) << np.uint64(32)
+        new["actor"] = process | rows["rank"].astype(np.uint64)
         new["row"] = rows.view("V128")
-        self._compare(np.concatenate([self._waiting, new])[-self.window :])
+        waiting = np.concatenate([self._waiting, new])
+        self._compare(waiting[-self.window :])
+
+    def _note(self, comm_id: int, rank: int, pid: int) -> None:
+        """Records of this rank of a communicator came from process ``pid``."""
+        known = self._actors.setdefault(comm_id, {})
+        if known.get(rank, pid) != pid:  # the job was restarted: its former life is over
+            others = self._waiting["comm_id"] != comm_id
+            self._waiting = self._waiting[others]
+            known.clear()
+        known[rank] = pid
+        self._adds[comm_id] = self._adds.get(comm_id, 0) + 1
 
     def _compare(self, rows: Array) -> None:
+        """Check the calls that are complete, and keep the records of the others, (n,)."""
         order = np.lexsort((rows["actor"], rows["key"]))
         rows = rows[order]
         new_call = np.r_[True, rows["key"][1:] != rows["key"][:-1]]
@@ -90,20 +98,30 @@ class CallAudit:
         call = np.cumsum(new_call) - 1
         size = np.bincount(call)
         # A rank that has the same number twice began a communicator anew under its old id: no telling which is which.
-        twice = (
-            np.bincount(call, ~new_call & (rows["actor"] == np.r_[rows["actor"][:1], rows["actor"][:-1]])) > 0
-        )
-        bad = (np.bincount(call, rows["value"] != rows["value"][start][call]) > 0) & ~twice
-        expected = np.array([len(self._actors.get(int(c), {})) for c in rows["comm_id"][start]])
+        actor = rows["actor"]
+        before = np.r_[actor[:1], actor[:-1]]
+        again = ~new_call & (actor == before)
+        twice = np.bincount(call, again) > 0
+
+        value = rows["value"]
+        first = value[start][call]
+        bad = np.bincount(call, value != first) > 0
+        bad = bad & ~twice
+
+        comms = [int(c) for c in rows["comm_id"][start]]
+        expected = np.array([len(self._actors.get(c, {})) for c in comms])
         done = twice | bad | ((size >= expected) & (size > 1))
         self.calls_checked += int((done & ~twice).sum())
         if bad.any() and not self.mismatches:
-            self.example = _words(rows["row"][call == np.flatnonzero(bad)[0]])
+            of_first = call == np.flatnonzero(bad)[0]
+            self.example = _words(rows["row"][of_first])
         self.mismatches += int(bad.sum())
         # Alone on this node for long: there will never be anything to compare.
-        alone = np.array([self._adds[int(c)] > PATIENCE for c in rows["comm_id"][start]]) & (expected < 2)
+        alone = np.array([self._adds[c] > PATIENCE for c in comms])
+        alone = alone & (expected < 2)
         keep = ~(done | alone)[call]
-        self._waiting = rows[keep][np.argsort(order[keep])]
+        as_they_came = np.argsort(order[keep])
+        self._waiting = rows[keep][as_they_came]
 
 
 @dataclass(frozen=True)
@@ -149,9 +167,8 @@ class Obedience:
             return ()
         rows = np.concatenate(seen)
         unknown = Communicator(0, 0, 0, "")
-        shape = np.array(
-            [(c.n_ranks, c.n_nodes) for c in (comms.get(int(i), unknown) for i in rows["comm_id"])]
-        )
+        of_rows = [comms.get(int(i), unknown) for i in rows["comm_id"]]
+        shape = np.array([(c.n_ranks, c.n_nodes) for c in of_rows])
         found = (_judge(rule, rows, shape) for rule in table.rules)
         return tuple(item for item in found if item is not None)
 
@@ -161,11 +178,14 @@ def _judge(rule: Rule, rows: Array, shape: Array) -> Disobeyed | None:
     if rule.n_ranks:
         of_class &= (shape == (rule.n_ranks, rule.n_nodes)).all(axis=1)
     asked = rows["asked_bytes"]  # of the whole group where calls are grouped; 0 = no tuner was asked
-    ours = of_class & (asked >= rule.min_bytes) & (asked <= rule.max_bytes) & (asked > 0)
+    within = (asked >= rule.min_bytes) & (asked <= rule.max_bytes)
+    ours = of_class & within & (asked > 0)
     d = rule.decision
     alike = np.ones(len(rows), bool)
     if d.algo is not None and d.proto is not None:
-        alike = (rows["algo"] == ALGOS.index(d.algo)) & (rows["proto"] == PROTOS.index(d.proto))
+        same_algo = rows["algo"] == ALGOS.index(d.algo)
+        same_proto = rows["proto"] == PROTOS.index(d.proto)
+        alike = same_algo & same_proto
     if d.n_channels:  # NCCL may use fewer, for a message that is too small for all; never more
         alike &= rows["n_channels"] <= d.n_channels
     if not ours.any():
@@ -175,8 +195,10 @@ def _judge(rule: Rule, rows: Array, shape: Array) -> Disobeyed | None:
         ours = of_class
     if alike[ours].mean() >= OBEYED:
         return None
-    ran, count = np.unique(rows[ours & ~alike][["algo", "proto", "n_channels"]], return_counts=True)
-    return Disobeyed(slot_of(rule), d, _config(ran[count.argmax()]))
+    otherwise = rows[ours & ~alike]
+    ran, count = np.unique(otherwise[["algo", "proto", "n_channels"]], return_counts=True)
+    mostly = ran[count.argmax()]
+    return Disobeyed(slot_of(rule), d, _config(mostly))
 
 
 def slot_of(rule: Rule) -> Slot:
@@ -185,13 +207,15 @@ def slot_of(rule: Rule) -> Slot:
 
 
 def _config(row: np.void) -> str:
-    (algo,), (proto,) = names([row["algo"]], ALGOS), names([row["proto"]], PROTOS)
+    (algo,) = names([row["algo"]], ALGOS)
+    (proto,) = names([row["proto"]], PROTOS)
     return f"{algo}/{proto}/{int(row['n_channels'])}"
 
 
 def _words(raw: Array) -> str:
     rows = np.ascontiguousarray(raw).view(COLL_DTYPE)
-    func = FUNCS[int(rows["func"][0])] if int(rows["func"][0]) != UNSET else "collective"
+    number = int(rows["func"][0])
+    func = "collective" if number == UNSET else FUNCS[number]
     views = "; ".join(
         f"rank {int(r['rank'])}: {_config(r)}, {int(r['n_bytes'])} bytes, table {int(r['generation'])}"
         for r in rows[:4]

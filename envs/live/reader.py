@@ -16,6 +16,7 @@ from ...traces.reasons import NotTuning, RunEnds
 from ...traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState
 from ..nccl.run_folder import LAUNCHER, STATUS, STOP, WORD
 from ..nccl.shm import RunFolder
+from ..nccl.site_switch import switched_off
 from .job_ends import FEWEST_STEPS, Closed, Stopped, Withdrawn
 from .locks import is_locked
 from .obedience import CallAudit, Obedience
@@ -163,6 +164,8 @@ class Reader:
             raise Withdrawn(RunEnds.TWO_WAYS(example=self.audit.example))
         if (self.run.path / STOP).exists():
             raise Stopped(RunEnds.STOPPED())
+        if why := switched_off():
+            raise Stopped(RunEnds.SWITCHED_OFF(why=why))
         state, why = self.state or (None, "")
         if state in (AgreementState.SHUT, AgreementState.CLOSED):
             raise Closed(

@@ -21,8 +21,10 @@ ALGO, PROTO = "NCCL_ALGO", "NCCL_PROTO"
 #: NCCL's words for functions, without underscores, as all words here: ``allgather``.
 _FUNCS = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")
 #: NCCL's words -> ours.
-_WORDS = {ALGO: {name.replace("_", ""): name for name in ALGOS}, PROTO: {name: name for name in PROTOS}}
-_OURS = {name.replace("_", ""): name for name in TUNED_FUNCS}
+_OUR_ALGOS = {name.replace("_", ""): name for name in ALGOS}
+_OUR_PROTOS = {name: name for name in PROTOS}
+_OUR_FUNCS = {name.replace("_", ""): name for name in TUNED_FUNCS}
+_WORDS = {ALGO: _OUR_ALGOS, PROTO: _OUR_PROTOS}
 
 #: (function, algorithm, protocol), e.g. ("all_gather", "ring", "ll128").
 Cell = tuple[str, str, str]
@@ -68,8 +70,9 @@ def narrowing(env: Mapping[str, str]) -> Narrowing:
         has_proto = proto in protos.get(func, PROTOS)
         if not (has_algo and has_proto):
             removed.add((func, algo, proto))
-    unguarded = tuple(func for func in TUNED_FUNCS if "ll128" in protos.get(func, ()))
-    return Narrowing(frozenset(removed), unguarded, (*unknown, *more))
+    unguarded = [func for func in TUNED_FUNCS if "ll128" in protos.get(func, ())]
+    strange = (*unknown, *more)
+    return Narrowing(frozenset(removed), tuple(unguarded), strange)
 
 
 def _parse(variable: str, value: str) -> tuple[dict[str, set[str]], tuple[str, ...]]:
@@ -80,14 +83,19 @@ def _parse(variable: str, value: str) -> tuple[dict[str, set[str]], tuple[str, .
         parts = [part for part in entry.split(":") if part]
         if not parts:
             continue
-        func = parts[0].lower() if len(parts) > 1 else ""
+        func = ""
+        if len(parts) > 1:
+            func = parts[0].lower()
         if func not in ("", *_FUNCS) or (not func and number > 0):
             unknown.append(f"{variable}: {parts[0]}")
             continue
-        words, strange = _words(variable, parts[1] if func else parts[0])
+        text = parts[1] if func else parts[0]
+        words, strange = _words(variable, text)
         unknown += strange
-        for ours in TUNED_FUNCS if not func else filter(None, [_OURS.get(func)]):
-            enabled[ours] = words
+        if not func:
+            enabled |= dict.fromkeys(TUNED_FUNCS, words)
+        elif func in _OUR_FUNCS:
+            enabled[_OUR_FUNCS[func]] = words
     return enabled, tuple(unknown)
 
 
@@ -96,6 +104,13 @@ def _words(variable: str, text: str) -> tuple[set[str], list[str]]:
     known = _WORDS[variable]
     excludes = text.startswith("^")
     named = [word for word in text.removeprefix("^").split(",") if word]
-    found = {known[word.lower()] for word in named if word.lower() in known}
-    strange = [f"{variable}: {word}" for word in named if word.lower() not in known]
-    return (set(known.values()) - found if excludes else found), strange
+    found = set[str]()
+    strange = list[str]()
+    for word in named:
+        if word.lower() in known:
+            found.add(known[word.lower()])
+        else:
+            strange.append(f"{variable}: {word}")
+    if excludes:
+        found = set(known.values()) - found
+    return found, strange

@@ -14,14 +14,13 @@ import numpy as np
 from numpy import arange, asarray, broadcast_to, concatenate, maximum, minimum, repeat, tile, where
 
 from ...traces.fingerprint import Fingerprint
-from ...traces.records import CHANNELS, PAIRS, PROTOS
+from ...traces.records import CHANNELS, PAIRS
 from ...traces.spaces import N_CHANNELS, N_CONFIGS, N_PAIRS, action_mask
-from .channels import planned_channels
+from .channels import PAIR_PROTOS, planned_channels
 
 Array = np.ndarray[Any, Any]
 _NVLS = PAIRS.index(("nvls", "simple"))
 _COLLNET = PAIRS.index(("collnet_direct", "simple"))
-_PROTO = np.array([PROTOS.index(proto) for _, proto in PAIRS])
 #: The release whose rule holds where none is known: cells of 32 KiB, as from 2.29 on.
 RELEASE = 23007
 
@@ -34,43 +33,57 @@ def channels_of(fingerprint: Fingerprint, release: Array | int | None = None) ->
     """
     n = len(fingerprint.n_bytes)
     column = (slice(None), None, None)
-    release = broadcast_to(RELEASE if release is None else release, n).astype(int)
+    if release is None:
+        release = RELEASE
+    release = broadcast_to(release, n).astype(int)
     own = asarray(fingerprint.own_pair, int)
     own_count = asarray(fingerprint.own_channels, int)
-    fleet = _fleet(fingerprint, release, own == _NVLS, own_count)
-    n_bytes = asarray(fingerprint.n_bytes, np.int64)[column]
+    own_is_nvls = own == _NVLS
+    fleet = _fleet(fingerprint, release, own_is_nvls, own_count)
+    n_bytes = asarray(fingerprint.n_bytes, np.int64)
+    n_bytes = n_bytes[column]
     pair = _pairs(own)[:, :, None]
     shape = n, N_PAIRS, N_CHANNELS
-    asked = broadcast_to(np.array(CHANNELS), shape)
+    asked = broadcast_to(CHANNELS, shape)
     # From 2.31 on a tuner can only lower NCCL's count, which is known of its own pair.
     mine = pair == own[column]
-    only_lowers = mine & (release >= 23100)[column]
-    lowered = minimum(asked, own_count[column])
+    own_count = own_count[column]
+    is_late = release >= 23100
+    only_lowers = mine & is_late[column]
+    lowered = minimum(asked, own_count)
     limit = where(only_lowers, lowered, asked)
-    ran = planned_channels(fleet, n_bytes, broadcast_to(pair, shape), limit)  # type: ignore[arg-type]
+    pairs = broadcast_to(pair, shape)
+    ran = planned_channels(fleet, n_bytes, pairs, limit)
     # Large messages get all that the communicator has (2.30.7 src/enqueue.cc, topoGetAlgoInfo), but for NVLS.
-    of_ll = where(_PROTO[pair] == 0, 8 * fleet.n_ranks, 8)
-    a_thread = where(_PROTO[pair] == 2, 64, of_ll)
-    is_large = n_bytes >= 640 * a_thread * fleet.comm_channels
-    everything = planned_channels(fleet, n_bytes, pair, fleet.comm_channels)  # type: ignore[arg-type]
-    other = where(is_large & (pair != _NVLS), everything, 0)
-    uncounted = where(mine, own_count[column], other)
-    return asarray(where(asked == 0, uncounted, ran).reshape(n, N_CONFIGS))
+    most = fleet.comm_channels
+    proto = PAIR_PROTOS[pair]
+    of_ll = where(proto == 0, 8 * fleet.n_ranks, 8)
+    a_thread = where(proto == 2, 64, of_ll)
+    is_large = n_bytes >= 640 * a_thread * most
+    everything = planned_channels(fleet, n_bytes, pair, most)
+    gets_all = is_large & (pair != _NVLS)
+    other = where(gets_all, everything, 0)
+    uncounted = where(mine, own_count, other)
+    counts = where(asked == 0, uncounted, ran)
+    return asarray(counts.reshape(n, N_CONFIGS))
 
 
 def _pairs(own: Array) -> Array:
     """The pair that runs under AUTO and under each of PAIRS, (n, N_PAIRS); ``own`` (n,): AUTO's."""
-    every = tile(arange(len(PAIRS)), (len(own), 1))
+    numbers = arange(len(PAIRS))
+    every = tile(numbers, (len(own), 1))
     return concatenate([own[:, None], every], axis=1)
 
 
-def _fleet(fingerprint: Fingerprint, release: Array, own_is_nvls: Array, own_count: Array) -> SimpleNamespace:
+def _fleet(fingerprint: Fingerprint, release: Array, own_is_nvls: Array, own_count: Array) -> Any:
     """What ``channels.planned_channels`` reads of a cluster, as far as a fingerprint tells it."""
     most = asarray(fingerprint.comm_channels, int)
     # What a switch's own channels are is only seen where NCCL chose them.
-    nvls = where(own_is_nvls, maximum(most, own_count), 64)
+    seen = maximum(most, own_count)
+    nvls = where(own_is_nvls, seen, 64)
+    n_ranks = asarray(fingerprint.n_ranks, int)
     return SimpleNamespace(
-        n_ranks=asarray(fingerprint.n_ranks, int)[:, None, None],
+        n_ranks=n_ranks[:, None, None],
         release=release[:, None, None],
         comm_channels=most[:, None, None],
         nvls_channels=nvls[:, None, None],
@@ -84,14 +97,20 @@ def distinct(fingerprint: Fingerprint, release: Array | int | None = None) -> Ar
     """
     n = len(fingerprint.n_bytes)
     mask = action_mask(fingerprint)
-    offered = repeat(mask[:, :N_PAIRS], N_CHANNELS, axis=1)
-    counts = tile(mask[:, N_PAIRS:], (1, N_PAIRS))
-    pair = _pairs(asarray(fingerprint.own_pair, int))
+    pairs = mask[:, :N_PAIRS]
+    counts = mask[:, N_PAIRS:]
+    offered = repeat(pairs, N_CHANNELS, axis=1)
+    counts = tile(counts, (1, N_PAIRS))
+    own = asarray(fingerprint.own_pair, int)
+    pair = _pairs(own)
     # Where NCCL does not clip a count to what the algorithm has, the plugin sets none (tuner.c): those are no arms.
-    over_nodes = asarray(fingerprint.n_nodes).reshape(n, 1) > 1
-    unclipped = (pair == _COLLNET) | ((pair == _NVLS) & over_nodes)
+    n_nodes = asarray(fingerprint.n_nodes)
+    over_nodes = n_nodes.reshape(n, 1) > 1
+    is_nvls = pair == _NVLS
+    unclipped = (pair == _COLLNET) | (is_nvls & over_nodes)
     has_count = tile(CHANNELS, N_PAIRS) > 0
-    fixed = repeat(unclipped, N_CHANNELS, axis=1) & has_count
+    fixed = repeat(unclipped, N_CHANNELS, axis=1)
+    fixed = fixed & has_count
     allowed = offered & counts & ~fixed
     arm = repeat(pair, N_CHANNELS, axis=1) * 256
     arm = arm + channels_of(fingerprint, release)
@@ -104,7 +123,8 @@ def distinct(fingerprint: Fingerprint, release: Array | int | None = None) -> Ar
     first = np.full((n, N_CONFIGS), none)
     for config in range(N_CONFIGS):
         same = arm == arm[:, config : config + 1]
-        first[:, config] = where(same, rank, none).min(axis=1)
+        ranks = where(same, rank, none)
+        first[:, config] = ranks.min(axis=1)
     keep = allowed & (rank == first)
     keep[:, 0] = True
     return keep

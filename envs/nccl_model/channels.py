@@ -27,33 +27,47 @@ def heuristic_channels(fleet: Any, n_bytes: Array, pair: Array) -> tuple[Array, 
     """NCCL's own channel limit and warps of a block for ``pair`` (index into PAIRS). 2.30.7 src/enqueue.cc,
     topoGetAlgoInfo."""
     n_bytes = asarray(n_bytes)
-    algo = PAIR_ALGOS[asarray(pair)]
-    proto = PAIR_PROTOS[asarray(pair)]
+    pair = asarray(pair)
+    algo = PAIR_ALGOS[pair]
+    proto = PAIR_PROTOS[pair]
     ring = algo == RING
     simple = proto == SIMPLE
     threads = _threads_at_first(fleet, ring, proto)
     # Bytes that a thread must have: LL pays for itself with little, times the ranks of the ring.
-    by_proto = where(proto == LL, 8 * fleet.n_ranks, 8)
+    of_ll = 8 * fleet.n_ranks
+    by_proto = where(proto == LL, of_ll, 8)
     least = where(simple, 64, by_proto)
     full = threads * least
-    channels = np.clip(n_bytes // full, 1, fleet.comm_channels)
+    filled = n_bytes // full
+    channels = np.clip(filled, 1, fleet.comm_channels)
     for _ in range(4):  # 640 halves to 320, 160, 80 at most, and only while it divides by 128
         has_few = n_bytes < channels * threads * least
-        few = has_few & (threads % 128 == 0) & ring
+        divides = threads % 128 == 0
+        few = has_few & divides & ring
         threads = where(few, threads // 2, threads)
-    threads = where(ring & simple, threads + 32, threads)
+    is_simple_ring = ring & simple
+    threads = where(is_simple_ring, threads + 32, threads)
     warps = maximum(threads, 96) // 32
-    over_nodes = minimum(fleet.nvls_channels, fleet.comm_channels)
-    nvls = where(fleet.n_nodes > 1, over_nodes, fleet.nvls_channels)
-    return where(algo == NVLS, nvls, channels), warps
+    on_a_node = fleet.nvls_channels
+    over_nodes = minimum(on_a_node, fleet.comm_channels)
+    has_network = fleet.n_nodes > 1
+    nvls = where(has_network, over_nodes, on_a_node)
+    is_nvls = algo == NVLS
+    channels = where(is_nvls, nvls, channels)
+    return channels, warps
 
 
 def _threads_at_first(fleet: Any, ring: Array, proto: Array) -> Array:
     """Threads of a block before small messages have fewer."""
-    gbs = fleet.ring.bw_intra * fleet.ring.channels
-    narrow = (gbs <= 12.0) & (fleet.release < 23100)
-    of_a_ring = where((proto == SIMPLE) & narrow, 256, 512)
-    return where(ring & (proto != LL128), of_a_ring, 640)
+    graph = fleet.ring
+    gbs = graph.bw_intra * graph.channels
+    early = fleet.release < 23100
+    narrow = (gbs <= 12.0) & early
+    is_simple = proto == SIMPLE
+    of_a_ring = where(is_simple & narrow, 256, 512)
+    is_ll128 = proto == LL128
+    is_usual = ring & ~is_ll128
+    return where(is_usual, of_a_ring, 640)
 
 
 def rounded_up(a: Any, b: Any) -> Any:
@@ -64,13 +78,22 @@ def rounded_up(a: Any, b: Any) -> Any:
 def planned_channels(fleet: Any, n_bytes: Array, pair: Array, limit: Array) -> Array:
     """Channels of all_gather, reduce_scatter that really run when the limit of one alone in its group is ``limit``."""
     pair = asarray(pair)
-    n = fleet.n_ranks.astype(np.int64)
+    n_ranks = fleet.n_ranks
+    n = n_ranks.astype(np.int64)
     algo = PAIR_ALGOS[pair]
-    most = where(algo == NVLS, fleet.nvls_channels, fleet.comm_channels)
-    limit = maximum(minimum(limit, most), 1)
-    shard = rounded_up(asarray(n_bytes, np.int64), n)
-    filled = filled_channels(fleet.release, shard, n, PAIR_PROTOS[pair], limit)
-    ran = minimum(filled, maximum(most, 1))
+    of_nvls = fleet.nvls_channels
+    of_comm = fleet.comm_channels
+    is_nvls = algo == NVLS
+    most = where(is_nvls, of_nvls, of_comm)
+    limit = minimum(limit, most)
+    limit = maximum(limit, 1)
+    n_bytes = asarray(n_bytes, np.int64)
+    shard = rounded_up(n_bytes, n)
+    proto = PAIR_PROTOS[pair]
+    release = fleet.release
+    filled = filled_channels(release, shard, n, proto, limit)
+    most = maximum(most, 1)
+    ran = minimum(filled, most)
     return where(algo == DIRECT, limit, ran)
 
 
@@ -82,13 +105,21 @@ def filled_channels(release: Any, size: Any, traffic: Any, proto: Any, limit: An
     """
     early = release < 22900
     least = where(early, 16 << 10, 32 << 10)
-    by_byte = traffic * where(proto == LL, 4, 1)  # NCCL counts LL's traffic four times
-    all_traffic = maximum(size * by_byte, least)
+    times = where(proto == LL, 4, 1)  # NCCL counts LL's traffic four times
+    by_byte = traffic * times
+    all_traffic = size * by_byte
+    all_traffic = maximum(all_traffic, least)
     each = all_traffic // limit
     in_words = rounded_up(each, 16) * 16
-    each = where(early, maximum(each, least), in_words)
-    cell = rounded_up(rounded_up(least, by_byte), 16) * 16
-    cells = maximum(rounded_up(size, cell), 1)
-    wanted = maximum(rounded_up(each, cell * by_byte), 1)
+    at_least = maximum(each, least)
+    each = where(early, at_least, in_words)
+    cell = rounded_up(least, by_byte)
+    cell = rounded_up(cell, 16) * 16
+    of_a_cell = cell * by_byte
+    cells = rounded_up(size, cell)
+    cells = maximum(cells, 1)
+    wanted = rounded_up(each, of_a_cell)
+    wanted = maximum(wanted, 1)
     a_channel = minimum(cells, wanted)
-    return asarray(rounded_up(cells, a_channel))
+    channels = rounded_up(cells, a_channel)
+    return asarray(channels)

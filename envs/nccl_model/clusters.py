@@ -202,16 +202,8 @@ def release_number(text: str) -> int:
 
 def from_mapping(name: str, values: Mapping[str, Any]) -> Cluster:
     """Cluster from the keys of a TOML table. Raises ValueError naming what is missing, unknown, impossible."""
-    known = {f.name for f in fields(Cluster)} - {"name"}
     given = {key: value for key, value in values.items() if key not in LABELS}
-    for key in given.keys() - known:
-        near = difflib.get_close_matches(key, known, 1)
-        raise ValueError(
-            f"cluster {name}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-        )
-    needed = ("n_nodes", "gpus_per_node", "generation", "ring", "comm_channels")
-    if missing := [key for key in needed if key not in given and "like" not in values]:
-        raise ValueError(f"cluster {name}: missing {', '.join(missing)}")
+    _check_keys(name, given, "like" in values)
     base = cluster(str(values["like"])) if "like" in values else None
     try:
         given |= {key: Graph(**given[key]) for key in GRAPHS if isinstance(given.get(key), Mapping)}
@@ -220,6 +212,19 @@ def from_mapping(name: str, values: Mapping[str, Any]) -> Cluster:
         return Cluster(name=name, **{"tree": given["ring"], **given})
     except (TypeError, ValueError) as error:
         raise ValueError(f"cluster {name}: {str(error).removeprefix(f'cluster {name}: ')}") from None
+
+
+def _check_keys(name: str, given: Mapping[str, Any], is_like_another: bool) -> None:
+    """Raises ValueError naming a key that no cluster has, or those that are missing from a cluster of its own."""
+    known = {f.name for f in fields(Cluster)} - {"name"}
+    for key in given.keys() - known:
+        near = difflib.get_close_matches(key, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"cluster {name}: unknown key {key!r}{hint}")
+    needed = ("n_nodes", "gpus_per_node", "generation", "ring", "comm_channels")
+    missing = [key for key in needed if key not in given]
+    if missing and not is_like_another:
+        raise ValueError(f"cluster {name}: missing {', '.join(missing)}")
 
 
 @functools.cache

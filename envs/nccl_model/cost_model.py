@@ -28,7 +28,8 @@ ALL_REDUCE = "all_reduce"
 def pair_cost_rows(fleet: ClusterArrays, n_bytes: Array) -> Array:
     """Costs of PAIRS, one message a cluster: ``n_bytes`` (n,) -> (n, len(PAIRS)) us, -1 = not offered."""
     sizes = asarray(n_bytes, np.float64)
-    return price(*terms(fleet), sizes[:, None])
+    lat, bw = terms(fleet)
+    return price(lat, bw, sizes[:, None])
 
 
 @functools.lru_cache(maxsize=64)
@@ -56,7 +57,8 @@ def cost_table(cluster: Cluster, func: str, n_bytes: int) -> Array:
         latency = 2 * lat[:N_PROTOS] - BASE_RING
         table[RING] = price(latency, bw[:N_PROTOS] / 2, float(n_bytes))
     else:
-        table[PAIR_ALGOS, PAIR_PROTOS] = price(lat, bw, float(n_bytes))
+        prices = price(lat, bw, float(n_bytes))
+        table[PAIR_ALGOS, PAIR_PROTOS] = prices
     table.flags.writeable = False
     return table
 
@@ -68,11 +70,13 @@ def choice(cluster: Cluster, func: str, n_bytes: int, cost: Array | None = None)
     """
     if cost is None:
         cost = cost_table(cluster, func, n_bytes)
-    flat = where(cost >= 0, cost, np.inf).ravel()
+    offered = where(cost >= 0, cost, np.inf)
+    flat = offered.ravel()
     best = int(flat.argmin())
     if not isfinite(flat[best]):
         raise ValueError("the cost table offers nothing: every entry is below zero")
-    return ALGOS[best // N_PROTOS], PROTOS[best % N_PROTOS]
+    algo, proto = divmod(best, N_PROTOS)
+    return ALGOS[algo], PROTOS[proto]
 
 
 @functools.lru_cache(maxsize=65536)
@@ -89,7 +93,8 @@ def channels(
         raise ValueError(f"{func} is never planned with {algo}/{proto}")
     fleet, _, _ = _one(cluster)
     size = np.array(n_bytes)
-    pair = np.array(PAIRS.index((algo, proto)))
+    number = PAIRS.index((algo, proto))
+    pair = np.array(number)
     own, warps = heuristic_channels(fleet, size, pair)
     limit = own
     if asked:

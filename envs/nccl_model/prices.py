@@ -50,7 +50,8 @@ def _ring_ll128_channel(fleet: ClusterArrays) -> Array:
     scale = minimum(fleet.n_nodes, 3) - 1
     for first, row in _BLACKWELL_LL128:
         changed = blackwell & (fleet.release >= first)
-        limit = where(changed, np.array(row)[scale], limit)
+        by_scale = np.array(row)
+        limit = where(changed, by_scale[scale], limit)
     last = blackwell & (fleet.release >= 22907)
     return where(last, 40.0, limit)
 
@@ -58,7 +59,9 @@ def _ring_ll128_channel(fleet: ClusterArrays) -> Array:
 def price(lat: Array, bw: Array, n_bytes: Any) -> Array:
     """Microseconds of messages by the :func:`terms` of their prices, float32; -1 = not offered. All broadcast."""
     with np.errstate(divide="ignore"):
-        return where(bw > 0, lat + n_bytes / (1000.0 * bw), -1.0).astype(np.float32)
+        us = lat + n_bytes / (1000.0 * bw)
+    offered = where(bw > 0, us, -1.0)
+    return offered.astype(np.float32)
 
 
 def terms(fleet: ClusterArrays) -> tuple[Array, Array]:
@@ -85,66 +88,86 @@ def _is_late(fleet: ClusterArrays) -> Array:
 def _ring(fleet: ClusterArrays) -> tuple[Array, Array]:
     """By protocol, (n, 3) each. Up to 2.30 the bandwidth within a node counts up to two nodes, from 2.31 on a single
     one only."""
-    ring, nodes = fleet.ring, fleet.n_nodes
+    ring = fleet.ring
+    nodes = fleet.n_nodes
     n = fleet.n_ranks.astype(float)
     late = _is_late(fleet)
     within = nodes <= where(late, 1, 2)
-    bus = ring.channels * where(within, ring.bw_intra, ring.bw_inter)
+    channel = where(within, ring.bw_intra, ring.bw_inter)
+    bus = ring.channels * channel
     by_channel = ring.channels * _ring_ll128_channel(fleet)
     ll = minimum(_ll_max(fleet), 0.5 * bus)
-    ll128 = minimum(0.92 * bus, by_channel) * fleet.offers_ll128
+    ll128 = minimum(0.92 * bus, by_channel)
+    ll128 = ll128 * fleet.offers_ll128
     per_rank = n / (n - 1)
     bw = stack([ll, ll128, bus], axis=1) * per_rank[:, None]
 
     lone = (fleet.gpus_per_node == 1) & ~late
     net = where(lone[:, None], _NET_TREE, _NET_RING)
-    net = net + ring.latency[:, None] * np.array([1, 1, 2])
+    passes = np.array([1, 1, 2])
+    net = net + ring.latency[:, None] * passes
     many = nodes > 1
     by_cpu = where(fleet.amd, 2.0, 1.0)
     overhead = where(many, by_cpu, 0.0)
-    hardware = _HW_RING[where(ring.nvlink, 0, 1)]
-    link = maximum(hardware, overhead[:, None] * np.array([1, 1, 3]))
+    path = where(ring.nvlink, 0, 1)
+    times = np.array([1, 1, 3])
+    link = maximum(_HW_RING[path], overhead[:, None] * times)
     n_net = where(many, nodes - 1, 0)
     n_link = n - 1 - n_net
-    return BASE_RING + n_link[:, None] * link + n_net[:, None] * net, bw
+    lat = BASE_RING + n_link[:, None] * link
+    lat = lat + n_net[:, None] * net
+    return lat, bw
 
 
 def _nvls(fleet: ClusterArrays) -> tuple[Array, Array]:
     """One step within the node; one node less one share travels, and from 2.31 on counted as for a ring."""
-    nvls, per_node = fleet.nvls, fleet.gpus_per_node
+    nvls = fleet.nvls
+    per_node = fleet.gpus_per_node
     n = fleet.n_ranks.astype(float)
     many = fleet.n_nodes > 1
     heads = maximum(nvls.channels, 1)
-    share = _NVLS_EFFICIENCY[fleet.generation] * (heads - 1) / heads * (per_node - 1) / per_node
+    share = _NVLS_EFFICIENCY[fleet.generation]
+    share = share * (heads - 1) / heads
+    share = share * (per_node - 1) / per_node
     early = fleet.release < 22800  # 2.27 had no efficiency of its own for NVLS
     plain = nvls.bw_intra * (per_node - 1) / per_node
     within = where(early, plain, nvls.bw_intra * share)
     between = where(early, 0.9 * nvls.bw_inter, nvls.bw_inter)
-    bw = heads * minimum(within, between) * fleet.offers_nvls
+    bw = heads * minimum(within, between)
+    bw = bw * fleet.offers_nvls
     per_rank = where(_is_late(fleet), n / (n - 1), 1.0)
     over_nodes = _NET_NVLS + 2 * nvls.latency
-    return _HW_NVLS + where(many, over_nodes, 0.0), bw * per_rank
+    lat = _HW_NVLS + where(many, over_nodes, 0.0)
+    return lat, bw * per_rank
 
 
 def _collnet(fleet: ClusterArrays) -> tuple[Array, Array]:
     """Direct: only with a switch that reduces."""
-    tree, per_node = fleet.tree, fleet.gpus_per_node
+    tree = fleet.tree
+    per_node = fleet.gpus_per_node
     many = fleet.n_nodes > 1
-    bw = tree.channels * per_node * minimum(tree.bw_intra, 0.9 * tree.bw_inter)
-    bw = bw * (fleet.collnet & many & (per_node <= 8))
-    within = minimum(1, per_node - 1) * _HW_COLLNET + 0.4 * (per_node - 1)
-    return 2 * within + _NET_COLLNET + 2 * tree.latency, bw
+    channel = minimum(tree.bw_intra, 0.9 * tree.bw_inter)
+    bw = tree.channels * per_node * channel
+    is_able = fleet.collnet & many & (per_node <= 8)
+    bw = bw * is_able
+    others = per_node - 1
+    within = minimum(1, others) * _HW_COLLNET + 0.4 * others
+    lat = 2 * within + _NET_COLLNET + 2 * tree.latency
+    return lat, bw
 
 
 def _pat(fleet: ClusterArrays) -> tuple[Array, Array]:
     """PAT runs on the tree's graph."""
-    tree, nodes = fleet.tree, fleet.n_nodes
+    tree = fleet.tree
+    nodes = fleet.n_nodes
     n = fleet.n_ranks.astype(float)
     gbs = where(nodes <= 2, tree.bw_intra, tree.bw_inter)
     least = minimum(tree.bw_intra, tree.bw_inter)
     gbs = where(_is_late(fleet), least, gbs)
     efficiency = where(fleet.release < 22400, 0.85, 0.75)
-    bw = tree.channels * gbs * efficiency * fleet.offers_pat
+    bw = tree.channels * gbs * efficiency
+    bw = bw * fleet.offers_pat
     log_nodes = floor(log2(maximum(nodes, 1)))
-    lat = _BASE_PAT + log_nodes * (_NET_PAT + 2 * tree.latency) / 3.5 + 2.8 * n
+    over_nodes = log_nodes * (_NET_PAT + 2 * tree.latency) / 3.5
+    lat = _BASE_PAT + over_nodes + 2.8 * n
     return lat, bw

@@ -35,9 +35,11 @@ class RecordedJob:
         self.memory_pressure = float(recorded.fingerprint.memory_pressure[0])
         self.generation = self.last_step = 0
         self.default_ms = np.array([w.ms for w in default_windows(trace)])
-        self._at = int(np.random.default_rng(seed).integers(len(self.default_ms)))
+        rng = np.random.default_rng(seed)
+        self._at = int(rng.integers(len(self.default_ms)))
         events = trace.events
-        quiet = events[events["table_generation"].isin(default_generations(trace))]
+        is_quiet = events["table_generation"].isin(default_generations(trace))
+        quiet = events[is_quiet]
         by_step = [group for _, group in quiet.groupby("step")]
         self._quiet = by_step[1:] or by_step  # a first step warms up; some recordings have no other
         self._last: Array = np.zeros(0, np.int64)
@@ -51,13 +53,16 @@ class RecordedJob:
 
     def saving(self, decisions: Decisions) -> float:
         """Part of the default's step time that ``decisions`` save, measured or predicted."""
-        r, total = self.recorded, 0.0
+        r = self.recorded
+        total = 0.0
         for slot, decision in decisions.items():
             if decision.is_auto or slot not in r.slots:
                 continue
             row = r.slots.index(slot)
             config = spaces.config_of(decision)
-            total += float(r.truth[row, config] * r.share[row]) if np.isfinite(r.truth[row, config]) else 0.0
+            saving = r.truth[row, config]  # of the slot's share of the step
+            if np.isfinite(saving):
+                total += float(saving * r.share[row])
         return min(total, 1 - LEAST)
 
     def window(
@@ -72,8 +77,10 @@ class RecordedJob:
         self.generation += 1
         chosen = {slot: decision for slot, decision in decisions.items() if not decision.is_auto}
         switch = SWITCH_STEPS if chosen != self._running else 0
-        self._running, self._is_default = chosen, not chosen
-        ms = float(self.default_ms[self._at] * (1 - self.saving(decisions)))
+        self._running = chosen
+        self._is_default = not chosen
+        default_ms = self.default_ms[self._at]
+        ms = float(default_ms * (1 - self.saving(decisions)))
         self._at = (self._at + 1) % len(self.default_ms)
         n = 1 if ms > give_up_ms else n_steps
         first = self.last_step + switch + discard + 1
@@ -83,6 +90,10 @@ class RecordedJob:
 
     def take_events(self) -> pd.DataFrame:
         """Events of recorded default steps, under the last window's numbers where that was the default's."""
-        steps = self._last[: len(self._quiet)] if self._is_default else self._last[:0]
-        parts = [self._quiet[i].assign(step=step) for i, step in enumerate(steps)]
-        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+        parts = []
+        if self._is_default:
+            pairs = zip(self._quiet, self._last, strict=False)  # the shorter one counts
+            parts = [events.assign(step=step) for events, step in pairs]
+        if not parts:
+            return pd.DataFrame()
+        return pd.concat(parts, ignore_index=True)

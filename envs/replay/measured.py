@@ -13,23 +13,44 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy import array, asarray, exp, isfinite, log, log2, maximum, median
 
 Array = np.ndarray[Any, Any]
 #: log us of (n_bytes (n,), n_channels (n,)).
 Formula = Callable[[Array, Array], Array]
+#: Bytes and channels of a measured point.
+Key = tuple[int, int]
 
 # Standard deviations (log us) and lengths (doublings) of the kernel; chosen by leave-one-out on public measurements.
-_OFFSET, _SIZE, _SIZE_LENGTH = 1.0, 0.8, 4.0
-_SLOPE, _COUNT, _COUNT_LENGTH, _BOTH = 1.0, 0.3, 3.0, 0.1
-_NOISE = 0.01
+_OFFSET = 1.0  # of all points
+_SIZE = 0.8  # along message sizes
+_SIZE_LENGTH = 4.0
+_SLOPE = 1.0  # of a line along channel counts
+_COUNT = 0.3  # along channel counts, beside that line
+_COUNT_LENGTH = 3.0
+_BOTH = 0.1  # along both together
+_NOISE = 0.01  # of one point
 
 
 def _kernel(a: Array, b: Array) -> Array:
     """Covariance of log residuals between points ``a`` (n, 2) and ``b`` (m, 2): log2 bytes, log2 channels."""
-    size = np.exp(-np.abs(a[:, None, 0] - b[None, :, 0]) / _SIZE_LENGTH)
-    count = np.exp(-np.abs(a[:, None, 1] - b[None, :, 1]) / _COUNT_LENGTH)
-    slope = _SLOPE**2 * a[:, None, 1] * b[None, :, 1]
-    return np.asarray(_OFFSET**2 + _SIZE**2 * size + slope + _COUNT**2 * count + _BOTH**2 * size * count)
+    size_distance = np.abs(a[:, 0, None] - b[:, 0])
+    size = exp(-size_distance / _SIZE_LENGTH)
+    counts = a[:, 1, None]
+    other_counts = b[:, 1]
+    count_distance = np.abs(counts - other_counts)
+    count = exp(-count_distance / _COUNT_LENGTH)
+
+    total = _OFFSET**2 + _SIZE**2 * size
+    total = total + _SLOPE**2 * counts * other_counts
+    total = total + _COUNT**2 * count
+    total = total + _BOTH**2 * size * count
+    return asarray(total)
+
+
+def _points(keys: Array) -> Array:
+    """Bytes and channels (n, 2) as the kernel reads them, in doublings."""
+    return log2(maximum(keys, 1.0))
 
 
 class Measured:
@@ -40,23 +61,39 @@ class Measured:
     """
 
     def __init__(self, n_bytes: Array, n_channels: Array, us: Array, formula: Formula) -> None:
-        if not len(us) or (np.asarray(us) <= 0).any() or not np.isfinite(us).all():
+        us = asarray(us)
+        is_time = (us > 0) & isfinite(us)
+        if not len(us) or not is_time.all():
             raise ValueError("measured times must be finite and above 0, and at least one")
-        found: dict[tuple[int, int], list[float]] = defaultdict(list)
-        for size, count, time in zip(n_bytes, n_channels, us, strict=True):
-            found[int(size), int(count)].append(float(time))
-        self.known = {key: float(np.median(values)) for key, values in sorted(found.items())}
+        found: dict[Key, list[float]] = defaultdict(list)
+        points = zip(n_bytes, n_channels, us, strict=True)
+        for size, count, time in points:
+            key = int(size), int(count)
+            found[key].append(float(time))
+        self.known: dict[Key, float] = {}
+        for key, values in sorted(found.items()):
+            self.known[key] = float(median(values))
         self._formula = formula
-        keys, times = np.array(list(self.known), float), np.array(list(self.known.values()))
-        self._at = np.log2(np.maximum(keys, 1.0))
-        self.misses = np.log(times) - formula(keys[:, 0], keys[:, 1])  # by size
-        covariance = _kernel(self._at, self._at) + _NOISE**2 * np.eye(len(keys))
+
+        known = list(self.known)
+        keys = array(known, float)
+        times = [self.known[key] for key in known]
+        self._at = _points(keys)
+        expected = formula(keys[:, 0], keys[:, 1])
+        self.misses = log(times) - expected  # by size
+        noise = np.eye(len(keys))
+        covariance = _kernel(self._at, self._at)
+        covariance = covariance + _NOISE**2 * noise
         self._weights = np.linalg.solve(covariance, self.misses)
 
     def predict_us(self, n_bytes: int, n_channels: int) -> float:
         """Microseconds: the measured median at a measured point, else interpolated or extrapolated."""
-        if (known := self.known.get((int(n_bytes), int(n_channels)))) is not None:
+        known = self.known.get((int(n_bytes), int(n_channels)))
+        if known is not None:
             return known
-        keys = np.array([[n_bytes, n_channels]], float)
-        residual = _kernel(np.log2(np.maximum(keys, 1.0)), self._at) @ self._weights
-        return float(np.exp(self._formula(keys[:, 0], keys[:, 1]) + residual)[0])
+        keys = array([[n_bytes, n_channels]], float)
+        covariance = _kernel(_points(keys), self._at)
+        residual = covariance @ self._weights
+        expected = self._formula(keys[:, 0], keys[:, 1])
+        us = exp(expected + residual)
+        return float(us[0])

@@ -73,7 +73,8 @@ class Regimes(Columns):
         batch[:, 0] = 1.0
         batch = np.where(there, batch, 1.0)
         resized = rng.random(n) < family.resized
-        power = np.where(resized, rng.uniform(*family.growth, n), 0.0)
+        drawn = rng.uniform(*family.growth, n)
+        power = np.where(resized, drawn, 0.0)
         return cls(
             count=count,
             ends=np.cumsum(np.where(there, stay, 0.0), axis=1),
@@ -98,7 +99,8 @@ class Regimes(Columns):
         """Steps from ``step`` (n,) on until another may rule, (n,)."""
         within = step % self.ends[:, -1]
         later = self.ends > within[:, None]
-        after = np.where(later, self.ends, np.inf).min(axis=1)
+        ends = np.where(later, self.ends, np.inf)
+        after = ends.min(axis=1)
         return np.where(self.count > 1, after - within, np.inf)
 
     @property

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy import arange, argsort, concatenate, flatnonzero, where
 
 from .step import Steps
 
@@ -66,16 +67,19 @@ def all_works() -> WorkloadArrays:
     works = numbered_for_jobs(recorded_works())
     rng = np.random.default_rng(0)  # the same steps on every machine
     calls = works.calls.sum(axis=1)
-    sources = np.flatnonzero(calls >= LEAST_MANY)
-    dealt = [_dealt(works, int(w), rng) for w in np.repeat(sources, VERSIONS)]
+    sources = flatnonzero(calls >= LEAST_MANY)
+    dealt = []
+    for source in np.repeat(sources, VERSIONS):
+        step = _dealt(works, int(source), rng)
+        dealt.append(step)
     return _joined(works, dealt)
 
 
 def numbered_for_jobs(recorded: WorkloadArrays) -> WorkloadArrays:
     """Steps as they are recorded, their kinds of call numbered as jobs of any width have them."""
     kind = recorded.steps.slot
-    after = np.where(kind >= 0, kind + N_BESIDE, -1)
-    slot = np.where(kind >= SLOTS, kind - SLOTS, after)
+    after = where(kind >= 0, kind + N_BESIDE, -1)
+    slot = where(kind >= SLOTS, kind - SLOTS, after)
     steps = replace(recorded.steps, slot=slot.astype(np.int32))
     return replace(recorded, steps=steps)
 
@@ -100,27 +104,32 @@ def _dealt(works: WorkloadArrays, source: int, rng: np.random.Generator) -> _Dea
     most = min(int(calls.sum()), MANY_SLOTS)
     wanted = int(rng.integers(LEAST_MANY, most + 1))
     parts = _parts(calls, wanted)
-    old = np.repeat(np.arange(n_old), parts)  # of each new slot
+    old = np.repeat(arange(n_old), parts)  # of each new slot
     octaves = rng.uniform(*OCTAVES, len(old))
-    moved = works.n_bytes[source, old] * np.exp2(octaves)
+    recorded = works.n_bytes[source, old]
+    moved = recorded * np.exp2(octaves)
     n_bytes = np.maximum(moved, 1024).astype(np.int64)
     owner = np.full(len(kind), -1)
     for k in range(n_old):
-        mine = np.flatnonzero(kind == k + N_BESIDE)
-        cuts = rng.choice(np.arange(1, len(mine)), parts[k] - 1, replace=False)
-        run = np.searchsorted(np.sort(cuts), np.arange(len(mine)), side="right")
-        owner[mine] = parts[:k].sum() + run
+        mine = flatnonzero(kind == k + N_BESIDE)
+        calls_of_slot = arange(len(mine))
+        cuts = rng.choice(calls_of_slot[1:], parts[k] - 1, replace=False)
+        cuts = np.sort(cuts)
+        run = np.searchsorted(cuts, calls_of_slot, side="right")
+        first = parts[:k].sum()
+        owner[mine] = first + run
     count = np.bincount(owner[owner >= 0], minlength=len(old))
-    order = np.argsort(-count * n_bytes, kind="stable")
-    place = np.argsort(order)
-    slot = np.where(owner >= 0, place[owner] + N_BESIDE, kind)
+    order = argsort(-count * n_bytes, kind="stable")
+    place = argsort(order)
+    slot = where(owner >= 0, place[owner] + N_BESIDE, kind)
     is_rs = works.is_reduce_scatter[source, old]
+    calls = count.astype(float)
     return _Dealt(
         source=source,
         slot=slot.astype(np.int32),
         is_reduce_scatter=is_rs[order],
         n_bytes=n_bytes[order],
-        calls=count[order].astype(float),
+        calls=calls[order],
     )
 
 
@@ -128,7 +137,7 @@ def _parts(calls: Array, wanted: int) -> Array:
     """How many slots those of ``calls`` (slots,) are dealt, ``wanted`` in all: as they have calls, at least one."""
     parts = np.ones(len(calls), int)
     while parts.sum() < wanted:
-        each = np.where(parts < calls, calls / parts, 0.0)
+        each = where(parts < calls, calls / parts, 0.0)
         parts[each.argmax()] += 1
     return parts
 
@@ -142,11 +151,12 @@ def _joined(works: WorkloadArrays, dealt: list[_Dealt]) -> WorkloadArrays:
     operations = _ranges(begin, end)
     # A step's row of after_at has one entry more than it has operations.
     entries = _ranges(begin + source, end + source + 1)
+    n_operations = np.cumsum(end - begin)
     more = Steps(
-        op_at=steps.op_at[-1] + np.cumsum(end - begin).astype(np.int32),
+        op_at=steps.op_at[-1] + n_operations.astype(np.int32),
         n_streams=steps.n_streams[source],
         stream=steps.stream[operations],
-        slot=np.concatenate([d.slot for d in dealt]),
+        slot=concatenate([d.slot for d in dealt]),
         work=steps.work[operations],
         after_at=steps.after_at[entries],
         after=steps.after[:0],
@@ -154,26 +164,30 @@ def _joined(works: WorkloadArrays, dealt: list[_Dealt]) -> WorkloadArrays:
     both = {}
     for field in fields(Steps):
         parts = [getattr(each, field.name) for each in (steps, more)]
-        both[field.name] = np.concatenate(parts)
+        both[field.name] = concatenate(parts)
     names = [f"{works.names[one.source]}, many slots" for one in dealt]
-    is_rs = [one.is_reduce_scatter for one in dealt]
-    n_bytes = [one.n_bytes for one in dealt]
-    calls = [one.calls for one in dealt]
+    n_slots = [len(one.calls) for one in dealt]
+    is_rs = [*works.is_reduce_scatter, *(one.is_reduce_scatter for one in dealt)]
+    n_bytes = [*works.n_bytes, *(one.n_bytes for one in dealt)]
+    calls = [*works.calls, *(one.calls for one in dealt)]
+    other_bytes = works.other_bytes
+    replicated = works.replicated
     return WorkloadArrays(
-        names=np.concatenate([works.names, names]),
+        names=concatenate([works.names, names]),
         steps=Steps(**both),
-        n_slots=np.concatenate([works.n_slots, [len(one) for one in calls]]),
-        is_reduce_scatter=_wide([*works.is_reduce_scatter, *is_rs], False),
-        n_bytes=_wide([*works.n_bytes, *n_bytes], 1024),
-        calls=_wide([*works.calls, *calls], 0.0),
-        other_bytes=np.concatenate([works.other_bytes, works.other_bytes[source]]),
-        replicated=np.concatenate([works.replicated, works.replicated[source]]),
+        n_slots=concatenate([works.n_slots, n_slots]),
+        is_reduce_scatter=_wide(is_rs, False),
+        n_bytes=_wide(n_bytes, 1024),
+        calls=_wide(calls, 0.0),
+        other_bytes=concatenate([other_bytes, other_bytes[source]]),
+        replicated=concatenate([replicated, replicated[source]]),
     )
 
 
 def _ranges(begin: Array, end: Array) -> Array:
     """The numbers from each ``begin`` to its ``end``, one range after the other."""
-    return np.concatenate([np.arange(a, b) for a, b in zip(begin, end, strict=True)])
+    pairs = zip(begin, end, strict=True)
+    return concatenate([arange(first, after) for first, after in pairs])
 
 
 def _wide(rows: list[Array], fill: Any) -> Array:

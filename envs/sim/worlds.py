@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy import arange, asarray, full, ones, take_along_axis, where, zeros
 
 from ...traces.spaces import N_CHANNELS
 from ..nccl_model.columns import Columns
@@ -61,22 +62,24 @@ class Extras(Columns):
     def draw(cls, kind: Extra, n_slots: Array, rng: np.random.Generator) -> Extras:
         """Of jobs with ``n_slots`` (n,)."""
         n = len(n_slots)
+        of_job = n_slots[:, None, None]
         shape = n, N_GROUPS, 16
-        there = np.arange(16) < n_slots[:, None, None]
-        drawn = np.where(there, rng.random(shape), 2.0)
+        there = arange(16) < of_job
+        drawn = rng.random(shape)
+        drawn = where(there, drawn, 2.0)
         order = drawn.argsort(axis=2)
         rising = np.linspace(0, 2, N_CHANNELS)
-        by_channels = rising if kind.by_channels else np.ones(N_CHANNELS)
+        by_channels = rising if kind.by_channels else ones(N_CHANNELS)
         # Groups are of three slots at most; where a job has fewer, the first stands for the rest.
-        place = np.minimum(np.arange(3), n_slots[:, None, None] - 1)
+        place = np.minimum(arange(3), of_job - 1)
         place = np.broadcast_to(place, (n, N_GROUPS, 3))
-        groups = np.take_along_axis(order, place, axis=2)
+        groups = take_along_axis(order, place, axis=2)
         groups[:, :, kind.group :] = groups[:, :, :1]
         return cls(
             key=rng.integers(0, 2**63, n).astype(np.uint64),
             groups=groups,
             joint=_sizes(rng, kind.joint, n),
-            often=np.full(n, kind.often),
+            often=full(n, kind.often),
             straggle=np.tile(kind.straggle * by_channels, (n, 1)),
             late_often=log_uniform(rng, kind.late_often, n),
             late_size=log_uniform(rng, kind.late_size, n),
@@ -92,26 +95,35 @@ class Extras(Columns):
         Configs of a group get along or do not by the product of their traits, of which a part is its pair's, and a few
         combinations besides for no reason.
         """
-        place = np.arange(len(self))[:, None, None], self.groups
-        key = self.key[:, None] + np.arange(1, N_GROUPS + 1, dtype=np.uint64)
-        each = key[:, :, None], np.arange(3)
-        by_pair, by_config = (
-            chance(each[0], 1, each[1], pair[place]),
-            chance(each[0], 2, each[1], configs[place]),
-        )
+        job = arange(len(self))
+        place = job[:, None, None], self.groups
+        group = arange(1, N_GROUPS + 1, dtype=np.uint64)
+        key = self.key[:, None] + group
+        member_key, member = key[:, :, None], arange(3)
+        members = configs[place]  # (n, N_GROUPS, 3)
+        by_pair = chance(member_key, 1, member, pair[place])
+        by_config = chance(member_key, 2, member, members)
         trait = 1.2 * by_pair + 0.8 * by_config - 1
-        trait[:, :, 2] = np.where(
-            (self.groups[:, :, :2] == self.groups[:, :, 2:]).any(axis=2), 1.0, trait[:, :, 2]
-        )
-        u = chance(key, 3, *np.moveaxis(configs[place], 2, 0)) / self.often[:, None]
-        found = 2 * trait.prod(axis=2) + np.where(u < 1, 2 * u - 1, 0.0)
-        return np.asarray(found.sum(axis=1) * self.joint / N_GROUPS)
+
+        # Where a slot stands for the third as well, the third changes nothing.
+        stands_in = self.groups[:, :, :2] == self.groups[:, :, 2:]
+        is_pair = stands_in.any(axis=2)
+        trait[:, :, 2] = where(is_pair, 1.0, trait[:, :, 2])
+
+        cells = np.moveaxis(members, 2, 0)
+        u = chance(key, 3, *cells) / self.often[:, None]
+        by_chance = where(u < 1, 2 * u - 1, 0.0)
+        found = 2 * trait.prod(axis=2) + by_chance
+        effect = found.sum(axis=1) * self.joint
+        return asarray(effect / N_GROUPS)
 
     def late(self, configs: Array, used: Array) -> tuple[Array, Array]:
         """Probability that a step straggles and by how much, in steps, each (n,); ``used`` (n, S): places with a
         slot."""
-        has = chance(self.key[:, None], 10, np.arange(configs.shape[1]), configs)
-        share = np.take_along_axis(self.straggle, configs % N_CHANNELS, axis=1)
+        slot = arange(configs.shape[1])
+        has = chance(self.key[:, None], 10, slot, configs)
+        count = configs % N_CHANNELS
+        share = take_along_axis(self.straggle, count, axis=1)
         straggling = used & (has < share)
         often = self.late_often * straggling.sum(axis=1)
         return often, self.late_size
@@ -119,22 +131,29 @@ class Extras(Columns):
     def congestion(self, configs: Array, pair: Array, weight: Array) -> Array:
         """Log of by how much calls take longer, (n, S), where one congestion weighs ``weight`` (n,), another the
         rest; what the one slows most the other slows least."""
-        key, w = self.key[:, None], weight[:, None]
+        key = self.key[:, None]
+        w = weight[:, None]
         by_pair = 0.6 * chance(key, 20, pair)
         by_count = 0.4 * chance(key, 21, pair, configs % N_CHANNELS)
         one = by_pair + by_count
         log = w * one + (1 - w) * (1 - one)
-        return np.asarray(self.moves[:, None] * log)
+        return asarray(self.moves[:, None] * log)
 
     def weight(self, at: Array) -> Array:
         """Of the one congestion at step ``at`` (n,)."""
         turn = at / self.period + self.phase
         sine = np.sin(2 * np.pi * turn)
-        return np.where(self.sudden, sine > 0, 0.5 + 0.5 * sine)
+        return where(self.sudden, sine > 0, 0.5 + 0.5 * sine)
 
     def usual_weights(self) -> tuple[Array, Array]:
         """Two weights (n,) whose mean effect is the mean of a period."""
-        return tuple(np.where(self.sudden, round(w), w) for w in USUAL)  # type: ignore[return-value]
+        return tuple(where(self.sudden, round(w), w) for w in USUAL)  # type: ignore[return-value]
+
+
+#: SplitMix64's multipliers and shifts.
+_MIX = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_AGAIN = np.uint64(0x94D049BB133111EB)
+_27, _31, _11 = np.array([27, 31, 11], np.uint64)
 
 
 def chance(key: Array, salt: int, *cells: Array) -> Array:
@@ -144,11 +163,15 @@ def chance(key: Array, salt: int, *cells: Array) -> Array:
     """
     x = key + np.uint64(salt * 0x9E3779B97F4A7C15 % 2**64)
     for cell in (np.int64(0), *cells):
-        x = (x ^ np.asarray(cell).astype(np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
-    return np.asarray((x >> np.uint64(11)) * 2.0**-53)
+        number = asarray(cell).astype(np.uint64)
+        x = (x ^ number) * _MIX
+        x = (x ^ (x >> _27)) * _MIX_AGAIN
+        x = x ^ (x >> _31)
+    return asarray((x >> _11) * 2.0**-53)
 
 
 def _sizes(rng: np.random.Generator, bounds: Range, n: int) -> Array:
-    return log_uniform(rng, bounds, n) if bounds[1] > 0 else np.zeros(n)
+    _, most = bounds
+    if most > 0:
+        return log_uniform(rng, bounds, n)
+    return zeros(n)

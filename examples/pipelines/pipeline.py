@@ -29,12 +29,7 @@ class Half(nn.Module):
         return x
 
 
-def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The share of a micro-batch in the mean over all of them."""
-    return (output - target).square().mean() / MICRO_BATCHES
-
-
-def train(steps: int, zero_stage: int) -> list[float]:
+def train(steps: int, zero_stage: int, dtype: torch.dtype = torch.float32) -> list[float]:
     """Losses of this pipeline, on the ranks of the last stage; 0 elsewhere."""
     world = dist.get_world_size()
     data = world // STAGES
@@ -49,11 +44,15 @@ def train(steps: int, zero_stage: int) -> list[float]:
     def optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=1e-2)
 
-    fp32 = {"param_dtype": torch.float32, "gradient_accumulation": MICRO_BATCHES, "max_norm": 0.05}
-    # The schedule calls backward, not engine.backward: loss_of divides by the micro-batches.
-    engine = zero(half, optimizer, stage=zero_stage, group=sharding, model_group=pipe, **fp32)
+    settings = {"param_dtype": dtype, "gradient_accumulation": MICRO_BATCHES, "max_norm": 0.05}
+    engine = zero(half, optimizer, stage=zero_stage, group=sharding, model_group=pipe, **settings)
+
+    def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        # The schedule calls backward, not engine.backward, so the loss is scaled here, by engine.scaling()'s factor.
+        return (output.float() - target).square().mean() * factor
+
     # Shapes are given: to learn them torch would run a pass of its own, which stage 3 takes for the step's.
-    shape = torch.zeros(ROWS // MICRO_BATCHES, WIDTH)
+    shape = torch.zeros(ROWS // MICRO_BATCHES, WIDTH, dtype=dtype)
     graded = shape.clone().requires_grad_()
     known = {"input_args": (graded if place else shape,), "output_args": (graded,)}
     stage = PipelineStage(half, place, STAGES, torch.device("cpu"), group=pipe, **known)
@@ -63,12 +62,13 @@ def train(steps: int, zero_stage: int) -> list[float]:
         draw = torch.Generator().manual_seed(step)
         rows = torch.randn(data, ROWS, WIDTH, generator=draw)[sharding.rank()]
         losses: list[torch.Tensor] = []
-        if place == 0:
-            schedule.step(rows)
-        else:
-            schedule.step(target=rows.roll(1, 1), losses=losses)
+        with engine.scaling() as factor:
+            if place == 0:
+                schedule.step(rows.to(dtype))
+            else:
+                schedule.step(target=rows.roll(1, 1), losses=losses)
         engine.step()
-        total = torch.stack(losses).sum() if losses else torch.zeros(())
+        total = torch.stack(losses).mean() / factor if losses else torch.zeros(())
         dist.all_reduce(total, op=dist.ReduceOp.AVG, group=sharding)
         found.append(total.item())
     return found

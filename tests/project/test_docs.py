@@ -8,7 +8,9 @@ import subprocess
 import sys
 
 import pytest
+from cli_process import run
 from paths import ROOT
+from synthetic_trace import write_run
 
 FOLDERS = ("agent", "envs", "traces", "zero_workload")
 PYTHON = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
@@ -190,6 +192,33 @@ def test_the_snippet_of_the_environments_runs():
         int, re.fullmatch(r"in (\d+) steps the time of (\d+) of the default was saved", gain).groups()
     )
     assert saved > 0.01 * steps
+
+
+def snippets(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
+
+
+def test_the_snippet_of_a_recorded_job_runs(tmp_path):
+    write_run(tmp_path / "runs" / "demo" / "trace", search=40, final=6)
+    (recorded, _) = snippets("docs/environments.md")
+    command = [sys.executable, "-c", recorded]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert re.fullmatch(r"\d+ recorded steps, -?\d+\.\d default steps saved\n", done.stdout), done.stderr
+
+
+@pytest.mark.slow
+def test_the_snippet_of_a_running_job_runs():
+    """On the emulated cluster, with a job that ends before the search."""
+    variables = json.loads(run("env", "--json", "--cluster", "dgx-h100-2x8").stdout)
+    env = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    script = str(ROOT / "examples" / "scripts" / "fsdp2.py")
+    (_, live) = snippets("docs/environments.md")
+    with subprocess.Popen([*torchrun, script, "120"], env=env, stdout=subprocess.DEVNULL) as job:
+        command = [sys.executable, "-c", live]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+        assert job.wait(120) == 0
+    assert re.search(r"after \d+ steps\n$", done.stdout), done.stderr
 
 
 def test_the_entrant_of_the_environments_plays(tmp_path):

@@ -99,6 +99,11 @@ def test_a_manifest_has_what_the_tuner_needs(name):
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
         assert set(mounts.values()) <= volumes.keys()
         assert pod["terminationGracePeriodSeconds"] > 0
+        # A second start must not take the folder of the first: `tune` deletes what it finds in --out.
+        (out,) = re.findall(r"--out (.+?) --", " ".join([*container["command"], *container["args"]]))
+        unique = {"Never": "$(POD_NAME)", "OnFailure": "$(date "}
+        restarts = pod.get("restartPolicy", "OnFailure")
+        assert out.startswith("/results/") and unique[restarts] in out, restarts
 
 
 def find(tree, key):
@@ -116,6 +121,8 @@ def find(tree, key):
 def test_alerts_speak_of_metrics_that_are_written():
     rules = yaml.safe_load((EXAMPLES / "monitoring" / "alerts.yaml").read_text())["groups"][0]["rules"]
     known = {name for name, _, _ in METRICS}
+    asked = {name for rule in rules for name in re.findall(r"\bdynamiccl_\w+", rule["expr"])}
+    assert {"dynamiccl_tuner_died", "dynamiccl_mismatches_total", "dynamiccl_lost_records_total"} <= asked
     for rule in rules:
         assert set(re.findall(r"\bdynamiccl_\w+", rule["expr"])) <= known
         assert rule["alert"] and rule["labels"]["severity"] and rule["annotations"]["description"]

@@ -3,10 +3,10 @@
 * A file has at most 400 lines, of C and of the tests too.
 * A class has at most 15 attributes: names that its methods assign on ``self``, and fields that are annotated in its
   body. Records are left out, whose methods assign nothing: named tuples, and dataclasses that only name what they hold.
-* A function has a cyclomatic complexity of at most 15: one, and one more for each if, loop, except, assert, condition
+* A function has a cyclomatic complexity of at most 12: one, and one more for each if, loop, except, assert, condition
   of a comprehension, case of a match, conditional expression, and each further part of an ``and`` or ``or``; as radon
   counts, but a function within another counts by itself.
-* In folders that were rebuilt, a function has a complexity of at most 12, and a file at most 4.0 names a line of code.
+* A file has at most 4.0 names a line of code, on average over its lines.
 * A function of five lines or more has at most 8 different names a line, on average over its lines of code: variables,
   attributes, parameters and keywords.
 """
@@ -23,30 +23,63 @@ import pytest
 from paths import ROOT
 
 FOLDERS = ("agent", "envs", "traces", "zero_workload")
-LINES, ATTRIBUTES, COMPLEXITY, NAMES = 400, 15, 15, 8
+LINES, ATTRIBUTES, COMPLEXITY, NAMES = 400, 15, 12, 8
 
-#: Folders with a lower limit of complexity; others follow as they are rebuilt.
-STRICT, STRICT_COMPLEXITY = ("envs/search/", "agent/policies/"), 12
-#: Folders in which a name may stand on at most so many names a line of code on average, by file.
-DENSE_FOLDERS, NAMES_A_LINE = ("envs/search", "agent/policies", "agent/daemon"), 4.0
-#: Files of these folders that are beyond, with what they are at: a figure may only become smaller.
+#: Functions that are beyond, with what they are at: a figure may only become smaller.
+COMPLEX = {
+    "envs/bench/job_arena.py:play": 15,
+    "envs/live/job.py:Job.window": 15,
+    "envs/live/windows.py:LiveWindows.nothing": 14,
+    "envs/nccl/agreement/agreement.py:Agreement._do": 13,
+    "envs/nccl/agreement/agreement.py:Agreement._lead_rounds": 13,
+    "envs/nccl/agreement/protocol.py:decide": 13,
+    "envs/replay/decisions.py:_effects": 14,
+    "zero_workload/buffers/settings.py:Settings.__post_init__": 13,
+    "zero_workload/engine/checkpoint.py:_make_states": 14,
+    "zero_workload/engine/engine.py:Engine.memory": 14,
+    "zero_workload/engine/replicated.py:Replicated.__init__": 15,
+}
+#: A file has at most so many names a line of code on average.
+NAMES_A_LINE = 4.0
+#: Files that are beyond, with what they are at: a figure may only become smaller.
 DENSE = {
-    "agent/daemon/account.py": 4.48,
-    "agent/daemon/memory.py": 4.01,
-    "agent/daemon/outcome.py": 4.93,
-    "agent/policies/classical.py": 4.16,
-    "agent/policies/lstm.py": 4.72,
-    "agent/policies/near_tables.py": 4.52,
-    "agent/policies/rule.py": 4.78,
+    "agent/train/recurrent.py": 4.92,
+    "envs/bench/job_arena.py": 4.42,
+    "envs/bench/scores.py": 5.3,
+    "envs/live/reader.py": 4.01,
+    "envs/live/windows.py": 5.12,
+    "envs/nccl/agreement/pace.py": 4.79,
+    "envs/nccl/agreement/store.py": 4.1,
+    "envs/replay/decisions.py": 4.87,
     "envs/search/belief/belief.py": 5.31,
-    "envs/search/belief/normal.py": 4.44,
-    "envs/search/belief/prior.py": 4.71,
     "envs/search/explore.py": 4.42,
     "envs/search/monitor.py": 4.01,
     "envs/search/refine.py": 4.21,
-    "envs/search/search.py": 4.37,
+    "envs/search/search.py": 4.36,
     "envs/search/step_guard.py": 5.19,
     "envs/search/step_times.py": 4.18,
+    "envs/sim/emulated/nccl_caller.py": 5.35,
+    "envs/sim/emulated/timeline.py": 4.47,
+    "envs/sim/fabric/fabric.py": 4.37,
+    "envs/sim/jobs.py": 4.93,
+    "envs/sim/noise.py": 4.57,
+    "envs/sim/truth.py": 4.83,
+    "envs/sim/windows.py": 6.17,
+    "traces/files.py": 4.04,
+    "zero_workload/buffers/comm.py": 4.09,
+    "zero_workload/buffers/gloo.py": 4.12,
+    "zero_workload/buffers/layout.py": 4.45,
+    "zero_workload/engine/agreement.py": 4.12,
+    "zero_workload/engine/checkpoint.py": 4.71,
+    "zero_workload/engine/parts.py": 4.08,
+    "zero_workload/engine/units.py": 4.11,
+    "zero_workload/formulas.py": 4.27,
+    "zero_workload/job/data.py": 4.61,
+    "zero_workload/job/model.py": 4.67,
+    "zero_workload/job/recompute.py": 4.34,
+    "zero_workload/job/tensor.py": 4.68,
+    "zero_workload/job/train.py": 4.09,
+    "zero_workload/minimal.py": 4.68,
 }
 
 #: What is beyond a limit. The list only ever gets shorter, down to 10 entries or fewer: what is within the limits again
@@ -122,7 +155,7 @@ def beyond(source: str, name: str) -> dict[str, str]:
             if isinstance(child, ast.ClassDef):
                 if (n := attributes(child)) > ATTRIBUTES:
                     found[here] = f"{n} attributes"
-            elif (n := complexity(child)) > (STRICT_COMPLEXITY if name.startswith(STRICT) else COMPLEXITY):
+            elif (n := complexity(child)) > COMPLEX.get(here, COMPLEXITY):
                 found[here] = f"a complexity of {n}"
             elif (child.end_lineno or 0) - child.lineno >= 4 and (mean := names_a_line(child, lines)) > NAMES:
                 found[here] = f"{mean:.1f} names a line"
@@ -141,7 +174,7 @@ def names_a_code_line(source: str) -> float:
 
 def test_code_is_not_dense() -> None:
     found = {}
-    for path in (p for folder in DENSE_FOLDERS for p in sorted((ROOT / folder).rglob("*.py"))):
+    for path in (p for folder in FOLDERS for p in sorted((ROOT / folder).rglob("*.py"))):
         place = path.relative_to(ROOT).as_posix()
         mean = names_a_code_line(path.read_text("utf-8"))
         if mean > DENSE.get(place, NAMES_A_LINE) + 0.005:
@@ -177,8 +210,8 @@ LONG = "def f(a):\n    b = a\n    c = b\n    d = c\n    return d\n"
             "16 attributes",
         ),
         (RECORD + "    def f(self):\n        self.a0 = self.more = 0\n", "16 attributes"),
-        ("def f(a):\n" + "    if a: pass\n" * 15, "a complexity of 16"),
-        ("def f(a):\n    return [b for b in a if b" + " and b" * 13 + "]\n", "a complexity of 16"),
+        ("def f(a):\n" + "    if a: pass\n" * 12, "a complexity of 13"),
+        ("def f(a):\n    return [b for b in a if b" + " and b" * 10 + "]\n", "a complexity of 13"),
         ("def f(a):\n" + "    b.c = d.e(f, g=h[i], j=a)\n" * 4, "10.0 names a line"),
     ],
 )
@@ -191,7 +224,7 @@ def test_what_is_beyond_a_limit_is_seen(source: str, what: str) -> None:
     [
         LONG,
         RECORD + "    a15: int = 0\n    a16: int = 0\n",
-        "def f(a):\n    def g(a):\n" + "        if a: pass\n" * 14 + "    if a: pass\n",
+        "def f(a):\n    def g(a):\n" + "        if a: pass\n" * 11 + "    if a: pass\n",
     ],
 )
 def test_what_is_within_the_limits_is_left_alone(source: str) -> None:

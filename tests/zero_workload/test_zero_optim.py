@@ -33,20 +33,24 @@ def test_optimizers_agree_across_stages(optimizer: Any, stages: tuple[int, ...],
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", ["two", "four"])
 @pytest.mark.parametrize(("name", "state"), [("Adan", 4), ("Lion", 1)])
-def test_adan_and_lion_of_a_kept_package(name: str, state: int, two: World) -> None:
+def test_adan_and_lion_of_a_kept_package(
+    name: str, state: int, size: str, request: pytest.FixtureRequest
+) -> None:
     """Each stage as the first one, in three dtypes; ``state``: float32 tensors of each parameter, masters apart."""
     pytest.importorskip("pytorch_optimizer", reason="not installed")
+    world: World = request.getfixturevalue(size)
     optimizer, elementwise = optimizer_of(f"pytorch_optimizer:{name}", 2e-3)
     assert elementwise
     for dtype, near in ((torch.float32, 1e-5), (torch.bfloat16, 0.01), (torch.float16, 0.01)):
         settings = {"optimizer": optimizer, "elementwise": True, "param_dtype": dtype, "loss_scale": 256.0}
-        runs = [two.run(train, 5, {"stage": stage, **settings})[0] for stage in range(4)]
+        runs = [world.run(train, 5, {"stage": stage, **settings})[0] for stage in range(4)]
         assert runs[0][-1] < runs[0][0]
         for losses in runs[1:]:
             assert losses == pytest.approx(runs[0], rel=near), dtype
-    held, n_params = two.run(optimizer_bytes, optimizer)[0]
-    assert held == pytest.approx((4 + 4 * state) * n_params / 2, rel=0.01)
+    held, n_params = world.run(optimizer_bytes, optimizer)[0]
+    assert held == pytest.approx((4 + 4 * state) * n_params / len(world.ranks), rel=0.01)
 
 
 def optimizer_bytes(optimizer: Any) -> tuple[int, int]:

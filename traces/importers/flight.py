@@ -78,14 +78,7 @@ def _add(entry: dict[str, Any], configs: Any, rank: int, found: Found) -> None:
     group, ranks = _group(entry, configs)
     comm_id = comm_id_of(group, ranks)
     found.groups[comm_id] = ranks
-    types = (entry.get("output_dtypes") or []) + (entry.get("input_dtypes") or [])
-    dtype = dtype_of(_text(types[0])) if types else "unknown"
-    sides = entry.get("input_sizes") or [], entry.get("output_sizes") or []
-    elements = max(sum(math.prod(map(int, size)) for size in sizes) for sizes in sides)
-    duration, end = entry.get("duration_ms") or 0, entry.get("time_discovered_completed_ns") or 0
-    times: dict[str, int | None] = {"start_ns": None, "end_ns": None}
-    if duration and end:
-        times = {"start_ns": int(end) - round(float(duration) * 1e6), "end_ns": int(end)}
+    dtype, elements = _size(entry)
     found.add(
         {
             "comm_id": comm_id,
@@ -97,9 +90,27 @@ def _add(entry: dict[str, Any], configs: Any, rank: int, found: Found) -> None:
             "n_bytes": elements * DTYPE_BYTES.get(dtype, 1),
             "seq": _seq(entry),
             "enqueue_ns": int(entry.get("time_created_ns") or 0),
-            **times,
+            **_times(entry),
         }
     )
+
+
+def _size(entry: dict[str, Any]) -> tuple[str, int]:
+    """Element type of a call, and elements of its larger side."""
+    types = (entry.get("output_dtypes") or []) + (entry.get("input_dtypes") or [])
+    dtype = dtype_of(_text(types[0])) if types else "unknown"
+    sides = entry.get("input_sizes") or [], entry.get("output_sizes") or []
+    elements = max(sum(math.prod(map(int, size)) for size in sizes) for sizes in sides)
+    return dtype, elements
+
+
+def _times(entry: dict[str, Any]) -> dict[str, int | None]:
+    """Start and end of a call in nanoseconds, both None where the dump holds no duration."""
+    duration = entry.get("duration_ms") or 0
+    end = entry.get("time_discovered_completed_ns") or 0
+    if not (duration and end):
+        return {"start_ns": None, "end_ns": None}
+    return {"start_ns": int(end) - round(float(duration) * 1e6), "end_ns": int(end)}
 
 
 def _text(value: Any) -> str:

@@ -90,16 +90,21 @@ def _of_one_format(files: list[Path], named: list[Path]) -> tuple[Format, list[P
     kinds = {file: _kind(file, file in named) for file in files}
     readable_kinds = {file: known for file, known in kinds.items() if known and known.read}
     if not readable_kinds:
-        refused = [(file, known) for file, known in kinds.items() if known]
-        if refused:
-            raise TraceError(refusal(*refused[0]))
-        raise TraceError(f"no recording in {named[0]}: give {readable()}")
+        raise TraceError(_why_nothing(kinds, named[0]))
     first = {known.name: f"{file.name} is {known.text}" for file, known in reversed(readable_kinds.items())}
     if len(first) > 1:
         raise TraceError(f"{', '.join(reversed(first.values()))}: give the files of one format")
     chosen = next(iter(readable_kinds.values()))
     used = [*readable_kinds]
     return chosen, used, [_why_left_out(file, kinds[file], chosen) for file in files if file not in used]
+
+
+def _why_nothing(kinds: dict[Path, Format | None], named: Path) -> str:
+    """What to say of files of which none can be read."""
+    refused = [(file, known) for file, known in kinds.items() if known]
+    if refused:
+        return refusal(*refused[0])
+    return f"no recording in {named}: give {readable()}"
 
 
 def _kind(file: Path, is_named: bool) -> Format | None:

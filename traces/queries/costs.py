@@ -40,18 +40,23 @@ def generations(trace: Trace, decisions: Iterable[Mapping[str, Any]] | None = No
         seen = set(map(int, trace.events["table_generation"].unique()))
         newest = sorted(seen - default)[-1:]
         return Generations(default, frozenset(newest), frozenset())
-    if decisions is not None:
-        rows = [{**d, "decision": decided(d)} for d in decisions]
-        wanted = frozenset(_key(row) for row in rows if row["decision"] != "auto")
-    else:
+    if decisions is None:
         held = [rules for rules in tables.values() if rules]
         last = held[-1] if held else frozenset()
         wanted = tables.get(_compared(trace), last)
+    else:
+        wanted = _rules_of(decisions)
     tuned = []
     for generation, held_rules in tables.items():
         if held_rules and held_rules == wanted:
             tuned.append(generation)
     return Generations(default, frozenset(tuned), wanted)
+
+
+def _rules_of(decisions: Iterable[Mapping[str, Any]]) -> frozenset[RuleKey]:
+    """The rules of a summary's decisions; a slot that NCCL decides has none."""
+    rows = [{**d, "decision": decided(d)} for d in decisions]
+    return frozenset(_key(row) for row in rows if row["decision"] != "auto")
 
 
 def _compared(trace: Trace) -> int:

@@ -75,8 +75,10 @@ def covered_ns(events: pd.DataFrame, stretches: pd.DataFrame, by: str) -> pd.Ser
     for key, mine_only in stretches.groupby(by):
         mine = timed[timed[by] == key]
         begins, ends = _union(mine_only)
-        until_end = _covered(begins, ends, _times(mine, "end_ns"))
-        until_start = _covered(begins, ends, _times(mine, "start_ns"))
+        starts_at = _times(mine, "start_ns")
+        ends_at = _times(mine, "end_ns")
+        until_end = _covered(begins, ends, ends_at)
+        until_start = _covered(begins, ends, starts_at)
         found.loc[mine.index] = until_end - until_start
     return found
 
@@ -114,7 +116,8 @@ def _since(zero: Any, times: pd.Series[Any]) -> pd.Series[float]:
 def _covered(start: Array, end: Array, at: Array) -> Array:
     """How much of the stretches lies before each time of ``at``."""
     lasts = end - start
-    before = np.concatenate([[0], np.cumsum(lasts)])
+    so_far = np.cumsum(lasts)
+    before = np.concatenate([[0], so_far])
     begun = np.searchsorted(start, at, side="right")
     last = np.maximum(begun - 1, 0)
     beyond = np.maximum(end[last] - at, 0)

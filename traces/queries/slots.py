@@ -51,15 +51,16 @@ def outside_the_offer(events: pd.DataFrame, offers: Mapping[tuple[int, str, int]
     tuned = tuned[(tuned["n_ranks"] > 0) & (tuned["asked"] > 0)]
     found = {}
     for key, group in tuned.groupby(["n_ranks", "n_nodes", "func", "size_class"]):
-        n_ranks, n_nodes, func, klass = cast(tuple[int, int, str, int], key)
+        slot = _slot(key)
         outside = Counter[str]()
         for kind, count in group.groupby(["comm_id", "asked", "algo", "proto"]).size().items():
             comm_id, asked, algo, proto = cast(tuple[int, int, str, str], kind)
-            if not _offers(offers.get((int(comm_id), func, int(asked))), algo, proto):
+            message = (int(comm_id), slot.func, int(asked))
+            offer = offers.get(message)
+            if not _offers(offer, algo, proto):
                 is_known = algo in ALGOS and proto in PROTOS
                 outside[f"{algo}/{proto}" if is_known else "a kernel of another kind"] += int(count)
         if outside.total() > _OUTSIDE * len(group):
-            slot = Slot(int(n_ranks), int(n_nodes), func, int(klass))
             ((found[slot], _),) = outside.most_common(1)
     return found
 
@@ -70,7 +71,9 @@ def _offers(offer: Offer | None, algo: str, proto: str) -> bool:
         return True
     if algo not in ALGOS or proto not in PROTOS:
         return False
-    cost = float(offer.cost_us[ALGOS.index(algo), PROTOS.index(proto)])
+    row = ALGOS.index(algo)
+    column = PROTOS.index(proto)
+    cost = float(offer.cost_us[row, column])
     return 0 <= cost < NO_OFFER
 
 
@@ -106,8 +109,10 @@ def find_slots(
         offer = offers.get((comm_id, slot.func, n_bytes))
         if offer is None or (offer.algo, offer.proto) not in PAIRS:
             continue
-        use = _Use(slot, n_bytes, group, n_steps[pid], channels[slot.n_ranks, slot.n_nodes])
-        profiles.append(use.profile(offer, step_us, memory_pressure))
+        comm_channels = channels[slot.n_ranks, slot.n_nodes]
+        use = _Use(slot, n_bytes, group, n_steps[pid], comm_channels)
+        profile = use.profile(offer, step_us, memory_pressure)
+        profiles.append(profile)
     return sorted(profiles, key=lambda profile: -profile.share)
 
 
@@ -131,7 +136,8 @@ class _Use:
             call_us = float((timed["us"] / timed["part"]).median())
             timed_by = label(timed["timed_by"])
         # A group of calls that NCCL prices together is one.
-        calls = float(self.calls["part"].sum()) / self.n_steps
+        all_calls = float(self.calls["part"].sum())
+        calls = all_calls / self.n_steps
         share = min(1.0, calls * call_us / step_us)
         fingerprint = Fingerprint(
             is_reduce_scatter=_one(self.slot.func == "reduce_scatter"),
@@ -194,5 +200,7 @@ def channels_of(events: pd.DataFrame) -> dict[tuple[int, int], float]:
 
 def _busiest(events: pd.DataFrame) -> int:
     """The process that these events move most bytes for; of equals the one of the lowest rank."""
-    by_process = events.groupby("pid").agg(n_bytes=("n_bytes", "sum"), rank=("rank", "min"))
-    return int(by_process.sort_values(["n_bytes", "rank"], ascending=[False, True], kind="stable").index[0])
+    processes = events.groupby("pid")
+    sums = processes.agg(n_bytes=("n_bytes", "sum"), rank=("rank", "min"))
+    sums = sums.sort_values(["n_bytes", "rank"], ascending=[False, True], kind="stable")
+    return int(sums.index[0])

@@ -1,8 +1,8 @@
 """``zero()``: a model and an optimizer in, a ZeRO engine out. Stages 0 (plain data parallel), 1, 2 and 3."""
 
 import math
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -232,10 +232,17 @@ class Engine:
             RuntimeError: it was called once a micro-batch already.
         """
         self.reducer.require_room()
-        factor = self.scale.value / self.settings.gradient_accumulation
+        with self.scaling() as factor:
+            (loss if factor == 1 else loss * factor).backward()
+
+    @contextmanager
+    def scaling(self) -> Iterator[float]:
+        """For a pipeline's schedule, which calls backward itself: inside, each micro-batch's loss is multiplied by the
+        factor that this gives, the loss scale divided by the accumulation steps.
+        """
         self.reducer.by_engine = True
         try:
-            (loss if factor == 1 else loss * factor).backward()
+            yield self.scale.value / self.settings.gradient_accumulation
         finally:
             self.reducer.by_engine = False
 

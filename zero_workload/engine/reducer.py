@@ -70,7 +70,8 @@ class Reducer:
         self.require_room()
         if self.settings.scaled and not self.by_engine:
             raise RuntimeError(
-                "float16 gradients need a scaled loss: call engine.backward(loss), not loss.backward()"
+                "float16 gradients need a scaled loss: call engine.backward(loss), not loss.backward() "
+                "(a schedule that calls it itself runs inside engine.scaling())"
             )
 
     def require_room(self) -> None:

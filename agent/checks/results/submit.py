@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -82,10 +82,18 @@ def header_of(
 ) -> dict[str, Any]:
     """The header's fields, each only if its value looks as FIELDS says; else it is left out."""
     header = {"schema": SCHEMA, **found}
-    kept: dict[str, Any] = {name: value for name, value in header.items() if fits(FIELDS.get(name), value)}
-    kept["versions"] = {name: versions[name] for name in VERSIONS if fits(VERSION, versions.get(name))}
-    kept["settings"] = {name: settings[name] for name in SETTINGS if fits(SETTING, settings.get(name))}
+    kept: dict[str, Any] = {}
+    for name, value in header.items():
+        if fits(FIELDS.get(name), value):
+            kept[name] = value
+    kept["versions"] = _fitting(versions, VERSIONS, VERSION)
+    kept["settings"] = _fitting(settings, SETTINGS, SETTING)
     return kept
+
+
+def _fitting(values: Mapping[str, Any], names: Iterable[str], pattern: str) -> dict[str, Any]:
+    """The values of these names that look like ``pattern``."""
+    return {name: values[name] for name in names if fits(pattern, values.get(name))}
 
 
 def fits(pattern: str | None, value: Any) -> bool:
@@ -105,8 +113,10 @@ def _of_check(results: Results) -> tuple[dict[str, Any], pd.DataFrame, pd.DataFr
     steps = results.tables["steps"]
     default = steps[steps["arm"] == "default"]
     series = {}
-    for race in dict.fromkeys(default["race"].astype(str)):
-        rows = default[default["race"] == race].sort_values("at")
+    races = default["race"].astype(str)
+    for race in dict.fromkeys(races):
+        rows = default[default["race"] == race]
+        rows = rows.sort_values("at")
         series[race] = rows["us"].to_numpy(float)
     return header, results.tables["sweep"], _relative(series)
 
@@ -133,8 +143,11 @@ def _of_run(source: Path) -> tuple[dict[str, Any], pd.DataFrame, pd.DataFrame]:
     }
     versions = {**told.get("versions", {}), **{"nccl": told.get("nccl")}}
     header = header_of(found, versions, told.get("environment", {}))
-    steps = trace.steps[(trace.steps["table_generation"] == 0) & (trace.steps["rank"] == 0)]
-    durations = {"default": steps.sort_values("index")["duration_ns"].to_numpy(float)}
+    steps = trace.steps
+    under_default = steps["table_generation"] == 0
+    steps = steps[under_default & (steps["rank"] == 0)]
+    steps = steps.sort_values("index")
+    durations = {"default": steps["duration_ns"].to_numpy(float)}
     return header, _calls(trace), _relative(durations)
 
 
@@ -149,9 +162,11 @@ def _calls(trace: Trace) -> pd.DataFrame:
     events = trace.events.dropna(subset=["start_ns", "end_ns"])
     events = events[events["func"].isin(("all_gather", "reduce_scatter")) & (events["n_bytes"] > 0)]
     us = (events["end_ns"] - events["start_ns"]).astype(float) / 1e3
-    events = events.assign(us=us, n_bytes=[2 ** size_class(n) for n in events["n_bytes"]])
+    sizes = [2 ** size_class(n) for n in events["n_bytes"]]
+    events = events.assign(us=us, n_bytes=sizes)
     has_rules = {generation for generation, rules in trace.tables.items() if rules}
-    events = events.assign(tabled=events["table_generation"].isin(has_rules) | ~_known(events, trace))
+    under_table = events["table_generation"].isin(has_rules)
+    events = events.assign(tabled=under_table | ~_known(events, trace))
     rows: list[dict[str, Any]] = []
     keys = ["func", "n_bytes", "algo", "proto", "n_channels", "tabled"]
     for (func, n_bytes, algo, proto, channels, tabled), calls in events.groupby(keys):
@@ -185,7 +200,8 @@ def _relative(series: Mapping[str, np.ndarray[Any, Any]]) -> pd.DataFrame:
         kept = times[:MOST_STEPS]
         if len(kept):
             relative = np.round(kept / np.median(kept), 4)
-            parts.append(pd.DataFrame({"series": number, "at": range(len(kept)), "relative": relative}))
+            part = {"series": number, "at": range(len(kept)), "relative": relative}
+            parts.append(pd.DataFrame(part))
     return pd.concat(parts) if parts else pd.DataFrame(columns=list(STEP_COLUMNS))
 
 

@@ -46,14 +46,8 @@ def gpu_check(
     dynamiccl lab gpu-check --minutes 5
     dynamiccl lab gpu-check envs/results/FOLDER envs/results/ANOTHER
     """
-    from ...checks.results.files import Results
-    from ...checks.results.page import page
-
     if folders:
-        with refusing(ValueError, OSError):
-            read = [Results.read(folder) for folder in folders]
-        for one in read:
-            print(page(one, [other for other in read if other is not one]))
+        _show(folders)
         return
     from ...checks.gpu.check import Check, Plan, stop_by_signal
     from ...checks.gpu.machine import Machine
@@ -77,6 +71,17 @@ def gpu_check(
     if json:
         print(json_module.dumps(result | {"folder": str(check.folder)}, indent=1))
     else:
-        print(page(Results.read(check.folder)))
+        _show([check.folder])
         print(f"{'all well' if result['ok'] else 'SOMETHING IS WRONG'}: {check.folder}")
     raise SystemExit(0 if result["ok"] else 1)
+
+
+def _show(folders: list[Path]) -> None:
+    """Print the results of each folder, compared with the others."""
+    from ...checks.results.files import Results
+    from ...checks.results.page import page
+
+    with refusing(ValueError, OSError):
+        read = [Results.read(folder) for folder in folders]
+    for one in read:
+        print(page(one, [other for other in read if other is not one]))

@@ -21,7 +21,8 @@ class StoreConnections:
 
     def __init__(self, c10d: Any) -> None:
         """``c10d``: ``torch.distributed.distributed_c10d``."""
-        self._c10d, self._store = c10d, c10d._get_default_store()
+        self._c10d = c10d
+        self._store = c10d._get_default_store()
         base = getattr(self._store, "_underlying_non_prefix_store", self._store)
         self._host = getattr(base, "host", "") or os.environ.get("MASTER_ADDR", "")
         self._port = getattr(base, "port", 0)
@@ -32,7 +33,9 @@ class StoreConnections:
             _takes_connections(self._host, self._port)
         before = _sockets_to(self._port)
         self._store = self._store.clone()
-        return _Connection(self._c10d.PrefixStore("dynamiccl", self._store), _sockets_to(self._port) - before)
+        store = self._c10d.PrefixStore("dynamiccl", self._store)
+        ours = _sockets_to(self._port) - before
+        return _Connection(store, ours)
 
 
 class _Connection:

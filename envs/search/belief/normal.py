@@ -19,13 +19,15 @@ TINY = 1e-9
 
 def within(x: Array, low: float, high: float) -> Array:
     """np.clip without its overhead."""
-    return np.minimum(np.maximum(x, low), high)
+    at_least = np.maximum(x, low)
+    return np.minimum(at_least, high)
 
 
 def above(u: Array) -> Array:
     """Probability of more than ``u`` standard deviations: Bowling et al. 2009 (a logistic of a cubic), within 2e-4."""
     cubic = u * (BOWLING[0] + BOWLING[1] * u * u)
-    return np.asarray(1 / (1 + np.exp(within(cubic, -MOST_LOGIT, MOST_LOGIT))))
+    logit = within(cubic, -MOST_LOGIT, MOST_LOGIT)
+    return np.asarray(1 / (1 + np.exp(logit)))
 
 
 def expected_improvement(gain: Array, deviation: Array) -> Array:
@@ -33,4 +35,6 @@ def expected_improvement(gain: Array, deviation: Array) -> Array:
     deviation = np.maximum(deviation, TINY)
     u = gain / deviation
     density = np.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)
-    return np.asarray(np.maximum(gain * above(-u) + deviation * density, 0.0))
+    expected = gain * above(-u)
+    expected = expected + deviation * density
+    return np.asarray(np.maximum(expected, 0.0))

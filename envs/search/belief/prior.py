@@ -27,10 +27,14 @@ class Prior:
     """
 
     def __init__(self, weights: dict[str, Array]) -> None:
-        self.weights = {k: np.asarray(v, np.float32) for k, v in weights.items() if k != "n_shared"}
+        self.weights: dict[str, Array] = {}
+        for name, values in weights.items():
+            if name != "n_shared":
+                self.weights[name] = np.asarray(values, np.float32)
         self.n_shared = int(weights["n_shared"])
         self.n_factors = len(self.weights["b2"]) // N_FIGURES - 2
-        if len(self.weights["w0"]) != N_FEATURES + N_CONFIGS:
+        n_inputs = len(self.weights["w0"])
+        if n_inputs != N_FEATURES + N_CONFIGS:
             raise ValueError(
                 "the prior was fitted to other features: fit anew (python tests/tools/fit_prior.py)"
             )
@@ -38,10 +42,12 @@ class Prior:
     @classmethod
     def load(cls, path: str | Path | None = None) -> Prior:
         """The shipped prior, or the one in ``path``. Raises ValueError when it is none of this version."""
-        source = Path(path) if path is not None else resources.files(__package__).joinpath("prior.npz")
+        shipped = resources.files(__package__).joinpath("prior.npz")
+        source = shipped if path is None else Path(path)
         try:
             with source.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                return cls({key: arrays[key] for key in arrays.files})
+                weights = {key: arrays[key] for key in arrays.files}
+            return cls(weights)
         except (OSError, KeyError) as error:
             raise ValueError(f"{source} holds no prior: {error}") from error
 
@@ -49,10 +55,17 @@ class Prior:
         """``features`` (s, N_FEATURES), ``mask`` (s, N_CONFIGS) -> mean (s, N_FIGURES), own variance (s, N_FIGURES),
         loadings (s, N_FIGURES, k)."""
         w = self.weights
-        x = np.concatenate([features, mask], axis=1).astype(np.float32)
-        for layer in "01":
-            x = np.tanh(x @ w["w" + layer] + w["b" + layer])
-        out = (x @ w["w2"] + w["b2"]).astype(np.float64)
-        mean, own, loadings = np.split(out, [N_FIGURES, 2 * N_FIGURES], axis=1)
-        own = np.exp(np.clip(own, *LOG_VARIANCES)) + LEAST_VARIANCE
-        return mean, own, loadings.reshape(len(out), N_FIGURES, self.n_factors)
+        x = np.concatenate([features, mask], axis=1)
+        x = x.astype(np.float32)
+        x = np.tanh(x @ w["w0"] + w["b0"])
+        x = np.tanh(x @ w["w1"] + w["b1"])
+        out = x @ w["w2"] + w["b2"]
+        out = out.astype(np.float64)
+
+        mean = out[:, :N_FIGURES]
+        log_own = out[:, N_FIGURES : 2 * N_FIGURES]
+        own = np.exp(np.clip(log_own, *LOG_VARIANCES))
+        own = own + LEAST_VARIANCE
+        loadings = out[:, 2 * N_FIGURES :]
+        loadings = loadings.reshape(len(out), N_FIGURES, self.n_factors)
+        return mean, own, loadings

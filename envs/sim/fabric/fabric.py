@@ -24,6 +24,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy import arange, array, asarray, broadcast_to, ceil, exp, log2, maximum, minimum, where
 
 from ....traces.records import PAIRS, PROTOS, TUNED_FUNCS
 from ...nccl_model.channels import planned_channels
@@ -33,7 +34,7 @@ from .params import CHUNK, PRESETS, SEEN, SIMPLE, SM_COST, TRAFFIC, FabricParams
 
 Array = np.ndarray[Any, Any]
 
-_PAIR_PROTO = np.array([PROTOS.index(proto) for _, proto in PAIRS])
+_PAIR_PROTO = array([PROTOS.index(proto) for _, proto in PAIRS])
 _NVLS = PAIRS.index(("nvls", "simple"))
 _COLLNET = PAIRS.index(("collnet_direct", "simple"))
 _PAT = PAIRS.index(("pat", "simple"))
@@ -87,83 +88,127 @@ class Fabric:
         (n, k). Channels beyond what the size fills do nothing: NCCL's scheduler is applied first.
         """
         columns = self.fleet.take((slice(None), None))
-        size = np.asarray(n_bytes, np.int64)[:, None]
-        ran = planned_channels(columns, size, pair, n_channels)
+        size = asarray(n_bytes, np.int64)
+        ran = planned_channels(columns, size[:, None], pair, n_channels)
         return self.times_on_us(is_reduce_scatter, n_bytes, pair, ran)
 
     def times_on_us(self, is_reduce_scatter: Array, n_bytes: Array, pair: Array, ran: Array) -> Array:
         """As :meth:`times_us`, on the channels that really ran."""
         call = self._call(is_reduce_scatter, n_bytes, pair, ran)
+        fleet, truth = self.fleet, self.truth
         us = self._ring_us(call)
-        if self.fleet.offers_nvls.any():
-            us = np.where(call.pair == _NVLS, self._nvls_us(call), us)
-        if self.fleet.collnet.any():
-            us = np.where(call.pair == _COLLNET, self._collnet_us(call), us)
-        if self.fleet.offers_pat.any():
-            us = np.where(call.pair == _PAT, self._pat_us(call), us)
-        channels = np.maximum(call.channels, 1.0)
-        count_class = np.ceil(np.log2(channels)).astype(int)
-        effect = self.truth.effect[call.rows, call.func, call.pair, count_class]
-        alone = self.truth.launch_us[:, None] + us
-        return np.asarray(alone * np.exp(effect))
+        if fleet.offers_nvls.any():
+            is_nvls = call.pair == _NVLS
+            us = where(is_nvls, self._nvls_us(call), us)
+        if fleet.collnet.any():
+            is_collnet = call.pair == _COLLNET
+            us = where(is_collnet, self._collnet_us(call), us)
+        if fleet.offers_pat.any():
+            is_pat = call.pair == _PAT
+            us = where(is_pat, self._pat_us(call), us)
+
+        channels = maximum(call.channels, 1.0)
+        octave = ceil(log2(channels))
+        count_class = octave.astype(int)
+        effect = truth.effect[call.rows, call.func, call.pair, count_class]
+        alone = truth.launch_us[:, None] + us
+        return asarray(alone * exp(effect))
 
     def _call(self, is_reduce_scatter: Array, n_bytes: Array, pair: Array, ran: Array) -> _Asked:
         n = len(self.fleet)
         shape = np.broadcast_shapes((n, 1), np.shape(pair), np.shape(ran))
-        pair = np.broadcast_to(pair, shape)
-        channels = np.broadcast_to(ran, shape).astype(float)
-        func = np.asarray(is_reduce_scatter).astype(int)
-        size = np.asarray(n_bytes, float)[:, None]
+        pair = broadcast_to(pair, shape)
+        channels = broadcast_to(ran, shape)
+        func = asarray(is_reduce_scatter).astype(int)
+        size = asarray(n_bytes, float)
         columns = self.fleet.take((slice(None), None))
-        rows = np.arange(n)[:, None]
-        return _Asked(rows, func[:, None], size, pair, _PAIR_PROTO[pair], channels, columns)
+        rows = arange(n)
+        return _Asked(
+            rows=rows[:, None],
+            func=func[:, None],
+            size=size[:, None],
+            pair=pair,
+            proto=_PAIR_PROTO[pair],
+            channels=channels.astype(float),
+            columns=columns,
+        )
 
     def _bus_gbs(self, call: _Asked) -> Array:
         """What the links carry beside so many channels."""
-        ports = np.maximum(call.columns.n_nics, call.columns.ring.channels)
-        beyond = np.maximum(call.channels - ports, 0.0)
-        left = 1.0 - self.truth.congestion[:, None] * beyond
-        return np.asarray(self.truth.bus_gbs[:, None] * np.maximum(left, 0.25))
+        t, columns = self.truth, call.columns
+        ports = maximum(columns.n_nics, columns.ring.channels)
+        beyond = call.channels - ports
+        beyond = maximum(beyond, 0.0)
+        left = 1.0 - t.congestion[:, None] * beyond
+        left = maximum(left, 0.25)
+        return asarray(t.bus_gbs[:, None] * left)
 
     def _channel_gbs(self, call: _Asked) -> Array:
         """What the channels carry together."""
         each = self.truth.channel_gbs[call.rows, call.func, call.proto]
-        return np.asarray(call.channels * each)
+        return asarray(call.channels * each)
 
     def _ring_us(self, call: _Asked) -> Array:
-        t, c, proto = self.truth, call.channels, call.proto
-        n, nodes = call.columns.n_ranks, call.columns.n_nodes
+        t, c = self.truth, call.channels
+        row, func, proto = call.rows, call.func, call.proto
+        n = call.columns.n_ranks
+        nodes = call.columns.n_nodes
+
+        efficiency = t.efficiency[row, func, proto]
+        carried = self._bus_gbs(call) * efficiency
+        sent = self._channel_gbs(call)
+        rate = soft_min(sent, carried, t.knee[:, None])
+        rate = rate * 1e3  # bytes a us
+
+        within = (n - nodes) * t.hop_us[row, proto]
+        between = (nodes - 1) * t.net_us[row, proto]
+
         shard = call.size / n
-        carried = self._bus_gbs(call) * t.efficiency[call.rows, call.func, proto]
-        rate = soft_min(self._channel_gbs(call), carried, t.knee[:, None]) * 1e3
-        within = (n - nodes) * t.hop_us[call.rows, proto]
-        between = (nodes - 1) * t.net_us[call.rows, proto]
-        short = np.maximum(1.0 - shard / c / CHUNK, 0.0) * (proto == SIMPLE)
-        ramp = t.ramp_bytes[call.rows, call.func, proto]
-        piece = shard / c + ramp + t.stall_bytes[:, None] * short
-        return np.asarray(within + between + (n - 1) * c * piece / rate)
+        piece = shard / c
+        missing = 1.0 - piece / CHUNK
+        short = maximum(missing, 0.0)
+        short = short * (proto == SIMPLE)
+        piece = piece + t.ramp_bytes[row, func, proto]
+        piece = piece + t.stall_bytes[:, None] * short
+        all_pieces = (n - 1) * c * piece
+        return asarray(within + between + all_pieces / rate)
 
     def _nvls_us(self, call: _Asked) -> Array:
         t, c = self.truth, call.channels
-        gbs = t.nvls_gbs[call.rows, call.func]
-        full = gbs * 1e3 * c / (c + t.nvls_channels[:, None])
-        return np.asarray(t.nvls_us[:, None] + call.size / full)
+        most = t.nvls_gbs[call.rows, call.func]
+        most = most * 1e3  # bytes a us
+        half = t.nvls_channels[:, None]
+        rate = most * c / (c + half)
+        us = call.size / rate
+        return asarray(t.nvls_us[:, None] + us)
 
     def _collnet_us(self, call: _Asked) -> Array:
+        c = call.channels
         lat, gbs = terms(self.fleet)
-        most = np.maximum(gbs[:, _COLLNET, None], 1.0)
-        full = most * 1e3 * call.channels / (call.channels + 2.0)
-        return np.asarray(lat[:, _COLLNET, None] + call.size / full)
+        most = maximum(gbs[:, _COLLNET, None], 1.0)
+        most = most * 1e3  # bytes a us
+        rate = most * c / (c + 2.0)
+        us = call.size / rate
+        return asarray(lat[:, _COLLNET, None] + us)
 
     def _pat_us(self, call: _Asked) -> Array:
-        t, n = self.truth, call.columns.n_ranks
+        t = self.truth
+        n = call.columns.n_ranks
+        share = t.pat_share[:, None]
+        carried = self._bus_gbs(call) * share
+        sent = self._channel_gbs(call)
+        rate = soft_min(sent, carried, t.knee[:, None])
+        rate = rate * 1e3  # bytes a us
+
+        at_least_two = maximum(n, 2)
+        rounds = ceil(log2(at_least_two))
         shard = call.size / n
-        rounds = np.ceil(np.log2(np.maximum(n, 2)))
-        carried = self._bus_gbs(call) * t.pat_share[:, None]
-        rate = soft_min(self._channel_gbs(call), carried, t.knee[:, None]) * 1e3
-        tree = rounds * t.pat_us[:, None] + (n - 1) * shard / rate
+        moved = (n - 1) * shard
+        tree = rounds * t.pat_us[:, None]
+        tree = tree + moved / rate
         ramp = t.ramp_bytes[call.rows, call.func, SIMPLE]
-        return np.asarray(tree + rounds * ramp * call.channels / rate)
+        all_ramps = rounds * ramp * call.channels
+        return asarray(tree + all_ramps / rate)
 
     def overlap(
         self, is_reduce_scatter: Array, n_bytes: Array, pair: Array, ran: Array, us: Array
@@ -174,50 +219,63 @@ class Fabric:
         network that a call takes. Compute loses the SMs that channels hold, by pair (public: matrix products beside
         NCCL's kernels run 30-40 % slower, pytorch#179937), and memory bandwidth by the bytes that really move.
         """
-        t = self.truth
-        func = np.asarray(is_reduce_scatter).astype(int)[:, None]
-        many = self.fleet.n_nodes[:, None] > 1
-        rows = np.arange(len(self.fleet))[:, None]
-        pair = np.broadcast_to(pair, us.shape)
-        n = self.fleet.n_ranks[:, None]
-        size = np.asarray(n_bytes, float)[:, None]
-        ring_gbs = t.bus_gbs[:, None] * n / np.maximum(n - 1, 1)
-        rate = np.where(pair == _NVLS, t.nvls_gbs[rows, func], ring_gbs)
-        quickest = size / (np.maximum(rate, 1e-3) * 1e3)
-        use = np.minimum(quickest / us, 1.0)
-        channels = np.asarray(ran, float)
-        sms = self._loss_of_sms(t.sm_weight[rows, pair] * channels)
-        memory = 1.5 * t.memory_cost[:, None] * TRAFFIC[func, pair] * use
+        t, fleet = self.truth, self.fleet
+        row = arange(len(fleet))[:, None]
+        func = asarray(is_reduce_scatter).astype(int)
+        func = func[:, None]
+        pair = broadcast_to(pair, us.shape)
+
+        n = fleet.n_ranks[:, None]
+        others = maximum(n - 1, 1)
+        ring_gbs = t.bus_gbs[:, None] * n / others
+        nvls_gbs = t.nvls_gbs[row, func]
+        gbs = where(pair == _NVLS, nvls_gbs, ring_gbs)
+        gbs = maximum(gbs, 1e-3)
+        size = asarray(n_bytes, float)
+        quickest = size[:, None] / (gbs * 1e3)
+        use = minimum(quickest / us, 1.0)
+
+        channels = asarray(ran, float)
+        taken = t.sm_weight[row, pair] * channels
+        sms = self._loss_of_sms(taken)
+        cost = 1.5 * t.memory_cost[:, None]
+        memory = cost * TRAFFIC[func, pair] * use
         # A ring over many nodes fills its network ports; the links within the nodes carry as much and have more.
-        near = np.where(many, 0.3 * use, use)
-        far = np.where(many, use, 0.0)
+        many = fleet.n_nodes[:, None] > 1
+        near = where(many, 0.3 * use, use)
+        far = where(many, use, 0.0)
         return sms + memory, near, far
 
     def _loss_of_sms(self, taken: Array) -> Array:
         """By which part compute slows that has ``taken`` (n, k) SMs less."""
-        tiles = self.truth.tiles
+        truth = self.truth
+        tiles = truth.tiles
         sms = self.fleet.n_sms[:, None]
-        own = self.truth.sm_cost[:, None] / SM_COST
+        own = truth.sm_cost[:, None] / SM_COST
         linear = SM_COST * taken / sms
         if not tiles.any():
-            return np.asarray(own * linear)
+            return asarray(own * linear)
         each = staircase(tiles[:, None], sms[:, :, None], taken[:, :, None])
         steps = SEEN * each.mean(axis=2)
-        known = np.asarray(tiles.any(axis=1))[:, None]
-        return np.asarray(own * np.where(known, steps, linear))
+        known = asarray(tiles.any(axis=1))
+        loss = where(known[:, None], steps, linear)
+        return asarray(own * loss)
 
     def _time_us(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> float:
         """Microseconds of one collective alone, without noise. Raises ValueError for an unknown pair."""
         if func == "all_reduce":  # never tuned: a ring adds, and then copies
             config = algo, proto, n_channels
-            halves = sum(self.time_us(half, n_bytes, *config) for half in TUNED_FUNCS)
-            return halves - float(self.truth.launch_us[0])
+            halves = [self.time_us(half, n_bytes, *config) for half in TUNED_FUNCS]
+            launch = float(self.truth.launch_us[0])
+            return sum(halves) - launch
         if func not in TUNED_FUNCS or (algo, proto) not in PAIRS:
             raise ValueError(f"no {algo}/{proto} for {func}")
-        is_rs = np.array([func == "reduce_scatter"])
-        size = np.array([n_bytes])
-        pair = np.array([[PAIRS.index((algo, proto))]])
-        us = self.times_us(is_rs, size, pair, np.array([[n_channels]]))
+        is_rs = array([func == "reduce_scatter"])
+        size = array([n_bytes])
+        number = PAIRS.index((algo, proto))
+        pair = array([[number]])
+        count = array([[n_channels]])
+        us = self.times_us(is_rs, size, pair, count)
         return float(us[0, 0])
 
     def _beside(
@@ -225,25 +283,35 @@ class Fabric:
     ) -> tuple[float, float, float]:
         """What one collective does to what runs beside it, see :meth:`overlap`; of an all_reduce, as its ring would."""
         took = self.time_us(func, n_bytes, algo, proto, n_channels)
-        pair = np.array([[PAIRS.index((algo, proto))]])
+        number = PAIRS.index((algo, proto))
+        pair = array([[number]])
         moved = n_bytes * 2 if func == "all_reduce" else n_bytes
-        is_rs = np.array([func != "all_gather"])
-        size = np.array([moved])
-        ran = np.array([[n_channels]])
-        slow, near, far = self.overlap(is_rs, size, pair, ran, np.array([[took]]))
+        is_rs = array([func != "all_gather"])
+        size = array([moved])
+        ran = array([[n_channels]])
+        us = array([[took]])
+        slow, near, far = self.overlap(is_rs, size, pair, ran, us)
         return float(slow[0, 0]), float(near[0, 0]), float(far[0, 0])
 
     def slowdown(self, n_channels: int) -> float:
         """Share by which compute slows that overlaps one collective on that many channels."""
-        by_sms = self._loss_of_sms(np.array([[float(n_channels)]]))[0, 0]
-        return float(by_sms + self.truth.memory_cost[0] * min(n_channels, 32) / 16)
+        taken = array([[float(n_channels)]])
+        by_sms = self._loss_of_sms(taken)
+        cost = self.truth.memory_cost[0]
+        by_memory = cost * min(n_channels, 32) / 16
+        return float(by_sms[0, 0] + by_memory)
 
     def noise(self, rng: np.random.Generator) -> float:
         """A factor on the time of one collective: log-normal, and now and then a straggler of up to 5 x."""
-        sigma, tail = float(self.truth.noise[0]), float(self.truth.tail[0])
-        factor = float(np.exp(rng.normal(0.0, sigma)))
+        sigma = float(self.truth.noise[0])
+        tail = float(self.truth.tail[0])
+        log = rng.normal(0.0, sigma)
+        factor = float(exp(log))
         is_late = rng.random() < tail
-        return factor * (1.1 + min(rng.pareto(1.5), 3.9)) if is_late else factor
+        if not is_late:
+            return factor
+        beyond = min(rng.pareto(1.5), 3.9)
+        return factor * (1.1 + beyond)
 
 
 def staircase(tiles: Array, sms: Array, taken: Array) -> Array:
@@ -252,14 +320,17 @@ def staircase(tiles: Array, sms: Array, taken: Array) -> Array:
     A kernel of NCCL's holds the SM that a channel runs on (NVIDIA/nccl#689), and the tiles run in waves over the SMs
     that are left. 132 tiles beside 24 channels on an H100: two waves for one (NVIDIA's forum, 337991).
     """
-    left = np.maximum(sms - taken, 1.0)
-    waves = np.ceil(tiles / left)
-    alone = np.maximum(np.ceil(tiles / sms), 1.0)
-    return np.asarray(waves / alone - 1.0)
+    left = maximum(sms - taken, 1.0)
+    waves = ceil(tiles / left)
+    alone = ceil(tiles / sms)
+    alone = maximum(alone, 1.0)
+    return asarray(waves / alone - 1.0)
 
 
 def soft_min(a: Array, b: Array, knee: Array) -> Array:
     """The smaller of two rates, rounded off where they meet: ``(a**-k + b**-k)**(-1/k)``."""
-    low = np.minimum(a, b)
-    high = np.maximum(a, b)
-    return np.asarray(low * (1.0 + (low / high) ** knee) ** (-1.0 / knee))
+    low = minimum(a, b)
+    high = maximum(a, b)
+    ratio = low / high
+    rounded = (1.0 + ratio**knee) ** (-1.0 / knee)
+    return asarray(low * rounded)

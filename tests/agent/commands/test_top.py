@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 
 import pytest
 from command import invoke
+from dynamiccl.agent.commands.top import HEADS
 from dynamiccl.agent.report.runs import find_runs, state
 from dynamiccl.envs.live.locks import lock
 from dynamiccl.envs.nccl.shm import RunFolder
@@ -35,6 +37,31 @@ def test_the_state_of_runs(runs):
     low, high = over["gain_ci95"]
     assert low < over["gain"] < high and over["agreement"] == "OPEN"
     assert live["state"] == "tuning" and live["gain"] is None and live["phase"] == "search"
+
+
+@pytest.mark.parametrize(
+    ("held", "ended", "died"),
+    [
+        ("launcher", None, True),
+        ("ring-1", None, True),
+        ("launcher", "stopped by `dynamiccl stop`", False),
+        ("tuner", None, False),
+        (None, None, False),
+    ],
+)
+def test_a_tuner_that_died_is_known_from_one_that_ended(tmp_path, held, ended, died):
+    """A job lives while its launcher or a rank holds a lock. A tuner that ends leaves its reason."""
+    folder = RunFolder.create("top-died")
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "header.json").write_text(json.dumps({"run": str(folder.path)}))
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 9, "ended": ended}))
+    fd = lock(folder.path / held, "") if held else -1
+    try:
+        assert state(tmp_path)["tuner_died"] is died
+    finally:
+        if held:
+            os.close(fd)
+        folder.close()
 
 
 def test_what_a_search_costs_is_told_as_the_budget_counts_it(tmp_path):
@@ -68,6 +95,19 @@ def test_the_command(runs):
     assert len(json.loads(invoke(["top", str(runs), "--json"]).stdout)) == 2
     result = invoke(["top", str(runs / "nothing")])
     assert result.exit_code == 2 and "dynamiccl tune" in result.stderr
+
+
+@pytest.mark.parametrize("width", [80, 120, 160, 200])
+def test_no_word_is_cut_whatever_the_width(runs, monkeypatch, width):
+    """Before: "sta", "ste" and "step ti" in 80 columns, and again in 160 where all columns were tried."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    for name in ("over", "live"):  # names as long as `tune` gives them
+        (runs / name).rename(runs / f"20261127-02360{len(name)}-{name}")
+    head, _, *lines = [line for line in invoke(["top", str(runs)]).stdout.splitlines() if line.strip()]
+    shown = re.split(r"\s{2,}", head.strip())
+    assert set(shown) <= set(HEADS) and {"run", "step", "step time", "current table"} <= set(shown)
+    assert len(shown) == len(HEADS) or width < 200
+    assert any("-live (emulated) " in line for line in lines)
 
 
 def test_a_run_that_kept_no_table_shows_no_gain(runs):

@@ -14,6 +14,7 @@ from dynamiccl.agent.daemon.request import Request
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.envs.live import reader
 from dynamiccl.envs.live.job_ends import Closed
+from dynamiccl.envs.nccl import site_switch
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import TableFile, decode_table
 from dynamiccl.traces.reasons import RunEnds, names
@@ -69,7 +70,8 @@ def job(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fault", ["a full disk", "a deleted run folder", "an agreement that ends", "a bug of ours"]
+    "fault",
+    ["a full disk", "a deleted run folder", "an agreement that ends", "the site's switch", "a bug of ours"],
 )
 def test_whatever_ends_it_the_job_is_left_under_what_was_confirmed(job, folder, tmp_path, monkeypatch, fault):
     """Before: exit 2, or a traceback, and the trial that happened to be in force stayed to the job's end.
@@ -81,6 +83,7 @@ def test_whatever_ends_it_the_job_is_left_under_what_was_confirmed(job, folder, 
     """
     process, enough = job
     table = TableFile(folder.path / "table")  # open, as the probe has it
+    monkeypatch.setattr(site_switch, "FILE", str(tmp_path / "off"))
     struck = []
 
     def full(*_, **__):
@@ -103,6 +106,8 @@ def test_whatever_ends_it_the_job_is_left_under_what_was_confirmed(job, folder, 
         elif fault == "an agreement that ends":
             monkeypatch.setattr(daemon.job, "check", closed)
             enough.touch()  # the daemon stays for as long as the job does
+        elif fault == "the site's switch":
+            (tmp_path / "off").touch()
         else:
             raise ZeroDivisionError("seeded")
 

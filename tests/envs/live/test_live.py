@@ -9,6 +9,7 @@ from dynamiccl.envs.live import job as live
 from dynamiccl.envs.live import pauses, reader
 from dynamiccl.envs.live.job import Job, read_confirmed
 from dynamiccl.envs.live.job_ends import Closed, JobEnded, Stopped, Withdrawn
+from dynamiccl.envs.nccl import site_switch
 from dynamiccl.envs.nccl.run_folder import CONFIRMED, WORD
 from dynamiccl.envs.nccl.shm import decode_table
 from dynamiccl.traces.assemble import Communicator
@@ -264,15 +265,20 @@ def test_the_first_call_that_ran_two_ways_ends_tuning(world):
         job.window(TRIAL, 4)
 
 
-def test_a_stop_is_heard_in_mid_window(world):
+@pytest.mark.parametrize(
+    ("by", "words"), [("stop", "stopped by"), ("the site", "the tuner is switched off here .*: maintenance")]
+)
+def test_a_stop_is_heard_in_mid_window(world, tmp_path, monkeypatch, by, words):
     job, ring, _ = world
+    monkeypatch.setattr(site_switch, "FILE", str(tmp_path / "off"))
 
     def stop():
-        (job.run.path / reader.STOP).touch()
+        place = job.run.path / reader.STOP if by == "stop" else tmp_path / "off"
+        place.write_text("maintenance\n")
         return 10.0
 
     ring.script = iter([10.0, stop])
-    with pytest.raises(Stopped):
+    with pytest.raises(Stopped, match=words):
         job.window(TRIAL, 500)
 
 

@@ -124,6 +124,7 @@ SEEDED = {
     "autoload": Facts({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
     "compiler": Facts(has_compiler=False),
     "shared memory": Facts(n_gpus=8, shm_free=64 * 2**20),
+    "switched off": Facts(switched_off="/etc/dynamiccl/off"),
     "fixed table": Facts({"DYNAMICCL_TABLE": "x", "DYNAMICCL_RUN": "/y"}),
 }
 

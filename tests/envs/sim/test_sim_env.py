@@ -73,3 +73,23 @@ def test_an_action_outside_the_mask_runs_as_auto():
     closed = np.flatnonzero(~info["mask"])[0]
     _, _, _, _, info = env.step(actions_of(closed))
     assert info["masked"] and env.search.phase.choices[0] == 0
+
+
+def test_the_masks_of_the_parts_leave_out_only_what_no_open_config_has():
+    """Through a vector environment, as MaskablePPO of sb3-contrib asks for them."""
+    utils = pytest.importorskip("sb3_contrib.common.maskable.utils")
+    vectors = pytest.importorskip("stable_baselines3.common.vec_env")
+    env = gym.make("dynamiccl/Sim-v0")
+    with pytest.raises(ValueError, match=r"reset\(\)"):
+        env.unwrapped.action_masks()
+    several = vectors.DummyVecEnv([lambda: env])
+    several.reset()
+    assert utils.is_masking_supported(several)
+    (masks,) = utils.get_action_masks(several)
+    is_open = np.zeros((7, 8), bool)
+    for config in np.flatnonzero(env.unwrapped.search.open[0]):
+        pair, channels, _ = actions_of(config)
+        is_open[pair, channels] = True
+    pairs, counts, what = np.split(masks, [7, 15])
+    assert (pairs == is_open.any(axis=1)).all() and (counts == is_open.any(axis=0)).all()
+    assert what.all() and not pairs.all()
