@@ -126,6 +126,7 @@ class Launcher:
         self.job: subprocess.Popen[bytes] | None = None
         self.tuner: subprocess.Popen[bytes] | None = None
         self.kill_at = float("inf")
+        self._told_to_end = 0  # the signal by which the job was told so last
         self._signals = {s for s in signal.valid_signals() if getattr(s, "name", "") not in _OURS}
 
     def run(self) -> int:
@@ -223,6 +224,8 @@ class Launcher:
             elif process.returncode is None:
                 os.kill(process.pid, number)
         ends = number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+        if ends:
+            self._told_to_end = number
         if ends and self.plan.kill_after is not None and self.kill_at == float("inf"):
             self.kill_at = time.monotonic() + self.plan.kill_after
 
@@ -246,7 +249,12 @@ class Launcher:
             self._wait(self.tuner, end - time.monotonic() + 0.01)
 
     def _note(self, status: int) -> None:
-        """The job's status for the tuner, which is not its parent. Nobody's status depends on it."""
+        """The job's status for the tuner, which is not its parent. Nobody's status depends on it.
+
+        A job that a signal has told to end did not fail, whatever status it ends with: torchrun's is 1.
+        """
+        if status != 0 and self._told_to_end:
+            status = 128 + self._told_to_end
         with contextlib.suppress(OSError):
             draft = Path(self.plan.run, STATUS + ".tmp")
             draft.write_text(f"{status}\n")

@@ -210,12 +210,12 @@ def test_the_snippet_of_a_recorded_job_runs(tmp_path):
 def test_the_snippet_of_a_running_job_runs():
     """On the emulated cluster, with a job that ends before the search."""
     variables = json.loads(run("env", "--json", "--cluster", "dgx-h100-2x8").stdout)
-    env = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     script = str(ROOT / "examples" / "scripts" / "fsdp2.py")
     (_, live) = snippets("docs/environments.md")
-    with subprocess.Popen([*torchrun, script, "120"], env=env, stdout=subprocess.DEVNULL) as job:
-        command = [sys.executable, "-c", live]
+    with subprocess.Popen([*torchrun, script, "60"], env=env | variables, stdout=subprocess.DEVNULL) as job:
+        command = [sys.executable, "-c", live, variables["DYNAMICCL_RUN"]]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
         assert job.wait(120) == 0
     assert re.search(r"after \d+ steps\n$", done.stdout), done.stderr

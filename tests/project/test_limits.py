@@ -34,10 +34,6 @@ COMPLEX = {
     "envs/nccl/agreement/agreement.py:Agreement._lead_rounds": 13,
     "envs/nccl/agreement/protocol.py:decide": 13,
     "envs/replay/decisions.py:_effects": 14,
-    "zero_workload/buffers/settings.py:Settings.__post_init__": 13,
-    "zero_workload/engine/checkpoint.py:_make_states": 14,
-    "zero_workload/engine/engine.py:Engine.memory": 14,
-    "zero_workload/engine/replicated.py:Replicated.__init__": 15,
 }
 #: A file has at most so many names a line of code on average.
 NAMES_A_LINE = 4.0

@@ -51,6 +51,10 @@ class Settings:
         return torch.float16 in (self.param_dtype, self.wire)
 
     def __post_init__(self) -> None:
+        self._check_each()
+        self._check_together()
+
+    def _check_each(self) -> None:
         natural, positive = "a whole number from 0 up", "a whole number from 1 up"
         floating = "a floating-point dtype of 16 bits or more"
         reduced, clipped = self.reduce_dtype, self.max_norm
@@ -69,6 +73,8 @@ class Settings:
         ):
             if not fine:
                 raise ValueError(f"{name} is {allowed}, not {getattr(self, name)!r}")
+
+    def _check_together(self) -> None:
         if self.stage != 3 and self.hybrid is not None:
             raise ValueError("hybrid says which units stay replicated at stage 3")
         if self.classic and self.stage != 1:

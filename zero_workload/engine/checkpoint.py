@@ -200,15 +200,23 @@ def _make_states(engine: Engine, path: Path, known: dict[str, Any]) -> None:
     groups = {p: group for group in engine.optimizer.param_groups for p in group["params"]}
     for _, piece, param in engine.owned:
         made = engine.optimizer.state[param] = {}
-        group = groups[param]
-        # Where torch's own optimizers keep their step.
-        device = param.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         for kind in kinds:
             key = f"{kind}/{engine.names[piece.param]}"
             of, _, name = kind.rpartition(":")
             if key in numbers:
-                value = numbers[key].item()
-                plain = float(value) if of == "float" else int(value)
-                made[name] = numbers[key].to(device, torch.float32) if of == "Tensor" else plain
+                made[name] = _as_kept(numbers[key], of, param, groups[param])
             elif key in known:
                 made[name] = torch.zeros_like(param.detach(), dtype=known[key].properties.dtype)
+
+
+def _as_kept(number: torch.Tensor, of: str, param: torch.Tensor, group: dict[str, Any]) -> Any:
+    """A number of a parameter's state as its optimizer keeps it: ``of`` is the name of its type."""
+    if of == "float":
+        return float(number.item())
+    if of != "Tensor":
+        return int(number.item())
+    # Where torch's own optimizers keep their step.
+    device = torch.device("cpu")
+    if group.get("fused") or group.get("capturable"):
+        device = param.device
+    return number.to(device, torch.float32)

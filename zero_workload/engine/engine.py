@@ -377,19 +377,22 @@ class Engine:
 
         With ``offload`` the optimizer's bytes are ``host``'s.
         """
-        states = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-        buckets = self.all_buckets
-        weights = [t for b in buckets for t in (b.full, b.shard)]
-        exact = [b.master for b in self.buckets if b.master is not None]
-        gradients = [t for b in self.buckets for t in (b.grads, b.grad_shard) if t is not None]
-        apart = _bytes([*weights, *exact]) - _bytes(weights)
-        optimizer = apart + _bytes(s for s in states if s.dim())
+        weights = [t for b in self.all_buckets for t in (b.full, b.shard)]
+        masters = [b.master for b in self.buckets]
+        gradients = [t for b in self.buckets for t in (b.grads, b.grad_shard)]
+        apart = _bytes([*weights, *masters]) - _bytes(weights)
+        optimizer = apart + _bytes(self._states())
         held = {"weights": _bytes(weights), "gradients": _bytes(gradients), "optimizer": optimizer}
         if self.settings.offload:
             held |= {"optimizer": 0, "host": optimizer}
         return held
 
+    def _states(self) -> Iterator[torch.Tensor]:
+        """The optimizer's states that grow with the parameters: numbers like its step are left out."""
+        for state in self.optimizer.state.values():
+            yield from (t for t in state.values() if isinstance(t, torch.Tensor) and t.dim())
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+
+def _bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    storages = [t.untyped_storage() for t in tensors if t is not None]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

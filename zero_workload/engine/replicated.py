@@ -23,10 +23,7 @@ class Replicated:
         trained = [row for row in rows if row.trainable]
         #: those of trainable parameters, in the order in which gradients end, from the last to the first.
         self.buckets = sorted((b for row in trained for b in row.buckets), key=Bucket.ends)
-        self.in_bucket: dict[int, list[Bucket]] = {i: [] for row in trained for i in row.begins}
-        for bucket in self.buckets:
-            for piece in bucket.pieces:
-                self.in_bucket[piece.param].append(bucket)
+        self.in_bucket = _by_parameter(self.buckets)
         self._views: dict[int, torch.Tensor] = {}  # up to stage 1: where a parameter's gradients add up
         for row in trained:
             self._watch(row)
@@ -102,3 +99,12 @@ class Replicated:
             work = self._gathers.pop(bucket, None)
             if work:
                 work.wait()
+
+
+def _by_parameter(buckets: list[Bucket]) -> dict[int, list[Bucket]]:
+    """A parameter's number -> the buckets that hold parts of it."""
+    found: dict[int, list[Bucket]] = {}
+    for bucket in buckets:
+        for piece in bucket.pieces:
+            found.setdefault(piece.param, []).append(bucket)
+    return found

@@ -27,7 +27,7 @@ def test_the_lstm_beside_an_emulated_job_gains(job, tmp_path):
         env=env,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -95,6 +95,8 @@ def test_signals_reach_the_job_and_it_has_the_time_that_it_needs(tmp_path):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 77 and out.endswith(b"checkpoint written\n")
+    # Before: "NO VERDICT: the job failed with status 77", of a job that its scheduler had told to end.
+    assert int((tmp_path / STATUS).read_text()) == 128 + signal.SIGTERM
     assert b"status 137; the job goes on" in err
     assert log.read_bytes() == out
 
