@@ -98,26 +98,43 @@ class Leader:
         rhythms: dict[int, tuple[int, int]],
     ) -> None:
         """A round is over."""
-        self.gone |= {comm: one.why for comm, one in left_out.items() if comm and one.for_good}
-        refused = 0 in left_out and left_out[0].for_good
-        if not (decision.switches or refused):
-            self.lost += 1
-            reasons = [left_out[0]] if 0 in left_out else list(left_out.values())
-            self.why = next((one.why for one in reasons), NotAgreeing.LATE_STORE())
-            self.not_before = time.monotonic() + _AGAIN_S * 2 ** min(self.lost, PATIENCE)
+        for comm, one in left_out.items():
+            if comm and one.for_good:
+                self.gone[comm] = one.why
+        is_refused = 0 in left_out and left_out[0].for_good
+        if not (decision.switches or is_refused):
+            self._lose(left_out)
             return
         self.lost, self.news = 0, False
-        self._wanted = None if message == self._wanted else self._wanted
+        if message == self._wanted:
+            self._wanted = None
         if decision.switches:
-            trial, switched = trial_of(message[1]), set(decision.switches)
-            self.last.check(rhythms)
-            if trial.turn_steps:
-                self.last.generation = decision.generation
-                self.last.rhythms = {comm: rhythms[comm] for comm in switched}
+            self._switch(message, decision, rhythms)
+
+    def _lose(self, left_out: dict[int, LeftOut]) -> None:
+        """No communicator has switched: the round is led again, later each time."""
+        self.lost += 1
+        reasons = [left_out[0]] if 0 in left_out else list(left_out.values())
+        self.why = reasons[0].why if reasons else NotAgreeing.LATE_STORE()
+        pause_s = _AGAIN_S * 2 ** min(self.lost, PATIENCE)
+        self.not_before = time.monotonic() + pause_s
+
+    def _switch(
+        self, message: tuple[int, bytes], decision: Decision, rhythms: dict[int, tuple[int, int]]
+    ) -> None:
+        trial = trial_of(message[1])
+        switched = set(decision.switches)
+        last = self.last
+        last.check(rhythms)
+        if trial.turn_steps:
+            last.generation = decision.generation
+            last.rhythms = {comm: rhythms[comm] for comm in switched}
             # Turns need a rhythm: who has none keeps its table, and is in later rounds as before.
-            self.switched = self.switched | switched if trial.turn_steps else switched
-            self.last.is_trial = trial.trial_steps > 0
-            self._stays = self._stays if self.last.is_trial else message
+            switched |= self.switched
+        self.switched = switched
+        last.is_trial = trial.trial_steps > 0
+        if not last.is_trial:
+            self._stays = message
 
     def is_over(self, comms: frozenset[int]) -> bool:
         """Whether all of rank 0's communicators have left for good."""
