@@ -109,18 +109,12 @@ class SearchEnv(gym.Env[Array, Array]):
         """
         if self.search is None:
             raise ValueError("no episode has begun: call reset()")
-        is_open = self._mask().reshape(N_PAIRS, N_CHANNELS)
+        slot = self.search.turn % self.search.n_slots
+        is_open = self.search.open[slot].reshape(N_PAIRS, N_CHANNELS)
         pairs = is_open.any(axis=1)
         channels = is_open.any(axis=0)
         what = np.ones(N_WHAT, bool)
         return np.concatenate([pairs, channels, what])
-
-    def _mask(self) -> Array:
-        """Which configs of the slot whose turn it is are open."""
-        assert self.search is not None
-        slot = self.search.turn % self.search.n_slots
-        mask: Array = self.search.open[slot]
-        return mask
 
     def _info(self, masked: bool) -> dict[str, Any]:
         assert self.search is not None
@@ -132,7 +126,7 @@ class SearchEnv(gym.Env[Array, Array]):
         return {
             "slot": slot,
             "masked": masked,
-            "mask": self._mask(),
+            "mask": s.open[slot],
             "steps": s.steps,
             "table": table,
             "lost": s.lost,

@@ -223,5 +223,5 @@ def gather(command: list[str] | None = None, table: Table | None = None) -> Fact
     n_gpus, shm_free = len(gpus()) or None, free_bytes()
     nccl = nccl_release(env)
     copies = tuple(map(str, in_sight(env)))
-    known = env, nccl, n_gpus, ranks_per_node, shm_free, has_compiler
-    return Facts(*known, table, machine(), copies, switched_off())
+    off = switched_off()
+    return Facts(env, nccl, n_gpus, ranks_per_node, shm_free, has_compiler, table, machine(), copies, off)

@@ -79,12 +79,19 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def off_here() -> str | None:
+    """That the site has turned the tuner off, as a sentence; None if it has not."""
+    from ...envs.nccl.site_switch import switched_off
+    from ...traces.reasons import RunEnds
+
+    why = switched_off()
+    return RunEnds.SWITCHED_OFF(why=why) if why else None
+
+
 def refuse_if_off() -> None:
     """Refuse a command that only tunes, if the site has turned the tuner off."""
-    from ...envs.nccl.site_switch import switched_off
-
-    if why := switched_off():
-        fail(f"the tuner is switched off here ({why}): ask the operators of this cluster")
+    if off := off_here():
+        fail(f"{off}: ask the operators of this cluster")
 
 
 def run_alone_if_off(command: list[str] | None, json: bool = False) -> None:
@@ -92,31 +99,30 @@ def run_alone_if_off(command: list[str] | None, json: bool = False) -> None:
 
     ``json``: stdout belongs to a program, so the job's output goes to stderr, and stdout gets a summary without result.
     """
-    from ...envs.nccl.site_switch import leave, switched_off
-    from ..daemon.launcher import say
-
-    if not (why := switched_off()):
-        return
     if not command:
         refuse_if_off()
         return
+    if not (off := off_here()):
+        return
+    from ...envs.nccl.site_switch import leave
+    from ..daemon.launcher import say
+
     leave(os.environ)
-    say(f"the tuner is switched off here ({why}): the job runs without it")
+    say(f"{off}: the job runs without it")
     if json:
-        _print_no_result(why)
+        _print_no_result(off)
     try:
         os.execvp(command[0], command)
     except OSError as error:
         fail(f"cannot start {command[0]!r}: {error.strerror}")
 
 
-def _print_no_result(why: str) -> None:
+def _print_no_result(ended: str) -> None:
     import json as json_module
 
-    from ...traces.reasons import RunEnds
     from ..report.summary import RunSummary
 
-    print(json_module.dumps(vars(RunSummary(ended=RunEnds.SWITCHED_OFF(why=why))), indent=2), flush=True)
+    print(json_module.dumps(vars(RunSummary(ended=ended)), indent=2), flush=True)
     os.dup2(2, 1)
 
 

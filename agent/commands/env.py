@@ -18,6 +18,7 @@ from . import (
     Option,
     emulation,
     fail,
+    off_here,
     refuse_traps,
     refusing,
 )
@@ -44,13 +45,12 @@ def env(
     """
     from ...envs.nccl.plugin.build import PluginBuildError, job_env
     from ...envs.nccl.run_folder import make_folder
-    from ...envs.nccl.site_switch import switched_off
     from ..daemon.request import Request
 
     if name is not None and Path(name).name != name:
         fail(f"--name is a folder's name without slashes, not {name!r}")
-    if why := switched_off():
-        print(f"dynamiccl: the tuner is switched off here ({why}): no variables", file=sys.stderr)
+    if off := off_here():
+        print(f"dynamiccl: {off}: no variables", file=sys.stderr)
         if json:
             print("{}")
         return
