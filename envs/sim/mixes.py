@@ -1,4 +1,5 @@
-"""Tables that hold for a part of a job's calls or steps, and what their first use costs."""
+"""What a step depends on besides the table of a window: tables that hold for a part of a job's calls or steps, what
+their first use costs, and the moment."""
 
 from __future__ import annotations
 
@@ -54,3 +55,25 @@ class Turns(Columns):
         """(m, n_steps) 1 where the job's own table runs, 0 where the other one does."""
         arms = arms_of(n_steps, np.maximum(self.steps, 1))
         return np.where(self.steps[:, None] > 0, arms, 1)
+
+    def mixed(self, tried_us: Array, current_us: Array, carry: Array) -> Array:
+        """Step times (m, most) us of the two tables in turns, from those that each has by itself; the current one's may
+        be shorter than ``most``. A part ``carry`` (m,) of each table's effect carries over into the next step."""
+        most = tried_us.shape[1]
+        missing = most - current_us.shape[1]
+        current_us = np.pad(current_us, ((0, 0), (0, missing)))
+        is_tried = self.arms(most) == 1
+        ran = np.where(is_tried, tried_us, current_us)
+        was_tried = np.pad(is_tried[:, :-1], ((0, 0), (1, 0)))  # before the first turn the current table ran
+        as_before = np.where(was_tried, tried_us, current_us)
+        carried = carry[:, None] * (as_before - ran)
+        return np.asarray(ran + carried)
+
+
+@dataclass
+class Moment(Columns):
+    """What the truth of ``m`` jobs depends on besides their configs; arrays (m,)."""
+
+    weather: Array  # calls take so many times as long
+    weight: Array  # of the one congestion, see Extras.congestion
+    regime: Array

@@ -15,48 +15,21 @@ import numpy as np
 
 from ...traces.fingerprint import Fingerprint
 from ...traces.spaces import pair_of
-from ..nccl_model.clusters import ClusterArrays
 from ..nccl_model.columns import Columns, taken
-from .fabric.params import FabricParams
-from .mixes import Few, FirstUse, Turns
-from .noise import Noise, NoiseStream
+from .mixes import Few, FirstUse, Moment, Turns
+from .noise import Noise, RandomNumbers
 from .regimes import MOST_REGIMES, Regimes
-from .step import Calls, Law
+from .sites import SampledClusters
+from .step import Calls
 from .workloads import N_BESIDE, WorkloadArrays
-from .worlds import Extras
 
 Array = np.ndarray[Any, Any]
 #: Of PAIRS the last of a ring; each after it is an algorithm of its own.
 LAST_RING = 2
 
 
-@dataclass
-class SampledClusters(Columns):
-    """Where ``n`` jobs run: what another job on the same clusters has in common with them. Arrays (n, ...)."""
-
-    fleet: ClusterArrays
-    truth: FabricParams
-    other: (
-        Array  # (n, 2, 6, N_COUNTS) what the formulas miss, far in message size from where truth.effect holds
-    )
-    turn: Array  # pi / 2 / octaves of message size from the one to the other
-    touch: Array  # calls slow the compute so many times as much as the fabric says
-    law: Law
-    world: Array  # index into WORLDS
-    extras: Extras
-
-
 class Slots(Columns, Fingerprint):
     """What the slots of jobs look like, as many rows a job; places without a slot hold copies of the job's first."""
-
-
-@dataclass
-class Moment(Columns):
-    """What the truth of ``m`` jobs depends on besides their configs; arrays (m,)."""
-
-    weather: Array  # calls take so many times as long
-    weight: Array  # of the one congestion, see Extras.congestion
-    regime: Array
 
 
 @dataclass
@@ -116,7 +89,8 @@ class Jobs(Columns):
         if not more:
             return self
         # A place without a slot holds what another of the kind holds, the job's first: nothing of it is used.
-        first = np.append(np.arange(self.width), np.zeros(more, int))
+        none = np.zeros(more, int)
+        first = np.append(np.arange(self.width), none)
         begin = np.arange(len(self)) * self.width
         rows = (begin[:, None] + first).ravel()
         mask = self.mask[:, first].copy()
@@ -143,7 +117,8 @@ class Jobs(Columns):
         is masked.
         """
         rows, configs = self._asked(configs, rows)
-        total, call_us = self._at(configs, rows, few, self.noise.at[rows])
+        now = self.noise.at[rows]
+        total, call_us = self._at(configs, rows, few, now)
         often, size = self._late(configs, rows)
         return total * (1 + often * size), call_us
 
@@ -153,8 +128,9 @@ class Jobs(Columns):
         Where regimes alternate, each step counts in default steps of its regime, for that is how time lost is told.
         """
         rows, configs = self._asked(configs, rows)
-        us = self._usual(configs, rows, np.zeros(len(rows), int))
-        changing = np.flatnonzero(self.regimes.count[rows] > 1)
+        first = np.zeros(len(rows), int)
+        us = self._usual(configs, rows, first)
+        changing = self._changing(rows)
         if len(changing):
             tables = np.repeat(configs[changing, None], MOST_REGIMES, axis=1)
             us[changing] = self._followed(tables, rows[changing])
@@ -177,7 +153,7 @@ class Jobs(Columns):
         self,
         configs: Array,
         n_steps: Array | int,
-        rng: np.random.Generator | NoiseStream,
+        rng: RandomNumbers,
         few: Few | None = None,
         turns: Turns | None = None,
     ) -> tuple[Array, Array]:
@@ -196,20 +172,28 @@ class Jobs(Columns):
         call_us = np.full((n, self.width), np.nan)
         late = np.zeros((2, n, most))
         at_few = few and few.take(rows)
-        us[rows], call_us[rows] = self._through(configs, rows, at_few, n_steps[rows])
-        late[:, rows] = np.stack(self._late(configs, rows))[:, :, None]
-        first, sampled = np.zeros(len(rows), int), n_steps
-        if turns is not None and (here := np.flatnonzero(turns.steps[rows])).size:
-            at, length = rows[here], turns.steps[rows[here]]
-            self._take_turns(turns.take(at), at, n_steps[at], us, late)
+        counts = n_steps[rows]
+        us[rows], call_us[rows] = self._through(configs, rows, at_few, counts)
+        straggles = np.stack(self._late(configs, rows))
+        late[:, rows] = straggles[:, :, None]
+        first = np.zeros(len(rows), int)  # step with the first use
+        sampled = n_steps
+        if turns is not None and turns.steps[rows].any():
+            here = np.flatnonzero(turns.steps[rows])
+            at = rows[here]
+            length = turns.steps[at]
+            of_these = turns.take(at)
+            self._take_turns(of_these, at, n_steps[at], us, late)
             first[here] = length
             sampled = n_steps.copy()
             sampled[at] = 2 * length
         steps = self.noise.steps(us, n_steps, rng, (late[0], late[1]))
         steps[rows, first] += self._connect(configs, rows)
-        is_every = np.zeros(n, bool) if few is None else few.part < 1
-        is_every = is_every | (sampled < n_steps)
-        return steps, self.noise.calls(call_us, sampled, rng, is_every)
+        is_every = sampled < n_steps
+        if few is not None:
+            is_every |= few.part < 1
+        seen_us = self.noise.calls(call_us, sampled, rng, is_every)
+        return steps, seen_us
 
     def _take_turns(self, turns: Turns, rows: Array, n_steps: Array, us: Array, late: Array) -> None:
         """Put the steps of the current tables (m, S) into those of the jobs at ``rows`` (m,): the truth ``us``
@@ -219,20 +203,20 @@ class Jobs(Columns):
         is_own = turns.arms(most) == 1
         rows, others = self._asked(turns.others, rows)
         other_us, _ = self._through(others, rows, None, n_steps)
-        other_us = np.pad(other_us, ((0, 0), (0, most - other_us.shape[1])))
-        ran = np.where(is_own, us[rows], other_us)
-        was_own = np.pad(is_own[:, :-1], ((0, 0), (1, 0)))  # the current table ran before
-        as_before = np.where(was_own, us[rows], other_us)
-        us[rows] = ran + self.carry[rows, None] * (as_before - ran)
-        other_late = np.stack(self._late(others, rows))[:, :, None]
-        late[:, rows] = np.where(is_own, late[:, rows], other_late)
+        us[rows] = turns.mixed(us[rows], other_us, self.carry[rows])
+        straggles = np.stack(self._late(others, rows))
+        other_late = straggles[:, :, None]
+        own_late = late[:, rows]
+        late[:, rows] = np.where(is_own, own_late, other_late)
 
     def _connect(self, configs: Array, rows: Array) -> Array:
         """What the first use of algorithms costs now, us (m,)."""
         is_rs = self.fingerprint.is_reduce_scatter.reshape(-1, self.width)
         func = is_rs[rows].astype(int)
-        algo = np.maximum(self._pair(configs, rows) - LAST_RING, 0)
-        return self.first_use.of(rows, func, algo, self._used(rows))
+        pair = self._pair(configs, rows)
+        algo = np.maximum(pair - LAST_RING, 0)
+        used = self._used(rows)
+        return self.first_use.of(rows, func, algo, used)
 
     def advance(self, n_steps: Array | int) -> None:
         """Let ``n_steps`` pass unmeasured."""
@@ -241,7 +225,8 @@ class Jobs(Columns):
     def settled(self, which: Array) -> Self:
         """The same jobs, in their regime ``which`` (n,) for good."""
         settled = replace(self, regimes=self.regimes.settled(which))
-        settled.default_us = settled.usual_us(np.zeros((len(self), self.width), int))
+        default = np.zeros((len(self), self.width), int)
+        settled.default_us = settled.usual_us(default)
         return settled
 
     def run(self, configs: Array, rows: Array, moment: Moment | None = None) -> tuple[Array, Array, Array]:
@@ -257,7 +242,16 @@ class Jobs(Columns):
             scale = scale * self.regimes.batch[rows, moment.regime]
         calls = np.concatenate([beside, slots], axis=1)
         law = self.sites.law.take(rows)
-        return self.works.steps.run(self.which[rows], calls, scale, law)
+        which = self.which[rows]
+        return self.works.steps.run(which, calls, scale, law)
+
+    def _changing(self, rows: Array) -> Array:
+        """Places among ``rows`` of the jobs that change their regime."""
+        return np.flatnonzero(self.regimes.count[rows] > 1)
+
+    def _with_congestion(self, rows: Array) -> Array:
+        """Places among ``rows`` of the jobs whose congestion moves."""
+        return np.flatnonzero(self.sites.extras.moves[rows])
 
     def _asked(self, configs: Array, rows: Array | None) -> tuple[Array, Array]:
         if rows is None:
@@ -275,7 +269,8 @@ class Jobs(Columns):
 
     def _pair(self, configs: Array, rows: Array) -> Array:
         """Indices into PAIRS of what runs, (m, S)."""
-        own = np.asarray(self.fingerprint.own_pair).reshape(-1, self.width)[rows]
+        own = np.asarray(self.fingerprint.own_pair)
+        own = own.reshape(-1, self.width)[rows]
         return pair_of(configs, own)
 
     def _late(self, configs: Array, rows: Array) -> tuple[Array, Array]:
@@ -291,7 +286,9 @@ class Jobs(Columns):
         moment = self._moment(rows, at)
         total, spent = self._truth(configs, rows, moment)
         if few is not None and (some := np.flatnonzero(few.part < 1)).size:
-            others, _ = self._truth(few.others[some], rows[some], moment.take(some))
+            then = moment.take(some)
+            configs_there = few.others[some]
+            others, _ = self._truth(configs_there, rows[some], then)
             more = total[some] - others
             total[some] = others + few.part[some] * more
         calls = self.calls[rows]
@@ -304,18 +301,22 @@ class Jobs(Columns):
         at = self.noise.at[rows]
         begun, call_us = self._at(configs, rows, few, at)
         most = int(n_steps.max(initial=0))
-        us = np.repeat(begun[:, None], most, axis=1)
-        if not (self.regimes.count[rows] > 1).any():
+        column = begun[:, None]
+        us = np.repeat(column, most, axis=1)
+        if not self._changing(rows).size:
             return us, call_us
         done = self.regimes.take(rows).left(at)
         while (later := np.flatnonzero(done < n_steps)).size:
             these = rows[later]
             from_step = done[later].astype(int)
             now = at[later] + from_step
-            other, _ = self._at(configs[later], these, few and few.take(later), now)
+            few_then = few and few.take(later)
+            configs_then = configs[later]
+            other, _ = self._at(configs_then, these, few_then, now)
             for row, step, value in zip(later, from_step, other, strict=True):
                 us[row, step:] = value
-            done[later] += self.regimes.take(these).left(now)
+            left = self.regimes.take(these).left(now)
+            done[later] += left
         return us, call_us
 
     def _moment(self, rows: Array, at: Array) -> Moment:
@@ -329,14 +330,15 @@ class Jobs(Columns):
         regime = np.zeros(len(rows), int)
         if self.sites.extras.moves[rows].any():
             weight = self.sites.extras.take(rows).weight(at)
-        if (self.regimes.count[rows] > 1).any():
+        if self._changing(rows).size:
             regime = self.regimes.take(rows).at(at)
         return Moment(weather, weight, regime)
 
     def _stretch(self, configs: Array, rows: Array, moment: Moment) -> Array:
         """How many times as long the slots' calls take then, (m, S)."""
-        stretch = np.repeat(moment.weather[:, None], self.width, axis=1)
-        moving = np.flatnonzero(self.sites.extras.moves[rows])
+        weather = moment.weather[:, None]
+        stretch = np.repeat(weather, self.width, axis=1)
+        moving = self._with_congestion(rows)
         if len(moving):
             some = self.sites.extras.take(rows[moving])
             pair = self._pair(configs[moving], rows[moving])
@@ -346,7 +348,8 @@ class Jobs(Columns):
         octaves = self.regimes.octaves[rows, moment.regime]
         sized = np.flatnonzero(octaves)
         if len(sized):
-            place = rows[sized, None], np.arange(self.width), configs[sized]
+            slots = np.arange(self.width)
+            place = rows[sized, None], slots, configs[sized]
             log = octaves[sized, None] * self.regimes.growth[place]
             stretch[sized] *= np.exp2(log)
         return stretch
@@ -366,14 +369,15 @@ class Jobs(Columns):
         """The mean step (m,) us in one ``regime`` (m,) of each job, in fair weather."""
         n = len(rows)
         fair = Moment(np.ones(n), np.zeros(n), regime)
-        moving = np.flatnonzero(self.sites.extras.moves[rows])
+        moving = self._with_congestion(rows)
         extras = self.sites.extras.take(rows[moving])
         first, second = extras.usual_weights()
         fair.weight[moving] = first
         us, _ = self._truth(configs, rows, fair)
         if len(moving):
             other = replace(fair.take(moving), weight=second)
-            then, _ = self._truth(configs[moving], rows[moving], other)
+            theirs = configs[moving]
+            then, _ = self._truth(theirs, rows[moving], other)
             us[moving] = (us[moving] + then) / 2
         often, size = self._late(configs, rows)
         return np.asarray(us * (1 + often * size))
@@ -386,8 +390,10 @@ class Jobs(Columns):
         for k in range(MOST_REGIMES):
             there = np.flatnonzero(k < regimes.count)
             regime = np.full(len(there), k)
-            us = self._usual(tables[there, k], rows[there], regime)
+            configs = tables[there, k]
+            us = self._usual(configs, rows[there], regime)
             weight = weights[there, k]
-            pace[there] += weight * us / regimes.default_us[there, k]
+            default_us = regimes.default_us[there, k]
+            pace[there] += weight * us / default_us
         usual = weights * regimes.default_us
         return np.asarray(pace * usual.sum(axis=1))

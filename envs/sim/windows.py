@@ -14,7 +14,7 @@ from ..search.interfaces import PROFILE, UNTIMED, Job, Measured, Plan, warm_up_f
 from ..search.search import Search
 from .jobs import Jobs
 from .mixes import Few, Turns
-from .noise import NoiseStream
+from .noise import RandomNumbers
 
 Array = np.ndarray[Any, Any]
 
@@ -28,7 +28,7 @@ class SimWindows:
     #: Whether the searches are told that two tables can take turns at every step.
     takes_turns = True
 
-    def __init__(self, jobs: Jobs, rng: np.random.Generator | NoiseStream) -> None:
+    def __init__(self, jobs: Jobs, rng: RandomNumbers) -> None:
         self.jobs, self.rng = jobs, rng
         n = len(jobs)
         self.running = np.zeros((n, jobs.width), np.int64)

@@ -1,4 +1,4 @@
-"""One rank of tests/envs/nccl/test_turns.py: a job of two steps of one kind, and how many calls each of its steps made.
+"""One rank of tests/envs/nccl/test_turns_of_jobs.py: a job whose steps are of one kind, and the calls of each step.
 
 ``python turns_rank.py KIND FILE``. ``fsdp2``: one communicator. ``hsdp``: shards on a communicator of two ranks each,
 and their replicas on one of their own. ``accumulation``: gradients of four micro-batches, and of two once rank 0 finds

@@ -190,7 +190,7 @@ class Agreement:
         proposal = Proposal(leader.number, table, n_votes)
         trial, left_out = trial_of(table), dict[int, LeftOut]()
         must = leader.switched if leader.lost < PATIENCE else set[int]()
-        rhythms: dict[int, tuple[int, int]] = {}
+        rhythms: protocol.Rhythms = {}
         known = leader.gone, must, left_out, rhythms
         part = protocol.lead(leader.number, self._identity(), generation, trial, *known)
         decision = self._drive(part, proposal)

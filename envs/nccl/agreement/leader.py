@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ....traces.reasons import NotAgreeing
 from ..shm import trial_of
 from .mailbox import TableMailbox
-from .protocol import Decision, LeftOut
+from .protocol import Decision, LeftOut, Rhythms
 from .store import RoundStore
 
 #: How long rank 0 waits for ranks that have not taken a step yet, or whose NCCL has not loaded the tuner.
@@ -24,10 +24,10 @@ class LastTable:
 
     is_trial: bool = False
     generation: int = 0  # where it takes turns by steps
-    rhythms: dict[int, tuple[int, int]] = field(default_factory=dict)  # of the communicators in its turns
+    rhythms: Rhythms = field(default_factory=dict)  # of the communicators in its turns
     steady: int = 0  # generation of the one before, if the round after it has shown its steps' rhythm
 
-    def check(self, rhythms: dict[int, tuple[int, int]]) -> None:
+    def check(self, rhythms: Rhythms) -> None:
         """The next round: whether all communicators in turns have kept their rhythm on all ranks.
 
         Rank 0 sees its own communicators only: others may have been turns late while its steps looked whole.
@@ -91,11 +91,7 @@ class Leader:
         return self._wanted
 
     def ended(
-        self,
-        message: tuple[int, bytes],
-        decision: Decision,
-        left_out: dict[int, LeftOut],
-        rhythms: dict[int, tuple[int, int]],
+        self, message: tuple[int, bytes], decision: Decision, left_out: dict[int, LeftOut], rhythms: Rhythms
     ) -> None:
         """A round is over."""
         for comm, one in left_out.items():
@@ -119,9 +115,7 @@ class Leader:
         pause_s = _AGAIN_S * 2 ** min(self.lost, PATIENCE)
         self.not_before = time.monotonic() + pause_s
 
-    def _switch(
-        self, message: tuple[int, bytes], decision: Decision, rhythms: dict[int, tuple[int, int]]
-    ) -> None:
+    def _switch(self, message: tuple[int, bytes], decision: Decision, rhythms: Rhythms) -> None:
         trial = trial_of(message[1])
         switched = set(decision.switches)
         last = self.last

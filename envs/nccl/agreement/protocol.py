@@ -101,10 +101,17 @@ class LeftOut(NamedTuple):
 
 
 ABORT = Decision()
+#: What the ranks of a communicator say of it; the same by communicator.
+Words = list[CommVote]
+WordsOf = Mapping[int, Words]
+#: (collectives a step, offset) by communicator, see :class:`CommVote`.
+Rhythms = dict[int, tuple[int, int]]
+#: Communicators that have left for good, and why.
+Reasons = Mapping[int, str]
 
 
 def decide(
-    votes: Sequence[Vote], generation: int, trial: Trial, gone: Mapping[int, str]
+    votes: Sequence[Vote], generation: int, trial: Trial, gone: Reasons
 ) -> tuple[Decision, dict[int, LeftOut]]:
     """The decision of a round, and the communicators without a part in it; as 0: why there is none for any of them.
 
@@ -113,7 +120,8 @@ def decide(
     """
     sound, left_out = _sorted_out(votes, gone)
     if not trial.turn_steps:
-        return Decision(generation, {comm: _span(words, trial) for comm, words in sound.items()}), left_out
+        spans = {comm: _span(words, trial) for comm, words in sound.items()}
+        return Decision(generation, spans), left_out
     even = {comm: words for comm, words in sound.items() if _has_rhythm(words)}
     is_late = any(not one.for_good for one in left_out.values())  # the next round may find more
     if not is_late and (odd := _without_rhythm(sound, even)):
@@ -122,11 +130,10 @@ def decide(
     return Decision(generation, _turns(even, trial)), left_out
 
 
-def _sorted_out(
-    votes: Sequence[Vote], gone: Mapping[int, str]
-) -> tuple[dict[int, list[CommVote]], dict[int, LeftOut]]:
+def _sorted_out(votes: Sequence[Vote], gone: Reasons) -> tuple[dict[int, Words], dict[int, LeftOut]]:
     """The words on each communicator whose ranks are of one mind, and why the others are left out."""
-    sound, left_out = dict[int, list[CommVote]](), dict[int, LeftOut]()
+    sound: dict[int, Words] = {}
+    left_out: dict[int, LeftOut] = {}
     for comm in sorted({comm for vote in votes for comm in vote.comms}):
         members = [vote for vote in votes if comm in vote.comms]
         if comm in gone:
@@ -138,7 +145,7 @@ def _sorted_out(
     return sound, left_out
 
 
-def _without_rhythm(sound: Mapping[int, list[CommVote]], even: Mapping[int, list[CommVote]]) -> list[int]:
+def _without_rhythm(sound: WordsOf, even: WordsOf) -> list[int]:
     """The communicators for whose sake tables cannot take turns by steps.
 
     One that is used in some steps only is none of them: it keeps its table.
@@ -149,20 +156,21 @@ def _without_rhythm(sound: Mapping[int, list[CommVote]], even: Mapping[int, list
     return [comm for comm in uneven if max(one.calls_a_step for one in sound[comm]) >= 1]
 
 
-def _span(words: Sequence[CommVote], trial: Trial) -> Span:
+def _span(words: Words, trial: Trial) -> Span:
     """Where the table holds on a communicator if no step matters."""
     since = max(one.limit for one in words)
     if not trial.trial_steps:
         return Span(since)
-    calls = trial.trial_steps * max(one.calls_a_step for one in words)
+    a_step = max(one.calls_a_step for one in words)
+    calls = trial.trial_steps * a_step
     until = since + (math.ceil(calls) or SOME_CALLS)
     turn_calls = 1 if trial.one_of else 0
     return Span(since, until, turn_calls, 0, trial.one_of, trial.swap)
 
 
-def rhythms_of(votes: Sequence[Vote]) -> dict[int, tuple[int, int]]:
+def rhythms_of(votes: Sequence[Vote]) -> Rhythms:
     """(collectives a step, offset) of each communicator whose ranks have all told the same."""
-    words: dict[int, list[CommVote]] = {}
+    words: dict[int, Words] = {}
     for vote in votes:
         for comm, word in vote.comms.items():
             words.setdefault(comm, []).append(word)
@@ -173,12 +181,12 @@ def rhythms_of(votes: Sequence[Vote]) -> dict[int, tuple[int, int]]:
     return found
 
 
-def _has_rhythm(words: Sequence[CommVote]) -> bool:
+def _has_rhythm(words: Words) -> bool:
     """Whether the ranks of a communicator agree on where its steps end."""
     return words[0].a_step > 0 and len({(one.a_step, one.offset) for one in words}) == 1
 
 
-def _turns(rhythms: Mapping[int, Sequence[CommVote]], trial: Trial) -> dict[int, Span]:
+def _turns(rhythms: WordsOf, trial: Trial) -> dict[int, Span]:
     """Where the table holds if it takes turns by steps: on all these communicators in the same steps."""
     if not rhythms:
         return {}
@@ -188,13 +196,16 @@ def _turns(rhythms: Mapping[int, Sequence[CommVote]], trial: Trial) -> dict[int,
     ahead = []  # at this step no communicator is beyond its limit
     for words in rhythms.values():
         limit = max(one.limit for one in words)
-        ahead.append(math.ceil((limit - words[0].offset) / words[0].a_step))
+        beyond = limit - words[0].offset
+        ahead.append(math.ceil(beyond / words[0].a_step))
+    begin = max(ahead)
     spans = {}
     for comm, words in rhythms.items():
         a_step = words[0].a_step
-        since = words[0].offset + a_step * max(ahead)
+        since = words[0].offset + a_step * begin
+        until = since + a_step * steps
         length = a_step * trial.turn_steps
-        spans[comm] = Span(since, since + a_step * steps, length, a_step, trial.one_of, trial.swap)
+        spans[comm] = Span(since, until, length, a_step, trial.one_of, trial.swap)
     return spans
 
 
@@ -207,7 +218,8 @@ def _odd(comm: int, members: Sequence[Vote]) -> LeftOut | None:
     for other in members:
         if other.identity != first.identity:
             ranks = {"rank": other.rank, "other": first.rank}
-            return LeftOut(NotAgreeing.NOT_ALIKE(**ranks, what=other.identity, others=first.identity))
+            identities = {"what": other.identity, "others": first.identity}
+            return LeftOut(NotAgreeing.NOT_ALIKE(**ranks, **identities))
     if len(members) != words[0].n_ranks or len({(one.n_ranks, one.n_nodes) for one in words}) > 1:
         counts = {"n": len(members), "of": words[0].n_ranks}
         return LeftOut(NotAgreeing.NOT_ALL_VOTED(rank=first.rank, **counts))
@@ -217,16 +229,23 @@ def _odd(comm: int, members: Sequence[Vote]) -> LeftOut | None:
 def _other_calls(comm: int, members: Sequence[Vote]) -> LeftOut | None:
     """Whether the members have issued other collectives, by the newest count of which all have a mark."""
     marks = {vote.rank: vote.comms[comm].marks for vote in members}
-    slowest = min(members, key=lambda vote: vote.comms[comm].newest)
-    fastest = max(members, key=lambda vote: vote.comms[comm].newest)
+
+    def newest(vote: Vote) -> int:
+        return vote.comms[comm].newest
+
+    slowest = min(members, key=newest)
+    fastest = max(members, key=newest)
     shared = set.intersection(*(set(known) for known in marks.values()))
     if not shared:
         ranks = {"rank": slowest.rank, "other": fastest.rank}
-        return LeftOut(NotAgreeing.NO_COMMON_COUNT(**ranks, count=slowest.comms[comm].newest))
+        count = newest(slowest)
+        return LeftOut(NotAgreeing.NO_COMMON_COUNT(**ranks, count=count))
     at = max(shared)
+    expected = marks[slowest.rank][at]
     for rank, known in marks.items():
-        if known[at] != marks[slowest.rank][at]:
-            return LeftOut(NotAgreeing.OTHER_CALLS(rank=slowest.rank, other=rank, count=at), True)
+        if known[at] != expected:
+            ranks = {"rank": slowest.rank, "other": rank}
+            return LeftOut(NotAgreeing.OTHER_CALLS(**ranks, count=at), True)
     return None
 
 
@@ -298,10 +317,10 @@ def lead(
     identity: str,
     generation: int,
     trial: Trial,
-    gone: Mapping[int, str],
+    gone: Reasons,
     must: set[int],
     left_out: dict[int, LeftOut],
-    rhythms: dict[int, tuple[int, int]],
+    rhythms: Rhythms,
 ) -> Part:
     """Rank 0's part. ``left_out`` is filled with the communicators that have no part in the round, ``rhythms`` with
     what :func:`rhythms_of` its votes says.
@@ -317,7 +336,8 @@ def lead(
     rhythms.update(rhythms_of(votes))
     if why := _why_no_round(votes):
         left_out[0] = why
-    late = {comm for comm, one in found.items() if comm in must and not one.for_good}
+    for_now = {comm for comm, one in found.items() if not one.for_good}
+    late = for_now & must
     if 0 in left_out or late or not decision.switches:
         decision = ABORT
     decision = yield Settle(decision)
@@ -331,7 +351,9 @@ def _why_no_round(votes: list[Vote]) -> LeftOut | None:
         return LeftOut(refusal, True)  # the table is the same bytes everywhere: no rank may have it
     if no_room := next((vote.no_room for vote in votes if vote.no_room), ""):
         return LeftOut(no_room)
-    return None if any(vote.comms for vote in votes) else LeftOut(NotAgreeing.NOTHING_COUNTED())
+    if any(vote.comms for vote in votes):
+        return None
+    return LeftOut(NotAgreeing.NOTHING_COUNTED())
 
 
 def _vote(rank: int, number: int, identity: str) -> Generator[Request, Any, Vote]:
