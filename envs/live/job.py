@@ -241,39 +241,47 @@ class Job(Reader):
         ``decisions`` took longer than ``give_up_ms``. Afterwards the confirmed table is in force. None where the job's
         steps are not alike: measure it in windows. Raises JobEnded.
         """
-        chosen, quad = _decided(decisions), QUAD * turn_steps
+        chosen = _decided(decisions)
+        for _ in range(MOST_FAILED):
+            leases = self._leases(chosen, n_steps, turn_steps, discard, give_up_ms)
+            self._end_turns(leases[-1])
+            turns = together(leases, self.heard.steady, discard, n_steps)
+            if turns.has_both:
+                disobeyed = self.obedience.verdict(turns.generation, self.assembler.comms)
+                return replace(turns, disobeyed=disobeyed)
+        return None
+
+    def _leases(
+        self, chosen: Decisions, n_steps: int, turn_steps: int, discard: int, give_up_ms: float
+    ) -> list[Lease]:
+        """Leases until all steps were seen, or one comes to nothing: the steps were not alike."""
+        quad = QUAD * turn_steps
         leases: list[Lease] = []
-        failed, wanted, waited = 0, n_steps + discard, 0
-        while wanted > 0 and failed < MOST_FAILED:
+        wanted, waited = n_steps + discard, 0
+        while wanted > 0:
             steps = lease_steps(wanted, waited, quad)
             swap = 1 - len(leases) % 2
             left_out = max(wanted - n_steps, 0)
-            lease = Lease(
-                self.publish(chosen, steps, 2, turn_steps, swap), steps, quad, self.rhythm, left_out
-            )
+            generation = self.publish(chosen, steps, 2, turn_steps, swap)
+            lease = Lease(generation, steps, quad, self.rhythm, left_out)
             if cut := self._run(lease, give_up_ms):
                 self._say(f"turns are measured again: {cut.what}")
-            if self.heard.refused == lease.generation:
-                break
             lease.is_given_up = lease.newest_ms > give_up_ms
             leases.append(lease)
-            failed = 0 if lease.n_kept else failed + 1
             wanted, waited = wanted - lease.n_kept, lease.waited
-            if lease.is_given_up:
+            if lease.is_given_up or not lease.n_kept:
                 break
-        self._end_turns(leases[-1].generation if leases else 0)
-        turns = together(leases, self.heard.steady, discard, n_steps)
-        if not turns.has_both:
-            return None
-        return replace(turns, disobeyed=self.obedience.verdict(leases[-1].generation, self.assembler.comms))
+        return leases
 
-    def _end_turns(self, lease: int) -> None:
-        """One more round: it puts the confirmed table in force, and its votes say whether the last turns were alike."""
+    def _end_turns(self, last: Lease) -> None:
+        """The confirmed table alone is in force again. By itself, where all turns went by and rank 0 knows of each
+        communicator in them. Else after a round, whose votes say whether the last turns were alike."""
+        if last.is_whole and last.generation in self.heard.steady:
+            return
         self.publish(self.confirmed)
-        steady = self.heard.steady
-        self._run(
-            LastRound(self.generation, False, 1, 0, {}, self.rhythm, lease=lease, steady=steady), math.inf
-        )
+        lease, steady = last.generation, self.heard.steady
+        attempt = LastRound(self.generation, False, 1, 0, {}, self.rhythm, lease=lease, steady=steady)
+        self._run(attempt, math.inf)
 
     def _run(self, attempt: Attempt | Lease, give_up_ms: float) -> Cut | None:
         """Give an attempt all steps until it is whole; what cuts that short. Raises JobEnded."""

@@ -79,7 +79,8 @@ class SimWindows:
         self.waited, waited_us = self._wait(is_new)
         steps, calls = self.jobs.window(configs, counted, self.rng, few, turns)
         self.running, self.few, self.tried, found = after, few, configs, []
-        ended, ended_us = self._wait(in_turns)  # the round after turns says whether they count
+        # A round after turns says whether they count, where rank 0 is not in all communicators.
+        ended, ended_us = self._wait(in_turns & self.jobs.is_replicated)
         self.tried_steps = np.zeros(n, int)
         arms = turns.arms(steps.shape[1])
         for row, plan in zip(rows, plans, strict=True):

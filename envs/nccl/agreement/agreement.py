@@ -194,11 +194,12 @@ class Agreement:
         known = leader.gone, must, left_out, rhythms
         part = protocol.lead(leader.number, self._identity(), generation, trial, *known)
         decision = self._drive(part, proposal)
-        leader.ended(message, decision, left_out, rhythms)
+        leader.ended(message, decision, left_out, rhythms, self._comms)
         if leader.number > 2 and not leader.silent:
             self._store.forget(leader.number - 2)  # all have voted since
         if decision.switches:
-            self._say(*TOGETHER, leader.last.steady)
+            for turns in leader.last.steady or [0]:
+                self._say(*TOGETHER, turns)
         elif trial.turn_steps and 0 in left_out and left_out[0].for_good:
             self._say(AgreementState.NO_TURNS, left_out[0].why, generation)
         elif leader.lost >= _IN_A_ROW:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ....traces.reasons import NotAgreeing
@@ -23,18 +24,30 @@ class LastTable:
     """The table that was decided last."""
 
     is_trial: bool = False
-    generation: int = 0  # where it takes turns by steps
-    rhythms: Rhythms = field(default_factory=dict)  # of the communicators in its turns
-    steady: int = 0  # generation of the one before, if the round after it has shown its steps' rhythm
+    generation: int = 0  # whose turns the next round checks; 0: none
+    rhythms: Rhythms = field(
+        default_factory=dict
+    )  # of the communicators in these turns that rank 0 is not in
+    #: Generations of which this round has shown that all communicators turn where rank 0's steps end, if they look
+    #: whole.
+    steady: list[int] = field(default_factory=list)
 
     def check(self, rhythms: Rhythms) -> None:
-        """The next round: whether all communicators in turns have kept their rhythm on all ranks.
-
-        Rank 0 sees its own communicators only: others may have been turns late while its steps looked whole.
-        """
+        """The next round: whether the communicators of the last turns have kept their rhythm on all ranks."""
         is_steady = all(rhythms.get(comm) == rhythm for comm, rhythm in self.rhythms.items())
-        self.steady = self.generation if is_steady else 0
+        self.steady = [self.generation] if is_steady and self.generation else []
         self.generation, self.rhythms = 0, {}
+
+    def take_turns(self, generation: int, foreign: Rhythms) -> None:
+        """Turns begin. ``foreign``: the rhythms in them of communicators that rank 0 is not in.
+
+        Rank 0 sees its own communicators only. Others may be turns late while its steps look whole, until the next
+        round shows it.
+        """
+        if foreign:
+            self.generation, self.rhythms = generation, foreign
+        else:
+            self.steady.append(generation)
 
 
 class Leader:
@@ -91,9 +104,14 @@ class Leader:
         return self._wanted
 
     def ended(
-        self, message: tuple[int, bytes], decision: Decision, left_out: dict[int, LeftOut], rhythms: Rhythms
+        self,
+        message: tuple[int, bytes],
+        decision: Decision,
+        left_out: dict[int, LeftOut],
+        rhythms: Rhythms,
+        own: Collection[int],
     ) -> None:
-        """A round is over."""
+        """A round is over. ``own``: the communicators that rank 0 is in."""
         for comm, one in left_out.items():
             if comm and one.for_good:
                 self.gone[comm] = one.why
@@ -105,7 +123,7 @@ class Leader:
         if message == self._wanted:
             self._wanted = None
         if decision.switches:
-            self._switch(message, decision, rhythms)
+            self._switch(message, decision, rhythms, own)
 
     def _lose(self, left_out: dict[int, LeftOut]) -> None:
         """No communicator has switched: the round is led again, later each time."""
@@ -115,14 +133,16 @@ class Leader:
         pause_s = _AGAIN_S * 2 ** min(self.lost, PATIENCE)
         self.not_before = time.monotonic() + pause_s
 
-    def _switch(self, message: tuple[int, bytes], decision: Decision, rhythms: Rhythms) -> None:
+    def _switch(
+        self, message: tuple[int, bytes], decision: Decision, rhythms: Rhythms, own: Collection[int]
+    ) -> None:
         trial = trial_of(message[1])
         switched = set(decision.switches)
         last = self.last
         last.check(rhythms)
         if trial.turn_steps:
-            last.generation = decision.generation
-            last.rhythms = {comm: rhythms[comm] for comm in switched}
+            foreign = {comm: rhythms[comm] for comm in switched.difference(own)}
+            last.take_turns(decision.generation, foreign)
             # Turns need a rhythm: who has none keeps its table, and is in later rounds as before.
             switched |= self.switched
         self.switched = switched

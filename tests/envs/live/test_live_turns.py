@@ -28,14 +28,15 @@ ORDER = ((TRIAL, CURRENT, CURRENT, TRIAL), (CURRENT, TRIAL, TRIAL, CURRENT))
 class Ring:
     """A rank that obeys: every poll is one step. A lease begins two steps after it was published.
 
-    ``odd``: steps of the job, by number, that are not whole. ``refuses``: what it says to turns; ``drifts``: the round
-    after a lease of these numbers does not show its rhythm.
+    ``odd``: steps of the job, by number, that are not whole. ``refuses``: so many turns are refused; ``drifts``: the
+    round after a lease of these numbers does not show its rhythm. ``all_own``: rank 0 is in each communicator.
     """
 
     name, pid, lost = "ring-1", 1, 0
 
-    def __init__(self, folder, odd=(), refuses=False, drifts=()):
+    def __init__(self, folder, odd=(), refuses=0, drifts=(), all_own=False):
         self.folder, self.odd, self.refuses, self.drifts = folder, set(odd), refuses, drifts
+        self.all_own = all_own
         self.step, self.stays, self.lease, self.leases = 0, 0, None, 0
         self.tables, self.began = [], 0
 
@@ -57,11 +58,14 @@ class Ring:
     def _hears(self, table):
         said = []
         if table.turn_steps and self.refuses:
+            self.refuses -= 1
             return [state(AgreementState.NO_TURNS, NotAgreeing.NO_RHYTHM(rank=0), table.generation)]
         if self.lease is not None:
             is_steady = self.leases not in self.drifts
             said.append(state(AgreementState.OPEN, "together", self.lease.generation * is_steady))
         self.lease = table if table.turn_steps else None
+        if self.lease is not None and self.all_own:
+            said.append(state(AgreementState.OPEN, "together", self.lease.generation))
         self.leases += table.turn_steps > 0
         self.began, self.stays = self.step + 2, self.stays if table.turn_steps else table.generation
         return said
@@ -131,8 +135,25 @@ def test_three_steps_in_a_row_that_are_not_whole_end_a_lease_and_the_next_goes_o
     assert sum(table.turn_steps > 0 for table in ring.tables) > 1
 
 
-def test_turns_that_are_refused_are_told_at_once(job_of):
-    job, ring = job_of(refuses=True)
+def test_where_rank_0_is_in_all_communicators_no_round_follows_the_turns(job_of):
+    job, ring = job_of(all_own=True)
+    turns = job.alternate(TABLE, 40)
+    assert len(turns.arms) == 40 and (turns.arms >= 0).all()
+    assert ring.tables[-1].turn_steps == 1, "the trial ends by itself"
+    slow = job.alternate(TABLE, 40, give_up_ms=7.0)
+    assert slow.arms.tolist() == [CURRENT, TRIAL]
+    newest = decode_table(ring.folder.table.read()[1])
+    assert newest.turn_steps == 0, "a trial that is too slow does not go on"
+
+
+def test_turns_that_are_refused_once_are_asked_for_again(job_of):
+    """An evaluation among the last steps leaves no rhythm. Before: the job went on in windows for good."""
+    job, _ = job_of(refuses=1)
+    assert len(job.alternate(TABLE, 32).arms) == 32
+
+
+def test_turns_that_are_refused_twice_are_told_at_once(job_of):
+    job, ring = job_of(refuses=2)
     assert job.alternate(TABLE, 32) is None and ring.step < 20
     window = job.window(TABLE, 5)
     assert len(window.steps) == 5, "windows go on"
@@ -149,7 +170,7 @@ def test_a_lease_whose_ranks_lost_their_rhythm_counts_for_nobody(job_of):
     job, _ = job_of(drifts=[2])
     turns = job.alternate(TABLE, 64)
     assert (turns.arms[:32] >= 0).all() and (turns.arms[32:] == NOBODY).all()
-    job, _ = job_of(drifts=[1, 2])
+    job, _ = job_of(drifts=[1, 2, 3, 4])
     assert job.alternate(TABLE, 64) is None
 
 

@@ -1,6 +1,7 @@
 """Two tables of a simulated job take turns at every step."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -53,11 +54,13 @@ def test_each_turn_takes_its_tables_time_and_a_part_carries_over(job, turns, car
     assert found.ratios.mean() == pytest.approx(whole if turns == 2 else whole * (1 - carry), rel=0.05)
 
 
-def test_the_current_table_runs_before_and_after_and_the_bill_counts_both(job):
+@pytest.mark.parametrize("is_replicated", [False, True])
+def test_the_current_table_runs_around_turns_and_the_bill_counts_it(job, is_replicated):
     jobs, table, ms = job
+    jobs.works = replace(jobs.works, replicated=np.full_like(jobs.works.replicated, is_replicated))
     jobs.carry[:], jobs.first_use.us[:] = 0.0, 0.0
     windows, seen = measured(jobs, table)
-    around = 2 * SWITCH_STEPS  # a round before, and one after
+    around = (1 + is_replicated) * SWITCH_STEPS  # a round before, and one after
     assert seen.billed == around + 8 and not windows.running.any()
     assert seen.billed_ms == pytest.approx((around + 4) * ms[0] + 4 * ms[1], rel=1e-6)
     assert windows.tried_steps.tolist() == [4] and (windows.tried[0, : len(table)] == table).all()
