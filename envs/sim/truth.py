@@ -63,11 +63,6 @@ class Jobs(Columns):
         return self.noise.swing
 
     @property
-    def is_replicated(self) -> Array:
-        """(n,) bool: sharded in the node and replicated over nodes, so that no rank is in all communicators."""
-        return self.works.replicated[self.which]
-
-    @property
     def width(self) -> int:
         """Places for slots that every job has."""
         return int(self.mask.shape[1])

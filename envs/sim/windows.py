@@ -79,8 +79,11 @@ class SimWindows:
         self.waited, waited_us = self._wait(is_new)
         steps, calls = self.jobs.window(configs, counted, self.rng, few, turns)
         self.running, self.few, self.tried, found = after, few, configs, []
-        # A round after turns says whether they count, where rank 0 is not in all communicators.
-        ended, ended_us = self._wait(in_turns & self.jobs.is_replicated)
+        # A round after turns says whether they count, where rank 0 is not in all communicators: they are sharded in
+        # the node and replicated over nodes.
+        works = self.jobs.works
+        is_replicated = works.replicated[self.jobs.which]
+        ended, ended_us = self._wait(in_turns & is_replicated)
         self.tried_steps = np.zeros(n, int)
         arms = turns.arms(steps.shape[1])
         for row, plan in zip(rows, plans, strict=True):
