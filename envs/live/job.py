@@ -28,7 +28,7 @@ from .job_ends import JobEnded
 from .obedience import Disobeyed, slot_of
 from .pauses import Attempt, Cut, LastRound, Rhythm
 from .reader import Reader, log
-from .turns import MOST_FAILED, QUAD, Lease, Turns, lease_steps, together
+from .turns import ALIKE_STEPS, MOST_FAILED, QUAD, Lease, Turns, lease_steps, together
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -275,12 +275,15 @@ class Job(Reader):
 
     def _end_turns(self, last: Lease) -> None:
         """The confirmed table alone is in force again. By itself, where all turns went by and rank 0 knows of each
-        communicator in them. Else after a round, whose votes say whether the last turns were alike."""
-        if last.is_whole and last.generation in self.heard.steady:
+        communicator in them. Else after a round, whose votes say whether the last turns were alike; where they ended
+        early, after enough steps for a new rhythm."""
+        lease, steady = last.generation, self.heard.steady
+        if last.is_whole and lease in steady:
             return
         self.publish(self.confirmed)
-        lease, steady = last.generation, self.heard.steady
-        attempt = LastRound(self.generation, False, 1, 0, {}, self.rhythm, lease=lease, steady=steady)
+        is_early = not (last.is_whole or last.is_given_up)
+        n_steps, steady = (ALIKE_STEPS, ()) if is_early else (1, steady)
+        attempt = LastRound(self.generation, False, n_steps, 0, {}, self.rhythm, lease=lease, steady=steady)
         self._run(attempt, math.inf)
 
     def _run(self, attempt: Attempt | Lease, give_up_ms: float) -> Cut | None:

@@ -26,6 +26,8 @@ QUAD = 4
 LEASE_STEPS, LEASE_ROUNDS = 32, 4
 #: So many leases in a row without a rhythm, and the job takes no turns.
 MOST_FAILED = 2
+#: Steps that are waited for between the two, as an evaluation may have been in the way: four alike are a rhythm.
+ALIKE_STEPS = 5
 CURRENT, TRIAL, NOBODY = 0, 1, -1
 
 
