@@ -282,7 +282,9 @@ class Job(Reader):
             return
         self.publish(self.confirmed)
         is_early = not (last.is_whole or last.is_given_up)
-        n_steps, steady = (ALIKE_STEPS, ()) if is_early else (1, steady)
+        n_steps = 1
+        if is_early:
+            n_steps, steady = ALIKE_STEPS, set()
         attempt = LastRound(self.generation, False, n_steps, 0, {}, self.rhythm, lease=lease, steady=steady)
         self._run(attempt, math.inf)
 
