@@ -275,9 +275,12 @@ class Comparison:
         return is_worthless or proves_slower(log_ratio, self.test.noise)
 
 
-def detectable_gain(deviation: float, pairs: int) -> float:
-    """Part of the step that a comparison of so many pairs would be sure of; ``deviation`` of one pair."""
-    return 1 - math.exp(-ROOM * deviation * half_width(pairs, ALPHA))
+def detectable_gain(deviation: float, pairs: int, quads_a_pair: float = 0.0) -> float:
+    """Part of the step that a comparison of so many pairs would be sure of; ``deviation`` of one pair, or of one quad
+    where ``quads_a_pair`` is above 0."""
+    times = quads_a_pair or 1.0
+    width = half_width(pairs * times, ALPHA, TUNED_FOR * times)
+    return 1 - math.exp(-ROOM * deviation * width)
 
 
 def proves_slower(log_ratio: float, noise: float) -> bool:
