@@ -59,7 +59,7 @@ def _evidence(c: Mapping[str, Any]) -> str:
     if c.get("by_turns") and c["steps"]:
         first, last = c["steps"]
         n_steps = last - first + 1
-        return f"certain after {n_steps} steps" if c["outcome"] == "kept" else f"{n_steps} steps in turns"
+        return f"certain after {n_steps} steps" if c["outcome"] == "kept" else f"{n_steps} alternating steps"
     return f"{c['pairs']} pair{'s' * (c['pairs'] > 1)}"
 
 

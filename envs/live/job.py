@@ -265,7 +265,7 @@ class Job(Reader):
             generation = self.publish(chosen, steps, 2, turn_steps, swap)
             lease = Lease(generation, steps, quad, self.rhythm, left_out)
             if cut := self._run(lease, give_up_ms):
-                self._say(f"turns are measured again: {cut.what}")
+                self._say(f"the alternating steps are measured again: {cut.what}")
             lease.is_given_up = lease.newest_ms > give_up_ms
             leases.append(lease)
             wanted, waited = wanted - lease.n_kept, lease.waited

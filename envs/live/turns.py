@@ -88,7 +88,7 @@ class Lease:
         if int(step["trial"]) != self.generation:
             self.waited += self.seen == 0
             is_over = self.seen > 0 or passed_s > UNSEEN_S
-            return Cut("its turns have ended") if is_over else None
+            return Cut("its trial has ended") if is_over else None
         self.seen += 1
         arm = int(int(step["generation"]) == self.generation)
         if is_pause or not int(step["flags"]) & FLAG_WHOLE:

@@ -127,7 +127,7 @@ def test_a_view_has_no_arithmetic_of_its_own():
     ("row", "says"),
     [
         ({"by_turns": True, "steps": [71, 86], "outcome": "kept"}, "certain after 16 steps"),
-        ({"by_turns": True, "steps": [71, 86], "outcome": "lost"}, "16 steps in turns"),
+        ({"by_turns": True, "steps": [71, 86], "outcome": "lost"}, "16 alternating steps"),
         ({"by_turns": False, "steps": [71, 120], "outcome": "kept"}, "4 pairs"),
         ({"steps": [71, 120], "outcome": "kept"}, "4 pairs"),  # of an earlier release
     ],
