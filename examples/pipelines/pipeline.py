@@ -34,41 +34,67 @@ def train(steps: int, zero_stage: int, dtype: torch.dtype = torch.float32) -> li
     world = dist.get_world_size()
     data = world // STAGES
     sharding = dist.new_subgroups(data)[0]
-    pipes = [list(range(place, world, data)) for place in range(data)]
+    pipes = []
+    for first in range(data):
+        ranks = range(first, world, data)
+        pipes.append(list(ranks))
     pipe = dist.new_subgroups_by_enumeration(pipes)[0]
     torch.manual_seed(0)
-    blocks: list[nn.Module] = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    blocks: list[nn.Module] = []
+    for _ in range(4):
+        layer = nn.Linear(WIDTH, WIDTH)
+        blocks.append(nn.Sequential(layer, nn.Tanh()))
     place = pipe.rank()
-    half = Half(blocks[place * 2 : place * 2 + 2])
+    half = Half(blocks[:2] if place == 0 else blocks[2:])
 
     def optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=1e-2)
 
-    settings = {"param_dtype": dtype, "gradient_accumulation": MICRO_BATCHES, "max_norm": 0.05}
-    engine = zero(half, optimizer, stage=zero_stage, group=sharding, model_group=pipe, **settings)
+    engine = zero(
+        half,
+        optimizer,
+        stage=zero_stage,
+        group=sharding,
+        model_group=pipe,
+        param_dtype=dtype,
+        gradient_accumulation=MICRO_BATCHES,
+        max_norm=0.05,
+    )
 
     def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         # The schedule calls backward, not engine.backward, so the loss is scaled here, by engine.scaling()'s factor.
-        return (output.float() - target).square().mean() * factor
+        errors = output.float() - target
+        return errors.square().mean() * factor
 
     # Shapes are given: to learn them torch would run a pass of its own, which stage 3 takes for the step's.
     shape = torch.zeros(ROWS // MICRO_BATCHES, WIDTH, dtype=dtype)
     graded = shape.clone().requires_grad_()
-    known = {"input_args": (graded if place else shape,), "output_args": (graded,)}
-    stage = PipelineStage(half, place, STAGES, torch.device("cpu"), group=pipe, **known)
+    stage = PipelineStage(
+        half,
+        place,
+        STAGES,
+        torch.device("cpu"),
+        input_args=(graded if place else shape,),
+        output_args=(graded,),
+        group=pipe,
+    )
     schedule = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=loss_of, scale_grads=False)
     found = []
     for step in range(steps):
         draw = torch.Generator().manual_seed(step)
-        rows = torch.randn(data, ROWS, WIDTH, generator=draw)[sharding.rank()]
+        every = torch.randn(data, ROWS, WIDTH, generator=draw)
+        rows = every[sharding.rank()]
         losses: list[torch.Tensor] = []
         with engine.scaling() as factor:
             if place == 0:
                 schedule.step(rows.to(dtype))
             else:
-                schedule.step(target=rows.roll(1, 1), losses=losses)
+                target = rows.roll(1, 1)
+                schedule.step(target=target, losses=losses)
         engine.step()
-        total = torch.stack(losses).mean() / factor if losses else torch.zeros(())
+        total = torch.zeros(())
+        if losses:
+            total = torch.stack(losses).mean() / factor
         dist.all_reduce(total, op=dist.ReduceOp.AVG, group=sharding)
         found.append(total.item())
     return found
@@ -77,6 +103,7 @@ def train(steps: int, zero_stage: int, dtype: torch.dtype = torch.float32) -> li
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     losses = train(steps=20, zero_stage=1)
-    if dist.get_rank() == dist.get_world_size() - 1:
+    last = dist.get_world_size() - 1
+    if dist.get_rank() == last:
         print(f"loss {losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last")
     dist.destroy_process_group()
