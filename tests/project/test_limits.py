@@ -64,7 +64,6 @@ DENSE = {
     "zero_workload/buffers/gloo.py": 4.12,
     "zero_workload/buffers/layout.py": 4.45,
     "zero_workload/engine/agreement.py": 4.12,
-    "zero_workload/engine/checkpoint.py": 4.65,
     "zero_workload/engine/parts.py": 4.08,
     "zero_workload/engine/units.py": 4.11,
     "zero_workload/formulas.py": 4.27,

@@ -6,10 +6,12 @@ number of ranks wrote it; so any other stage and number can read it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -25,19 +27,25 @@ def masters(engine: Engine) -> dict[int, torch.Tensor]:
 
     Gathered bucket by bucket, by all ranks together.
     """
-    comm, found = engine.comm, dict[int, torch.Tensor]()
+    comm = engine.comm
+    found = dict[int, torch.Tensor]()
     for bucket in engine.all_buckets:
-        own = bucket.shard if bucket.master is None else bucket.master.detach()
-        own = own.to(bucket.shard.device)
+        own = bucket.shard
+        if bucket.master is not None:
+            own = bucket.master.detach().to(own.device)
         whole = own
         if own.numel() < bucket.numel:
             whole = own.new_empty(bucket.numel)
             comm.all_gather(whole, own).wait()
-        for piece in bucket.pieces if comm.rank == 0 else ():
-            shape = engine.shapes[piece.param]
-            if piece.param not in found:
-                found[piece.param] = torch.empty(shape, dtype=own.dtype)
-            into = found[piece.param].view(-1)[piece.start : piece.start + piece.numel]
+        if comm.rank:
+            continue
+        for piece in bucket.pieces:
+            index = piece.param
+            if index not in found:
+                shape = engine.shapes[index]
+                found[index] = torch.empty(shape, dtype=own.dtype)
+            flat = found[index].view(-1)
+            into = flat.narrow(0, piece.start, piece.numel)
             into.copy_(whole[piece.where])
     return found
 
@@ -50,28 +58,42 @@ class _Pieces(torch.Tensor):
     @staticmethod
     def of(numel: int) -> _Pieces:
         """A tensor of that size without memory behind it."""
-        pieces = torch.Tensor._make_subclass(_Pieces, torch.empty(1).expand(numel))
+        element = torch.empty(1)
+        every = element.expand(numel)
+        pieces = torch.Tensor._make_subclass(_Pieces, every)
         pieces.parts = {}
         return pieces
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size([at]), part.shape) for at, part in self.parts.items()]
+        chunks = []
+        for start, part in self.parts.items():
+            place = torch.Size([start])
+            chunk = ChunkStorageMetadata(place, part.shape)
+            chunks.append(chunk)
+        return chunks
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         items = []
-        for chunk, part in zip(self.__create_chunk_list__(), self.parts.values(), strict=True):
-            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(part), self.size())
+        whole = self.size()
+        chunks = self.__create_chunk_list__()
+        parts = self.parts.values()
+        for chunk, part in zip(chunks, parts, strict=True):
+            kind = TensorProperties.create_from_tensor(part)
+            data = TensorWriteData(chunk, kind, whole)
             index = MetadataIndex(fqn, chunk.offsets)
-            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+            item = WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+            items.append(item)
         return items
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        assert index.offset is not None
-        return self.parts[index.offset[0]]
+        offset = index.offset
+        assert offset is not None
+        return self.parts[offset[0]]
 
 
-def _number(value: float) -> torch.Tensor:
-    return torch.tensor(float(value), dtype=torch.float64)
+def _number(value: Any) -> torch.Tensor:
+    exact = float(value)
+    return torch.tensor(exact, dtype=torch.float64)
 
 
 def _is_number(value: Any) -> bool:
@@ -86,36 +108,52 @@ class _State(dict[str, Any]):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
-        self.engine = engine
+        self.names, self.shapes = engine.names, engine.shapes
         for name, buffer in engine.model.named_buffers():
             self[f"buffer/{name}"] = buffer
+        states = engine.optimizer.state
         for _, piece, param in engine.owned:
             self._add("parameter", piece, param)
-            for name, value in engine.optimizer.state.get(param, {}).items():
+            state = states.get(param, {})
+            for name, value in state.items():
                 self._add_state(name, piece, value)
-        for bucket in engine.all_buckets:
-            for piece in bucket.mine() if bucket.master is None else ():
-                self._add("parameter", piece, bucket.shard[piece.where])
-        for number, group in enumerate(engine.optimizer.param_groups):
-            for name, value in group.items():
-                if _is_number(value):
-                    self[f"group/{number}/{name}"] = _number(value)
-        for name, value in (("steps", engine.steps), ("skipped", engine.scale.skipped)):
-            self[f"engine/{name}"] = _number(value)
-        self["engine/scale"] = _number(engine.scale.value)
+        frozen = [bucket for bucket in engine.all_buckets if bucket.master is None]
+        for bucket in frozen:
+            for piece in bucket.mine():
+                part = bucket.shard[piece.where]
+                self._add("parameter", piece, part)
+        for key, group, name in _group_numbers(engine):
+            self[key] = _number(group[name])
+        scale = engine.scale
+        self["engine/steps"] = _number(engine.steps)
+        self["engine/skipped"] = _number(scale.skipped)
+        self["engine/scale"] = _number(scale.value)
 
     def _add(self, kind: str, piece: Piece, tensor: torch.Tensor) -> None:
-        name = self.engine.names[piece.param]
-        numel = self.engine.shapes[piece.param].numel()
-        pieces = self.setdefault(f"{kind}/{name}", _Pieces.of(numel))
-        pieces.parts[piece.start] = tensor.detach().view(-1)
+        index = piece.param
+        key = f"{kind}/{self.names[index]}"
+        if key not in self:
+            numel = self.shapes[index].numel()
+            self[key] = _Pieces.of(numel)
+        flat = tensor.detach().view(-1)
+        self[key].parts[piece.start] = flat
 
     def _add_state(self, name: str, piece: Piece, value: Any) -> None:
         if isinstance(value, torch.Tensor) and value.dim():
             self._add(name, piece, value)
         elif isinstance(value, torch.Tensor) or _is_number(value):
-            kind = f"{type(value).__name__}:{name}"
-            self[f"{kind}/{self.engine.names[piece.param]}"] = _number(float(value))
+            of = type(value).__name__
+            owner = self.names[piece.param]
+            self[f"{of}:{name}/{owner}"] = _number(value)
+
+
+def _group_numbers(engine: Engine) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Each number among the settings of the optimizer's groups: its key on disk, its group, its name there."""
+    groups = engine.optimizer.param_groups
+    for number, group in enumerate(groups):
+        for name, value in group.items():
+            if _is_number(value):
+                yield f"group/{number}/{name}", group, name
 
 
 def _folder(engine: Engine, folder: Path) -> Path:
@@ -127,18 +165,22 @@ def _folder(engine: Engine, folder: Path) -> Path:
 def save(engine: Engine, folder: Path) -> None:
     """Write the state on all ranks together. Raises OSError where a rank cannot write."""
     engine.synchronize()
-    replicas = engine.comm.replicas
-    failed = torch.zeros(1, device=engine.params[0].device)
+    comm = engine.comm
+    device = engine.params[0].device
+    failed = torch.zeros(1, device=device)
     error: BaseException | None = None
-    if not replicas or replicas.rank == 0:
+    if not comm.replicas or comm.replicas.rank == 0:
+        path = _folder(engine, folder)
         try:
-            path = _folder(engine, folder)
-            state_dict_saver.save(_State(engine), checkpoint_id=path, process_group=engine.comm.group)
+            state = _State(engine)
+            state_dict_saver.save(state, checkpoint_id=path, process_group=comm.group)
         except (OSError, CheckpointException) as caught:
-            failed, error = failed + 1, caught
-    engine.comm.agree(failed)
+            failed += 1
+            error = caught
+    comm.agree(failed)
     if failed.item():
-        raise OSError(f"{folder} could not be written: {error or 'another rank failed'}") from error
+        reason = error or "another rank failed"
+        raise OSError(f"{folder} could not be written: {reason}") from error
 
 
 def load(engine: Engine, folder: Path) -> None:
@@ -151,70 +193,90 @@ def load(engine: Engine, folder: Path) -> None:
     if not (path / ".metadata").is_file():
         raise ValueError(f"{folder} holds no whole checkpoint: give the folder that engine.save() wrote")
     engine.synchronize()
-    known: dict[str, Any] = filesystem.FileSystemReader(path).read_metadata().state_dict_metadata
+    reader = filesystem.FileSystemReader(path)
+    known: dict[str, Any] = reader.read_metadata().state_dict_metadata
     _require_alike(engine, folder, known)
     _make_states(engine, path, known)
     state = _State(engine)
     _read(engine, state, path)
-    for number, group in enumerate(engine.optimizer.param_groups):
-        for name, value in group.items():
-            if _is_number(value):
-                group[name] = type(value)(state[f"group/{number}/{name}"].item())
+    for key, group, name in list(_group_numbers(engine)):
+        kind = type(group[name])
+        group[name] = kind(state[key].item())
     engine.steps = int(state["engine/steps"])
-    engine.scale.skipped = int(state["engine/skipped"])
-    if engine.scale.dynamic:
-        engine.scale.value = max(1.0, state["engine/scale"].item())
+    scale = engine.scale
+    scale.skipped = int(state["engine/skipped"])
+    if scale.dynamic:
+        there = state["engine/scale"].item()
+        scale.value = max(1.0, there)
     engine.publish()
     engine.synchronize()
 
 
 def _read(engine: Engine, state: dict[str, Any], path: Path) -> None:
+    group = engine.comm.group
     try:
-        state_dict_loader.load(state, checkpoint_id=path, process_group=engine.comm.group)
+        state_dict_loader.load(state, checkpoint_id=path, process_group=group)
     except CheckpointException as error:
-        reason = next(iter(error.failures.values()))[0]
+        failures = list(error.failures.values())
+        reason = failures[0][0]
         raise ValueError(f"{path} cannot be read: {reason}") from error
 
 
 def _require_alike(engine: Engine, folder: Path, known: dict[str, Any]) -> None:
     """Raise ValueError where the checkpoint is of another model."""
-    here = {}
-    for name, shape in zip(engine.names, engine.shapes, strict=True):
-        here[f"parameter/{name}"] = shape.numel()
-    there = {key: known[key].size.numel() for key in known if key.startswith("parameter/")}
-    floating = {
-        f"parameter/{n}" for n, p in zip(engine.names, engine.params, strict=True) if p.is_floating_point()
-    }
-    for key in sorted(floating | set(there)):
-        if there.get(key) != here.get(key):
-            name = key.removeprefix("parameter/")
-            sizes = f"{there.get(key, 0)} elements there, {here.get(key, 0)} here"
+    here, there = dict[str, int](), dict[str, int]()
+    floating = set[str]()
+    for index, name in enumerate(engine.names):
+        here[name] = engine.shapes[index].numel()
+        if engine.params[index].is_floating_point():
+            floating.add(name)
+    for key, about in known.items():
+        kind, _, name = key.partition("/")
+        if kind == "parameter":
+            there[name] = about.size.numel()
+    for name in sorted(floating | set(there)):
+        ours, theirs = here.get(name), there.get(name)
+        if ours != theirs:
+            sizes = f"{theirs or 0} elements there, {ours or 0} here"
             raise ValueError(f"{folder} is of another model: {name} has {sizes}")
 
 
 def _make_states(engine: Engine, path: Path, known: dict[str, Any]) -> None:
     """The optimizer's states, which may not exist yet, as the checkpoint has them: numbers read, tensors to be read."""
-    kinds = sorted({key.split("/", 1)[0] for key in known} - {"parameter", "buffer", "group", "engine"})
-    numbers = {key: _number(0) for key in known if ":" in key.split("/", 1)[0]}
+    optimizer = engine.optimizer
+    kinds, numbers = set[str](), dict[str, torch.Tensor]()
+    for key in known:
+        kind = key.partition("/")[0]
+        kinds.add(kind)
+        if ":" in kind:
+            numbers[key] = _number(0)
+    kinds -= {"parameter", "buffer", "group", "engine"}
     _read(engine, numbers, path)
-    groups = {p: group for group in engine.optimizer.param_groups for p in group["params"]}
+    group_of = dict[nn.Parameter, dict[str, Any]]()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            group_of[param] = group
     for _, piece, param in engine.owned:
-        made = engine.optimizer.state[param] = {}
-        for kind in kinds:
-            key = f"{kind}/{engine.names[piece.param]}"
+        owner = engine.names[piece.param]
+        made = optimizer.state[param] = {}
+        for kind in sorted(kinds):
+            key = f"{kind}/{owner}"
             of, _, name = kind.rpartition(":")
             if key in numbers:
-                made[name] = _as_kept(numbers[key], of, param, groups[param])
+                group = group_of[param]
+                made[name] = _as_kept(numbers[key], of, param, group)
             elif key in known:
-                made[name] = torch.zeros_like(param.detach(), dtype=known[key].properties.dtype)
+                dtype = known[key].properties.dtype
+                made[name] = torch.zeros_like(param.detach(), dtype=dtype)
 
 
 def _as_kept(number: torch.Tensor, of: str, param: torch.Tensor, group: dict[str, Any]) -> Any:
     """A number of a parameter's state as its optimizer keeps it: ``of`` is the name of its type."""
+    value = number.item()
     if of == "float":
-        return float(number.item())
+        return float(value)
     if of != "Tensor":
-        return int(number.item())
+        return int(value)
     # Where torch's own optimizers keep their step.
     device = torch.device("cpu")
     if group.get("fused") or group.get("capturable"):
