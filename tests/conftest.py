@@ -96,6 +96,12 @@ def folder():
 
 
 @pytest.fixture(scope="session")
+def one() -> Iterator[Any]:
+    """One process in a group of its own."""
+    yield from _world(1)
+
+
+@pytest.fixture(scope="session")
 def two() -> Iterator[Any]:
     """Two processes joined over gloo."""
     yield from _world(2)

@@ -120,19 +120,23 @@ def test_full_state_is_exact_and_on_the_first_rank(size: str, request: pytest.Fi
             assert same == (dtype is torch.float32), (stage, dtype)
 
 
-def saved(folder: str, stage: int, settings: dict[str, Any]) -> list[float]:
-    """Losses of three steps after a save at the third."""
+ROWS = 12  # of a batch: as many for each of 1, 2, 3 and 4 ranks
+
+
+def saved(folder: str, stage: int, settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    """Losses of three steps after a save at the third, and the exact weights at the save."""
     engine = engine_of(stage, **settings)
-    run(engine, range(3))
+    run(engine, range(3), rows=ROWS)
     engine.save(folder)
-    return run(engine, range(3, 6))
+    exact = engine.full_state()
+    return run(engine, range(3, 6), rows=ROWS), exact
 
 
-def resumed(folder: str, stage: int, settings: dict[str, Any]) -> tuple[list[float], int]:
+def resumed(folder: str, stage: int, settings: dict[str, Any]) -> tuple[list[float], dict[str, Any], int]:
     engine = engine_of(stage, seed=99, **settings)
     engine.load(folder)
-    begun = engine.steps
-    return run(engine, range(3, 6)), begun
+    exact, begun = engine.full_state(), engine.steps
+    return run(engine, range(3, 6), rows=ROWS), exact, begun
 
 
 def refused(folder: str, other: bool) -> str:
@@ -146,8 +150,8 @@ def refused(folder: str, other: bool) -> str:
 
 def test_a_run_resumes_at_another_stage(two: World, tmp_path: Path) -> None:
     settings = {"param_dtype": torch.float32, "max_norm": 0.5}
-    through = two.run(saved, str(tmp_path), 2, settings)[0]
-    for losses, begun in two.run(resumed, str(tmp_path), 3, settings):
+    through, _ = two.run(saved, str(tmp_path), 2, settings)[0]
+    for losses, _, begun in two.run(resumed, str(tmp_path), 3, settings):
         assert begun == 3 and losses == pytest.approx(through, rel=1e-6)
     assert "holds no whole checkpoint" in two.run(refused, str(tmp_path / "none"), False)[0]
     assert (
@@ -155,15 +159,31 @@ def test_a_run_resumes_at_another_stage(two: World, tmp_path: Path) -> None:
     )
 
 
+#: Ranks that save and ranks that resume.
+SIZES = [("one", "two"), ("two", "four"), ("four", "three"), ("four", "two")]
+#: The stage that saves and the stage that resumes.
+STAGES = ((1, 1), (2, 2), (3, 3), (3, 1), (0, 3))
+
+
 @pytest.mark.slow
-def test_a_run_resumes_on_another_number_of_ranks(two: World, four: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize(("before", "after"), SIZES)
+def test_a_run_resumes_on_another_number_of_ranks(
+    before: str, after: str, stages: tuple[int, int], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    writers: World = request.getfixturevalue(before)
+    readers: World = request.getfixturevalue(after)
     for dtype, near in zip(DTYPES, (1e-6, 0.01, 0.002), strict=True):
-        for stages in ((3, 1), (0, 3)):
-            settings = {"param_dtype": dtype}
-            folder = str(tmp_path / f"{dtype}-{stages[0]}")
-            through = four.run(saved, folder, stages[0], settings)[0]
-            for losses, _ in two.run(resumed, folder, stages[1], settings):
-                assert losses == pytest.approx(through, rel=near), (dtype, stages)
+        # At the default scale of float16 one number of ranks may overflow, and skip a step, where another does not.
+        settings = {"param_dtype": dtype, "loss_scale": 256.0}
+        folder = str(tmp_path / str(dtype))
+        through, written = writers.run(saved, folder, stages[0], settings)[0]
+        (losses, read, begun), *others = readers.run(resumed, folder, stages[1], settings)
+        assert begun == 3 and written.keys() == read.keys()
+        for name, value in written.items():
+            assert torch.equal(value, read[name]), (dtype, name)
+        assert losses == pytest.approx(through, rel=near), dtype
+        assert all(found[0] == losses for found in others)
 
 
 # Offload ------------------------------------------------------------------------------------------------------------
