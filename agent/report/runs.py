@@ -43,20 +43,39 @@ METRICS = (
 SPARKS_FILE = "steps.json"
 #: Bytes of a run's log that are read from its end.
 _TAIL = 1 << 18
+#: A folder of runs holds runs, or folders of a scheduler's jobs that hold runs.
+_LEVELS = 3
 
 
 def find_runs(where: Iterable[Path] = ()) -> list[Path]:
-    """Folders of results: those given, or in those given, by default in ``runs/tune``; the newest last."""
+    """Folders of results: those given, or in those given, by default in ``runs/tune``; the newest last.
+
+    A job of a scheduler with several tasks has a folder for each of them, one level further down.
+    """
     found: dict[Path, float] = {}
     for root in list(where) or [ROOT]:
-        inside = [
-            root,
-            *(p for p in (root.iterdir() if root.is_dir() else ()) if p.is_dir() and not p.is_symlink()),
-        ]
-        for path in inside:
-            with contextlib.suppress(OSError):
-                found[path] = (path / "trace" / "header.json").stat().st_mtime
+        level = [root]
+        for _ in range(_LEVELS):
+            runs = {path: began for path in level if (began := _began(path)) is not None}
+            found |= runs
+            level = [
+                inside for path in level if path == root or path not in runs for inside in _folders(path)
+            ]
     return sorted(found, key=lambda path: found[path])
+
+
+def _began(out: Path) -> float | None:
+    """When a run began, in seconds since 1970; None for a folder that holds no run."""
+    with contextlib.suppress(OSError):
+        return (out / "trace" / "header.json").stat().st_mtime
+    return None
+
+
+def _folders(path: Path) -> list[Path]:
+    """The folders in a folder, without links such as ``latest``."""
+    with contextlib.suppress(OSError):
+        return [inside for inside in path.iterdir() if inside.is_dir() and not inside.is_symlink()]
+    return []
 
 
 def state(out: Path) -> dict[str, Any]:
