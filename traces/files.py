@@ -60,7 +60,10 @@ class Trace:
         most = {"events": most_events}
         parts = {kind: read_segments(path, kind, warnings, most.get(kind)) for kind in SEGMENTED}
         files = {kind: path / f"{kind}.parquet" for kind in WHOLE}
-        whole = {k: read_parquet(files[k], of) if files[k].exists() else empty(of) for k, of in WHOLE.items()}
+        whole = {}
+        for kind, columns in WHOLE.items():
+            file = files[kind]
+            whole[kind] = read_parquet(file, columns) if file.exists() else empty(columns)
         log = _read_log(path / "windows.jsonl", warnings)
         return cls(path, header, **parts, **whole, log=log, warnings=warnings)
 
@@ -71,12 +74,12 @@ class Trace:
 
     @property
     def tables(self) -> dict[int, tuple[dict[str, Any], ...]]:
-        """Rules of each table that was published to hold at all calls, by generation; generation 0 (no rule) is always
-        there."""
-        logged = [
-            t for line in self.log if line["kind"] == "table" and not (t := line["table"]).get("one_of")
-        ]
-        return {0: (), **{int(t["generation"]): tuple(t["rules"]) for t in logged}}
+        """Rules of each table that was published to hold in whole steps, by generation; generation 0 (no rule) is
+        always there."""
+        logged = [line["table"] for line in self.log if line["kind"] == "table"]
+        in_steps = [table for table in logged if not table.get("one_of") or table.get("turn_steps")]
+        rules = {int(table["generation"]): tuple(table["rules"]) for table in in_steps}
+        return {0: (), **rules}
 
 
 def _read_log(path: Path, warnings: list[str]) -> list[dict[str, Any]]:

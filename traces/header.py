@@ -91,8 +91,7 @@ def git(*args: str) -> str | None:
 
 def _plain_table(table: Table) -> dict[str, Any]:
     told = {"generation": table.generation, "rules": [plain(vars(rule)) for rule in table.rules]}
-    trial = {name: getattr(table, name) for name in ("trial_steps", "one_of")}
-    return told | {name: n for name, n in trial.items() if n}
+    return told | {name: n for name, n in table.trial._asdict().items() if n}
 
 
 def plain(value: Any) -> Any:

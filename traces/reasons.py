@@ -137,6 +137,10 @@ class NotAgreeing(Reason):
         "NCCL reports the collectives of rank {rank} late ({why}), so the ranks share no count: "
         "NCCL decides alone on that communicator"
     )
+    NO_RHYTHM = (
+        "the last steps of a communicator of rank {rank} had different numbers of collectives, or its ranks count "
+        "steps differently: tables cannot alternate at each step"
+    )
     NO_ROOM = "no room for another table: the {n} communicators of a rank hold all tables that there are"
     NOT_SWITCHED = "rank {rank} could not change its table as the others did: {error}"
     TOO_MANY = "rank {rank}: too many process groups of this process are still being left"

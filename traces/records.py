@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -124,7 +124,7 @@ def format_range(low: int, high: int) -> str:
 
 
 #: Format of tables in shared memory, on the wire and in the plugin.
-TABLE_VERSION = 4
+TABLE_VERSION = 5
 
 # One row of a table in shared memory and on the wire (C: struct dccl_rule in envs/nccl/plugin/plugin.h), 32 bytes.
 RULE_DTYPE = np.dtype(
@@ -163,22 +163,40 @@ class Rule:
         return cls(slot.n_ranks, slot.n_nodes, slot.func, slot.min_bytes, slot.max_bytes, decision)
 
 
+class Trial(NamedTuple):
+    """How a table is tried: the fields of :class:`Table` with these names."""
+
+    trial_steps: int = 0
+    one_of: int = 0
+    turn_steps: int = 0
+    swap: int = 0
+
+
 @dataclass(frozen=True)
 class Table:
     """All decisions in force at once. The empty table is NCCL's own choice everywhere.
 
     With ``trial_steps`` it is a trial, which ends by itself after about so many steps; with 0 it is there to stay. A
-    trial with ``one_of`` holds at one call of so many; at all others what is there to stay does.
+    trial with ``one_of`` holds in one turn of so many; in all others what is there to stay does. A turn is
+    ``turn_steps`` steps long, with 0 one call. Of two turns the order is A B B A (A: the trial); ``swap`` makes it
+    B A A B.
     """
 
     generation: int = 0
     rules: tuple[Rule, ...] = field(default=())
     trial_steps: int = 0
     one_of: int = 0
+    turn_steps: int = 0
+    swap: int = 0
+
+    @property
+    def trial(self) -> Trial:
+        """What makes it a trial."""
+        return Trial(self.trial_steps, self.one_of, self.turn_steps, self.swap)
 
     @classmethod
     def of(cls, generation: int, decisions: Decisions, *trial: int) -> Table:
-        """Table with one row per slot whose decision is not AUTO; ``trial``: :attr:`trial_steps`, :attr:`one_of`."""
+        """Table with one row per slot whose decision is not AUTO; ``trial``: see :attr:`trial`."""
         return cls(
             generation, tuple(Rule.of(s, d) for s, d in sorted(decisions.items()) if not d.is_auto), *trial
         )
@@ -253,8 +271,11 @@ class Offer:
 # last 88 bytes depend on `kind`; the views below name them.
 COMM, OFFER, COLL, KERNEL, STEP, STATE, WAIT = range(1, 8)
 #: Bits of ``flags``: both buffers are registered (OFFER), captured in a CUDA graph: asked once, replayed often (COLL),
-#: kernel times were taken in it (STEP).
-FLAG_REGISTERED, FLAG_CAPTURED, FLAG_SAMPLED, FLAG_LATE = 1, 2, 4, 8
+#: kernel times were taken in it (STEP), told by another thread than the caller's (COLL), the step is one turn's, or a
+#: part of one: every communicator in turns made just one step's collectives, all under one table (STEP).
+FLAG_REGISTERED, FLAG_CAPTURED, FLAG_SAMPLED, FLAG_LATE, FLAG_WHOLE = 1, 2, 4, 8, 16
+#: As the generation of a STEP: several tables have answered in it.
+MIXED = 2**32 - 1
 _HEAD: list[Any] = [
     ("stamp", "<u8"),  # position in the ring + 1 once the record is whole
     ("kind", "u1"),
@@ -287,13 +308,22 @@ COMM_DTYPE = _record(
 OFFER_DTYPE = _record([("cost_us", "<f4", (N_ALGOS, N_PROTOS)), ("n_pipe_ops", "<i4")])
 #: A collective was enqueued: what really runs (algo, proto, n_channels in the head). `seq` counts per comm and func.
 #: `asked_bytes`: what NCCL asked the tuner about, the whole group's bytes where it was grouped; 0 if it did not ask.
+#: `first`: number of its group's first collective on the communicator, from 1 on, by which the table was picked; 0: not
+#: known.
 COLL_DTYPE = _record(
-    [("seq", "<u8"), ("enqueue_ns", "<i8"), ("rank", "<u4"), ("spare", "<u4"), ("asked_bytes", "<u8")]
+    [
+        ("seq", "<u8"),
+        ("enqueue_ns", "<i8"),
+        ("rank", "<u4"),
+        ("spare", "<u4"),
+        ("asked_bytes", "<u8"),
+        ("first", "<u8"),
+    ]
 )
 #: Its kernel ran, where sampled: GPU clock, earliest start to latest end over the channels that reported.
 KERNEL_DTYPE = _record([("seq", "<u8"), ("start_ns", "<i8"), ("end_ns", "<i8"), ("rank", "<u4")])
-#: An optimizer step ended on this rank (head: step, generation that was in force during it). Memory is
-#: that of the GPU as last read.
+#: An optimizer step ended on this rank (head: step, generation of the table that answered in it, MIXED if there were
+#: several). Memory is that of the GPU as last read.
 STEP_DTYPE = _record(
     [
         ("rank", "<u4"),
@@ -302,9 +332,11 @@ STEP_DTYPE = _record(
         ("duration_ns", "<i8"),
         ("memory_used", "<u8"),  # bytes, 0 = unknown
         ("memory_total", "<u8"),
+        ("trial", "<u4"),  # generation of the trial in which the step began, 0: in none
     ]
 )
-#: The agreement on tables has changed its state: `code` is an AgreementState, `text` says why, NUL-padded UTF-8.
+#: The agreement on tables has changed its state: `code` is an AgreementState, `text` says why, NUL-padded UTF-8; head:
+#: the generation of a table that was refused.
 STATE_DTYPE = _record([("rank", "<u4"), ("code", "<u4"), ("text", "S80")])
 #: The job stood still until a sampled collective had ended: nothing was computed. Only a job on the emulated cluster
 #: knows this.
@@ -326,6 +358,7 @@ class AgreementState(IntEnum):
     LOSING = (
         5  # open, but one round after the other comes to nothing: the text says why. 4 is in older traces
     )
+    NO_TURNS = 6  # open, but the table of this generation was refused: its turns cannot follow steps
 
 
 #: A cost of this or more means that NCCL does not have the pair: 2.32 writes 1.7e38 for PAT.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -161,7 +162,8 @@ class Outcome:
         found: dict[str, Any] = dict.fromkeys(_VERDICT)
         state = search.state
         logs_of_default = state.comparisons.default_logs
-        same = SequentialTest(state.pair_noise, ALPHA, logs_of_default)
+        of_windows = math.sqrt(2) * state.noise.of_window
+        same = SequentialTest(of_windows, ALPHA, logs_of_default)
         if same.n:
             found["aa_speedup_ci95"] = speedups(*same.interval)
         rejected = state.comparisons.last_rejected
@@ -178,8 +180,10 @@ class Outcome:
         if chain:
             found |= self._step_times(chain[0], chain[-1])
         deviations = [test.deviation for test in tests]
-        largest = max([state.pair_noise, *deviations])
-        gain = detectable_gain(largest, search.config.pairs)
+        quads = state.quads_a_pair
+        known = state.noise.of_quads(1) if quads else of_windows
+        largest = max([known, *deviations])
+        gain = detectable_gain(largest, search.config.pairs, quads)
         return found | {"detectable": gain}
 
     def _step_times(self, first: Comparison, last: Comparison) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 from ...envs.live.job import Window
 from ...envs.live.job_ends import JobEnded
 from ...envs.live.obedience import Disobeyed
+from ...envs.live.turns import Turns
 from ...envs.live.windows import LiveWindows
 from ...envs.search.belief.prior import Prior
 from ...envs.search.comparison import ADOPTED, OPEN, REJECTED, Comparison
@@ -105,7 +106,7 @@ class Tuner:
         self.search: Search | None = None
         self._state: Any = None  # the policy's
         self._look_again = LookAgain()
-        self._window: Window | None = None  # the last one
+        self._window: Window | Turns | None = None  # the last one
         self._default_ms = self._current_ms = 0.0  # the last windows of the default, and of the current table
         self._open: list[Comparison] = []  # not decided yet
         windows.on_window = self._saw
@@ -212,7 +213,7 @@ class Tuner:
 
     # -- what is told ------------------------------------------------------------------------------------------
 
-    def _saw(self, plan: Plan, window: Window) -> None:
+    def _saw(self, plan: Plan, window: Window | Turns) -> None:
         self._window = window
 
     def _saw_disobeyed(self, row: Disobeyed) -> None:

@@ -51,8 +51,16 @@ def outcome(c: Mapping[str, Any]) -> str:
     if c["speedup"] is None:
         return f"{table} against {against}: no pair of windows"
     word = {"kept": f"kept {table}", "lost": f"{table} lost"}.get(c["outcome"], f"{table} not decided")
-    pairs = f"{c['pairs']} pair{'s' * (c['pairs'] > 1)}"
-    return f"{word}: {change(c['speedup'], c['speedup_ci95'], pairs, than=f' than {against}')}"
+    return f"{word}: {change(c['speedup'], c['speedup_ci95'], _evidence(c), than=f' than {against}')}"
+
+
+def _evidence(c: Mapping[str, Any]) -> str:
+    """How long a comparison took."""
+    if c.get("by_turns") and c["steps"]:
+        first, last = c["steps"]
+        n_steps = last - first + 1
+        return f"certain after {n_steps} steps" if c["outcome"] == "kept" else f"{n_steps} alternating steps"
+    return f"{c['pairs']} pair{'s' * (c['pairs'] > 1)}"
 
 
 def cost(s: RunSummary) -> str:

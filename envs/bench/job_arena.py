@@ -18,7 +18,7 @@ from ..search.config import HORIZON
 from ..search.interfaces import N_WHAT, Measured, Plan, Policy, action_space, choices_of
 from ..search.search import Search
 from ..sim.jobs import Jobs
-from ..sim.noise import NoiseStream
+from ..sim.noise import RandomNumbers
 from ..sim.windows import SimSearch, SimWindows
 from .scores import LossAccount, Scores
 
@@ -36,7 +36,7 @@ _MOST = action_space().nvec
 class AccountedWindows(SimWindows):
     """Windows of which each step goes into a ledger, those around a switch and those thrown away too."""
 
-    def __init__(self, jobs: Jobs, rng: np.random.Generator | NoiseStream, ledger: LossAccount) -> None:
+    def __init__(self, jobs: Jobs, rng: RandomNumbers, ledger: LossAccount) -> None:
         super().__init__(jobs, rng)
         self.ledger = ledger
 
@@ -45,10 +45,19 @@ class AccountedWindows(SimWindows):
         before, few = self.running, self.few
         found = super().measure(rows, plans)
         where, waited = np.asarray(rows), self.waited[rows]  # until the table is in force
-        if (at := where[waited > 0]).size:
-            self.ledger.bill(at, before[at], self.waited[at], few.take(at))
-        after = np.array([m.billed for m in found]) - waited
-        self.ledger.bill(where, self.running[where], after, self.few.take(where))
+        at = where[waited > 0]
+        if at.size:
+            few_then = few.take(at)
+            self.ledger.bill(at, before[at], self.waited[at], few_then)
+        billed = np.array([m.billed for m in found])
+        tried = self.tried_steps[where]
+        few_now = self.few.take(where)
+        self.ledger.bill(where, self.tried[where], tried, few_now)
+        by_current = billed - waited - tried  # turns of the current table
+        others = where[by_current > 0]
+        if others.size:
+            more = by_current[by_current > 0]
+            self.ledger.bill(others, self.running[others], more)
         return found
 
 
@@ -131,7 +140,8 @@ def play(
                 decisions[i].append(player.next(i, one))
                 what, config = divmod(decisions[i][-1], N_CONFIGS)
                 one.decide(config, what)
-        fresh = np.flatnonzero(np.array([s.is_over for s in search.searches]) & np.isinf(until))
+        is_over = np.array([s.is_over for s in search.searches])
+        fresh = np.flatnonzero(is_over & np.isinf(until))
         ledger.end(fresh, search.tables[fresh])
         until[fresh] = ledger.steps[fresh] + after
         busy = _at_work(search, ledger)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..search.config import HORIZON
 from ..sim.jobs import Jobs
-from ..sim.truth import Few
+from ..sim.mixes import Few
 
 Array = np.ndarray[Any, Any]
 

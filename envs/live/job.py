@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,9 @@ from ..nccl.run_folder import CONFIRMED
 from ..nccl.shm import RunFolder, decode_table, encode_table
 from .job_ends import JobEnded
 from .obedience import Disobeyed, slot_of
-from .pauses import Attempt, Cut, Rhythm
+from .pauses import Attempt, Cut, LastRound, Rhythm
 from .reader import Reader, log
+from .turns import ALIKE_STEPS, MOST_FAILED, QUAD, Lease, Turns, lease_steps, together
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,6 +73,7 @@ class Job(Reader):
     """
 
     tries_few = True  # it can run a table at few calls, and tell their times
+    takes_turns = True  # two tables can take turns by its steps
 
     def __init__(
         self,
@@ -142,15 +144,13 @@ class Job(Reader):
         self.new_steps()
         time.sleep(POLL_S * 5)
 
-    def publish(self, decisions: Decisions, trial_steps: int = 0, one_of: int = 0) -> int:
-        """Make ``decisions`` the table of the next generation; the rest as of :class:`Table`."""
+    def publish(self, decisions: Decisions, *trial: int) -> int:
+        """Make ``decisions`` the table of the next generation; ``trial``: as :class:`Trial`, none to stay."""
         self.generation += 1
-        self._to_stay = None if trial_steps else _decided(decisions)
-        table = Table.of(self.generation, decisions, trial_steps, one_of)
+        self._to_stay = None if trial and trial[0] else _decided(decisions)
+        table = Table.of(self.generation, decisions, *trial)
         self.obedience.expect(table)
-        log.debug(
-            "table %d published (%s): %s", self.generation, "trial" if trial_steps else "to stay", table.rules
-        )
+        log.debug("table %d published %s: %s", self.generation, table.trial, table.rules)
         self.run.table.publish(table)
         if self.writer:
             self.writer.log("table", {"table": table})
@@ -223,7 +223,73 @@ class Job(Reader):
         trial = chosen != self.confirmed
         if trial or chosen != self._to_stay:  # else it is in force already, and to stay
             self.publish(chosen, 2 * (n_steps + discard) + SPARE_STEPS if trial else 0, one_of)
-        attempt = Attempt(self.generation, trial, n_steps, discard, counted, self.rhythm)
+        is_few = trial and one_of > 0
+        attempt = Attempt(self.generation, trial, n_steps, discard, counted, self.rhythm, is_few)
+        return self._run(attempt, give_up_ms)
+
+    def alternate(
+        self,
+        decisions: Decisions,
+        n_steps: int,
+        turn_steps: int = 1,
+        discard: int = 0,
+        give_up_ms: float = math.inf,
+    ) -> Turns | None:
+        """Let ``decisions`` and the confirmed table take turns of ``turn_steps`` steps, and return ``n_steps`` of them.
+
+        Both numbers of steps are whole quads of turns; the first ``discard`` do not count. Ends early once a step of
+        ``decisions`` took longer than ``give_up_ms``. Afterwards the confirmed table is in force. None where the job's
+        steps are not alike: measure it in windows. Raises JobEnded.
+        """
+        chosen = _decided(decisions)
+        for _ in range(MOST_FAILED):
+            leases = self._leases(chosen, n_steps, turn_steps, discard, give_up_ms)
+            self._end_turns(leases[-1])
+            turns = together(leases, self.heard.steady, discard, n_steps)
+            if turns.has_both:
+                disobeyed = self.obedience.verdict(turns.generation, self.assembler.comms)
+                return replace(turns, disobeyed=disobeyed)
+        return None
+
+    def _leases(
+        self, chosen: Decisions, n_steps: int, turn_steps: int, discard: int, give_up_ms: float
+    ) -> list[Lease]:
+        """Leases until all steps were seen, or one comes to nothing: the steps were not alike."""
+        quad = QUAD * turn_steps
+        leases: list[Lease] = []
+        wanted, waited = n_steps + discard, 0
+        while wanted > 0:
+            steps = lease_steps(wanted, waited, quad)
+            swap = 1 - len(leases) % 2
+            left_out = max(wanted - n_steps, 0)
+            generation = self.publish(chosen, steps, 2, turn_steps, swap)
+            lease = Lease(generation, steps, quad, self.rhythm, left_out)
+            if cut := self._run(lease, give_up_ms):
+                self._say(f"the alternating steps are measured again: {cut.what}")
+            lease.is_given_up = lease.newest_ms > give_up_ms
+            leases.append(lease)
+            wanted, waited = wanted - lease.n_kept, lease.waited
+            if lease.is_given_up or not lease.n_kept:
+                break
+        return leases
+
+    def _end_turns(self, last: Lease) -> None:
+        """The confirmed table alone is in force again. By itself, where all turns went by and rank 0 knows of each
+        communicator in them. Else after a round, whose votes say whether the last turns were alike; where they ended
+        early, after enough steps for a new rhythm."""
+        lease, steady = last.generation, self.heard.steady
+        if last.is_whole and lease in steady:
+            return
+        self.publish(self.confirmed)
+        is_early = not (last.is_whole or last.is_given_up)
+        n_steps = 1
+        if is_early:
+            n_steps, steady = ALIKE_STEPS, set()
+        attempt = LastRound(self.generation, False, n_steps, 0, {}, self.rhythm, lease=lease, steady=steady)
+        self._run(attempt, math.inf)
+
+    def _run(self, attempt: Attempt | Lease, give_up_ms: float) -> Cut | None:
+        """Give an attempt all steps until it is whole; what cuts that short. Raises JobEnded."""
         began = last = time.monotonic()
         while not attempt.is_whole:
             alive = self.is_alive()
@@ -237,13 +303,15 @@ class Job(Reader):
                 break
             if not alive:
                 raise JobEnded(self.ended())
+            if self.heard.refused == attempt.generation:
+                return Cut(self.heard.why)
             if (cut := self._wait(attempt, last)) is not None:
                 return cut
             time.sleep(POLL_S * (5 if self.thin else 1))
         self._told = ""
         return None
 
-    def _wait(self, attempt: Attempt, last: float) -> Cut | None:
+    def _wait(self, attempt: Attempt | Lease, last: float) -> Cut | None:
         """No step has come since ``last``: say what is waited for; in a pause wait, however long, until one comes."""
         silent_s = time.monotonic() - last
         if not attempt.seen and (silent_s > 2 or (self.state and self.state[0] == AgreementState.LOSING)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,7 @@ class Attempt:
     discard: int
     counted: dict[int, float]  # duration in ms by step, those of the tries before included
     rhythm: Rhythm
+    is_few: bool = False  # the table holds at few calls: others answer in the same steps
     seen: int = 0  # steps under the table
     odd: int = 0  # steps in a row under another one
     newest_ms: float = 0.0
@@ -72,7 +74,7 @@ class Attempt:
         """A STEP record of rank 0, so long after the try began; what cuts the try short."""
         took = float(step["duration_ns"]) / 1e6
         is_pause = self.rhythm.note(took)
-        if int(step["generation"]) != self.generation:
+        if int(step["trial" if self.is_few else "generation"]) != self.generation:
             self.odd += 1
             was_there = self.seen or (self.is_trial and passed_s > UNSEEN_S)
             return Cut("its table has ended") if self.odd >= ODD_STEPS and was_there else None
@@ -87,3 +89,16 @@ class Attempt:
     def is_whole(self) -> bool:
         """All steps were counted."""
         return len(self.counted) >= self.n_steps
+
+
+@dataclass
+class LastRound(Attempt):
+    """The round after turns. It is over once rank 0 says that they were steady, at the latest with its first step."""
+
+    lease: int = 0  # generation of the last turns
+    steady: Collection[int] = ()  # generations whose turns were
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing more will be heard."""
+        return self.lease in self.steady or super().is_whole

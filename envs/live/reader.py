@@ -6,6 +6,7 @@ import contextlib
 import logging
 import subprocess
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,15 @@ RESTART_S = 60.0
 ELSEWHERE_S = 10.0
 
 
+@dataclass
+class HeardOfTurns:
+    """What rank 0 has said of tables that take turns, by generation."""
+
+    steady: set[int] = field(default_factory=set)  # all ranks have kept their rhythm in its turns
+    refused: int = -1  # the last one whose turns were refused; 0 is no table
+    why: str = ""
+
+
 class Reader:
     """The rings of a run folder, read; and ``process``, where the job was started here."""
 
@@ -43,6 +53,7 @@ class Reader:
         self.state: tuple[AgreementState, str] | None = (
             None  # of the ranks' agreement, as rank 0 said it last
         )
+        self.heard = HeardOfTurns()
         self._known: set[str] = set()  # rings whose communicators and offers were read
         self._fresh: list[np.ndarray[Any, Any]] = []
         self._stepped_at = 0.0  # when the first step of any rank was seen
@@ -98,6 +109,7 @@ class Reader:
             begun, word = bytes(row["text"]).split(b"\0", 1)[0].decode("utf-8", "ignore"), self._word()
             text = word if word.startswith(begun) else begun
             self.state = AgreementState(int(row["code"])), text
+            self._hear(self.state[0], text, int(row["generation"]))
             log.info("the ranks' agreement is %s: %s", self.state[0].name, text)
         steps = rows[rows["kind"] == STEP].view(STEP_DTYPE)
         if len(steps):
@@ -107,6 +119,13 @@ class Reader:
         if len(steps):
             self._fresh.append(steps)
             self.last_step = int(steps["step"][-1])
+
+    def _hear(self, state: AgreementState, text: str, generation: int) -> None:
+        """Of turns."""
+        if state == AgreementState.NO_TURNS:
+            self.heard.refused, self.heard.why = generation, text
+        elif state == AgreementState.OPEN and generation:
+            self.heard.steady.add(generation)
 
     def _word(self) -> str:
         """The last word of the ranks' agreement: a record holds 80 bytes of it."""

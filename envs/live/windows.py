@@ -23,6 +23,7 @@ from ..search.interfaces import PROFILE, UNTIMED, Measured, Plan, warm_up_famili
 from ..search.interfaces import Job as TunedJob
 from .job import Window
 from .obedience import Disobeyed
+from .turns import Turns
 
 Array = np.ndarray[Any, Any]
 #: What tells slots apart, in the order of a Slot's fields.
@@ -39,7 +40,7 @@ class LiveWindows:
         profile_steps: int = 8,
         min_share: float = 0.01,
         funcs: Sequence[str] = TUNED_FUNCS,
-        on_window: Callable[[Plan, Window], None] = lambda plan, window: None,
+        on_window: Callable[[Plan, Window | Turns], None] = lambda plan, window: None,
     ) -> None:
         self.job, self.profile_steps, self.min_share = job, profile_steps, min_share
         self.funcs, self.on_window = tuple(funcs), on_window
@@ -92,6 +93,7 @@ class LiveWindows:
             share=np.array([p.share for p in found]),
             call_us=np.where(timed, call_us, np.nan),
             calls=np.array([p.calls * tries_few for p in found]),
+            takes_turns=getattr(self.job, "takes_turns", False),
             families=warm_up_families(own),
         )
 
@@ -106,18 +108,29 @@ class LiveWindows:
             self.job.take_events()
         before = self.job.last_step
         decisions = self.decisions(plan.configs)
-        window = self.job.window(decisions, plan.n_steps, plan.discard, plan.limit_ms, plan.one_of)
+        measured = self._in_turns(plan, decisions) if plan.turns else None
+        if measured is None:
+            measured = self.job.window(decisions, plan.n_steps, plan.discard, plan.limit_ms, plan.one_of)
         self.windows += 1
-        call_us = self._calls(self._events(window, plan.one_of > 0) if is_timed else pd.DataFrame())
-        obeyed = self._obeyed(window)
-        self.on_window(plan, window)
-        return self._measured(plan, window, before, call_us, obeyed)
+        call_us = self._calls(self._events(measured, plan.one_of > 0) if is_timed else pd.DataFrame())
+        obeyed = self._obeyed(measured)
+        self.on_window(plan, measured)
+        return self._measured(plan, measured, before, call_us, obeyed)
+
+    def _in_turns(self, plan: Plan, decisions: dict[Slot, Decision]) -> Turns | None:
+        """The plan's configs and the current table in turns; None where the job cannot take turns now."""
+        found: Turns | None = self.job.alternate(
+            decisions, plan.n_steps, plan.turns, plan.discard, plan.limit_ms
+        )
+        return found
 
     def confirm(self, configs: Array) -> None:
         """See ``windows.Windows``."""
         self.job.confirm(self.decisions(configs))
 
-    def _measured(self, plan: Plan, window: Window, before: int, call_us: Array, obeyed: Array) -> Measured:
+    def _measured(
+        self, plan: Plan, window: Window | Turns, before: int, call_us: Array, obeyed: Array
+    ) -> Measured:
         counted = len(window.durations_ms)
         billed = max(self.job.last_step - before, counted)
         waited = (
@@ -128,14 +141,17 @@ class LiveWindows:
         self._before_ms = window.step_ms
         durations = np.asarray(window.durations_ms, np.float64)
         first, last = int(window.steps[0]), int(window.steps[-1])
-        return Measured(durations, call_us, obeyed, billed, billed_ms, first, last)
+        arms = window.arms if isinstance(window, Turns) else np.zeros(0, np.int64)
+        return Measured(durations, call_us, obeyed, billed, billed_ms, first, last, arms)
 
-    def _events(self, window: Window, is_few: bool = False) -> pd.DataFrame:
-        """Of the window's steps; where its table holds at few calls, of these."""
+    def _events(self, window: Window | Turns, is_few: bool = False) -> pd.DataFrame:
+        """Of the window's steps; where its table holds at few calls or in turns, of these."""
         events = self.job.take_events()
         if not len(events):
             return events
-        others = is_few & (events["table_generation"] != window.generation)
+        is_turns = isinstance(window, Turns)
+        generations = window.generations if isinstance(window, Turns) else (window.generation,)
+        others = (is_few or is_turns) & ~events["table_generation"].isin(generations)
         return events[events["step"].isin(window.steps) & ~others]
 
     def _calls(self, events: pd.DataFrame) -> Array:
@@ -148,7 +164,7 @@ class LiveWindows:
         us = firsts.groupby(SLOT_COLUMNS)["us"].median()
         return np.array([float(us.get(astuple(p.slot), np.nan)) for p in self.profiles])
 
-    def _obeyed(self, window: Window) -> Array:
+    def _obeyed(self, window: Window | Turns) -> Array:
         """(s,) bool; what NCCL did not follow is told once."""
         rows = {row.slot: row for row in getattr(window, "disobeyed", ())}
         for row in rows.values():

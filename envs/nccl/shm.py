@@ -16,14 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
-from ...traces.records import RULE_DTYPE, TABLE_VERSION, Table
+from ...traces.records import RULE_DTYPE, TABLE_VERSION, Table, Trial
 from .plugin.private import private_folder
 from .rings import Ring
 from .run_folder import TABLE, TABLE_FILE_BYTES, make_folder
 
 TABLE_MAGIC = b"DCCLTBL1"
 MAX_RULES = 126  # what fits into TABLE_FILE_BYTES
-_HEAD = struct.Struct("<8sIIII8xII24x")  # magic, version, n_rows, generation, crc, trial_steps, one_of
+#: magic, version, n_rows, generation, crc; trial_steps, one_of, turn_steps, swap
+_HEAD = struct.Struct("<8sIIII8xIIII16x")
 _PIDS = 2**22  # above every process id
 
 
@@ -32,9 +33,8 @@ def encode_table(table: Table) -> bytes:
     rows = table.to_array().tobytes()
     n_rows = len(rows) // RULE_DTYPE.itemsize
     head = TABLE_MAGIC, TABLE_VERSION, n_rows, table.generation
-    trial = table.trial_steps, table.one_of
-    crc = zlib.crc32(rows, zlib.crc32(_HEAD.pack(*head, 0, *trial)))
-    return _HEAD.pack(*head, crc, *trial) + rows
+    crc = zlib.crc32(rows, zlib.crc32(_HEAD.pack(*head, 0, *table.trial)))
+    return _HEAD.pack(*head, crc, *table.trial) + rows
 
 
 def decode_table(message: bytes) -> Table:
@@ -43,9 +43,9 @@ def decode_table(message: bytes) -> Table:
     return Table.from_array(generation, np.frombuffer(rows, RULE_DTYPE), *_HEAD.unpack_from(message)[5:])
 
 
-def trial_steps_of(message: bytes) -> int:
-    """About how many steps the table of a sound message is tried for; 0: it is there to stay."""
-    return int(_HEAD.unpack_from(message)[5])
+def trial_of(message: bytes) -> Trial:
+    """How the table of a sound message is tried."""
+    return Trial(*_HEAD.unpack_from(message)[5:])
 
 
 def _unpack(message: bytes) -> tuple[int, bytes]:

@@ -22,7 +22,7 @@ from ...traces.files import Trace, TraceError
 from ...traces.fingerprint import Fingerprint
 from ...traces.queries.costs import of_whole_steps
 from ...traces.queries.slots import SlotProfile, channels_of, find_slots
-from ...traces.records import N_ALGOS, N_PROTOS, PAIRS, TUNED_FUNCS, Slot, decision_from
+from ...traces.records import MIXED, N_ALGOS, N_PROTOS, PAIRS, TUNED_FUNCS, Slot, decision_from
 from ..nccl_model import clusters, cost_model
 from ..nccl_model.clusters import Cluster, ClusterArrays
 from ..sim.fabric.fabric import Fabric
@@ -148,6 +148,7 @@ def windows_of(trace: Trace) -> list[SteadyWindow]:
     if not imported:
         steps = steps[steps["index"] > steps["index"].min()]  # the job's first step holds its set-up
     found = []
+    steps = steps[steps["table_generation"] != MIXED]
     change = (steps["table_generation"] != steps["table_generation"].shift()).cumsum()
     for _, group in steps.groupby(change):
         durations = (

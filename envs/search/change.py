@@ -120,6 +120,14 @@ class StepLevel:
             self._figures = None
         return AS_USUAL
 
+    def accept(self) -> None:
+        """The level that the last windows had is as usual, too."""
+        if self.odd:
+            self.levels.append(sum(self.odd) / len(self.odd))
+            self._usual = deque(self.odd, USUAL)
+            self._figures = None
+            self.odd.clear()
+
     def _moved(self, middle: float, deviation: float) -> str:
         after = self.odd[1:]  # the first window may be of both levels
         level = sum(after) / len(after)

@@ -6,8 +6,9 @@ and why it stops (the normal mixture of Robbins 1970, as in Howard et al. 2021, 
 nonasymptotic confidence sequences", section 3.2). Step times are not normal: outliers are pulled in, and the noise is
 that of this job, with room for what is not known of it. :class:`LongSteps` adds what the trimmed windows leave out.
 
-The pairs come from windows that take turns. Another schedule, such as a table for every second step, belongs into
-:meth:`Comparison.next_side` and :meth:`Comparison.add_window`; nothing else depends on how a pair was measured.
+If the two tables take turns at every step, a quad of turns is a pair. Quads follow each other at once, so what is left
+of the noise may be common to neighbours: the deviation grows by their correlation. If the job takes no turns, the pairs
+come from windows. Nothing but this file knows the difference between the two.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import numpy as np
 from .config import (
     ALPHA,
     AT_ONCE,
+    CARRIED_ERRORS,
+    CHECK_QUADS,
     CLIP,
     KNOWN_PAIRS,
     LIKELY,
@@ -36,7 +39,7 @@ from .config import (
     SAFE_PAIRS,
     TUNED_FOR,
 )
-from .step_times import ROBUST, median
+from .step_times import ROBUST, Quads, median
 
 Array = np.ndarray[Any, Any]
 
@@ -44,12 +47,13 @@ Array = np.ndarray[Any, Any]
 OPEN, ADOPTED, REJECTED = "open", "kept", "lost"
 
 
-def half_width(n: float, level: float) -> float:
-    """Of the confidence sequence of a mean of ``n`` observations with standard deviation 1; infinite for none."""
+def half_width(n: float, level: float, tuned_for: float = TUNED_FOR) -> float:
+    """Of the confidence sequence of a mean of ``n`` observations with standard deviation 1; infinite for none. It is
+    narrowest, for its level, at ``tuned_for`` observations."""
     if n <= 0:
         return math.inf
     tail = 2 * math.log(1 / level)
-    rho = TUNED_FOR / (tail + math.log(1 + tail))
+    rho = tuned_for / (tail + math.log(1 + tail))
     return math.sqrt((n + rho) * math.log((n + rho) / (rho * level**2))) / n
 
 
@@ -60,6 +64,9 @@ class SequentialTest:
     noise: float  # standard deviation of the log ratio of one pair, from what was measured before
     level: float  # the chance that the interval ever misses the true mean
     logs: list[float] = field(default_factory=list)  # above 0 the table is faster
+    quads_a_pair: float = (
+        0.0  # quads that take as many steps as a pair of windows; 0: the logs are of windows
+    )
     _known: tuple[int, float, float] = field(
         default=(0, 0.0, 0.0), init=False
     )  # pairs, their mean and deviation
@@ -82,9 +89,11 @@ class SequentialTest:
     @property
     def interval(self) -> tuple[float, float]:
         """Bounds of the true mean log ratio that hold at all times."""
-        extra = MORE_ROOM / max(self.n, 1) if self.noise >= LOUD else 0.0
+        is_loud = self.noise >= LOUD and not self.quads_a_pair
+        extra = MORE_ROOM / max(self.n, 1) if is_loud else 0.0
         room = ROOM + extra
-        width = room * self.deviation * half_width(self.n, self.level)
+        tuned_for = TUNED_FOR * (self.quads_a_pair or 1.0)
+        width = room * self.deviation * half_width(self.n, self.level, tuned_for)
         return self.mean - width, self.mean + width
 
     @property
@@ -106,8 +115,21 @@ class SequentialTest:
             pairs = KNOWN_PAIRS + self.n - 1
             deviation = math.sqrt((KNOWN_PAIRS * self.noise**2 + scatter) / pairs)
             near = np.clip(x, middle - CLIP * deviation, middle + CLIP * deviation)
+            if self.quads_a_pair:
+                deviation *= self._together(near - near.mean())
             self._known = self.n, float(near.mean()), deviation
         return self._known[1:]
+
+    @staticmethod
+    def _together(off: Array) -> float:
+        """Factor of the deviation of a mean of quads whose neighbours are alike: that of blocks of two quads over that
+        of single ones, pulled to 1 as long as there are few."""
+        squares = float((off**2).sum())
+        neighbours = float((off[1:] * off[:-1]).sum())
+        if squares <= 0 or neighbours <= 0:
+            return 1.0
+        correlation = neighbours / squares * len(off) / (len(off) + KNOWN_PAIRS)
+        return math.sqrt(1 + 2 * correlation)
 
 
 @dataclass(frozen=True)
@@ -143,9 +165,43 @@ class Comparison:
     outcome: str = OPEN
     table_windows: list[TimedWindow] = field(default_factory=list)  # of whole pairs
     reference_windows: list[TimedWindow] = field(default_factory=list)
+    carried: list[float] = field(default_factory=list)  # of its quads, see Quads
     _waiting: dict[bool, TimedWindow] = field(
         default_factory=dict
     )  # by whether it is the table's: half a pair
+
+    @property
+    def takes_turns(self) -> bool:
+        """Its pairs are quads."""
+        return self.test.quads_a_pair > 0
+
+    @property
+    def quads_until_check(self) -> int:
+        """Quads of its next measurement: half as many as it has."""
+        fewest, most = CHECK_QUADS
+        half = self.test.n // 2
+        return min(max(half, fewest), most)
+
+    def add_quads(self, quads: Quads, reference: TimedWindow, table: TimedWindow) -> None:
+        """Take in a measurement by turns; the times of its steps under the two."""
+        self.reference_windows.append(reference)
+        self.table_windows.append(table)
+        self.test.logs.extend(quads.ratios.tolist())
+        self.carried.extend(quads.carried.tolist())
+
+    def drop_carried(self) -> bool:
+        """Whether a part of the effect carries over into the next step. The quads so far, which show too little of the
+        effect, are dropped then."""
+        n = len(self.carried)
+        if n < KNOWN_PAIRS:
+            return False
+        part = float(np.mean(self.carried)) * math.copysign(1.0, self.test.mean)
+        error = float(np.std(self.carried)) / math.sqrt(n - 1)
+        if part <= CARRIED_ERRORS * error:
+            return False
+        self.test.logs.clear()
+        self.carried.clear()
+        return True
 
     @property
     def next_side(self) -> bool:
@@ -188,7 +244,7 @@ class Comparison:
         if not found:
             return found
         gain = self.test.mean
-        if long_steps.allows(self.table, self.reference, gain):
+        if long_steps.allows(self.table, self.reference, gain, self.takes_turns):
             return True
         # The table gains by its usual steps, so it costs little to go on until the long ones are known.
         is_over = self.test.n >= terms.max_pairs_long_steps
@@ -197,7 +253,8 @@ class Comparison:
     def _by_pairs(self, terms: Terms) -> bool | None:
         low, high = self.test.interval
         if low > 0:
-            least = terms.min_pairs if self.test.noise < LOUD else SAFE_PAIRS
+            is_loud = self.test.noise >= LOUD and not self.takes_turns
+            least = SAFE_PAIRS if is_loud else terms.min_pairs
             return True if self.test.n >= least else None
         if high < terms.least_gain:
             return False
@@ -218,9 +275,12 @@ class Comparison:
         return is_worthless or proves_slower(log_ratio, self.test.noise)
 
 
-def detectable_gain(deviation: float, pairs: int) -> float:
-    """Part of the step that a comparison of so many pairs would be sure of; ``deviation`` of one pair."""
-    return 1 - math.exp(-ROOM * deviation * half_width(pairs, ALPHA))
+def detectable_gain(deviation: float, pairs: int, quads_a_pair: float = 0.0) -> float:
+    """Part of the step that a comparison of so many pairs would be sure of; ``deviation`` of one pair, or of one quad
+    where ``quads_a_pair`` is above 0."""
+    times = quads_a_pair or 1.0
+    width = half_width(pairs * times, ALPHA, TUNED_FOR * times)
+    return 1 - math.exp(-ROOM * deviation * width)
 
 
 def proves_slower(log_ratio: float, noise: float) -> bool:
@@ -233,12 +293,13 @@ class LongSteps:
     """The cost of long steps under each table that ran: a trimmed mean leaves them out, and a setting that makes one
     step in 200 twice as long would seem as fast as it is in all others.
 
-    They are too rare to be tested for in a comparison of a hundred steps. So a table has to be so much faster that one
-    more long step would not make it slower than the reference: the less it gains, the longer it runs before it is
-    adopted, and the gain of those steps, LONG_STEP in all at most, is lost. A table whose long steps cost twice what it
-    gains is adopted in one case of 5 if they take three times as long, in one of 25 if twice (a random walk that falls,
-    and a level that it must reach: Wald 1945). Later it runs for thousands of steps, and is dropped when it is clearly
-    slower. Long steps that are the job's own strike the default as well.
+    They are too rare to be tested for in a comparison of a hundred steps. By turns, both tables have as many steps in
+    the same time, and the long ones of each count. In windows a table has to be so much faster that one more long step
+    would not make it slower than the reference: the less it gains, the longer it runs before it is adopted, and the
+    gain of those steps, LONG_STEP in all at most, is lost. A table whose long steps cost twice what it gains is adopted
+    in one case of 5 if they take three times as long, in one of 25 if twice (a random walk that falls, and a level that
+    it must reach: Wald 1945). Later it runs for thousands of steps, and is dropped when it is clearly slower. Long
+    steps that are the job's own strike the default as well.
     """
 
     def __init__(self) -> None:
@@ -263,10 +324,11 @@ class LongSteps:
         cost = (excess + more) / max(steps, 1)
         return float(gain - cost + usual / max(reference_steps, 1))
 
-    def allows(self, table: Array, reference: Array, gain: float) -> bool:
+    def allows(self, table: Array, reference: Array, gain: float, by_turns: bool = False) -> bool:
         """Whether the table may replace the reference. If that was adopted before, the table has only to be no slower:
-        it is a little faster at most, and few steps are left to show it."""
-        more = 0.0 if reference.any() else LONG_STEP
+        it is a little faster at most, and few steps are left to show it. The same holds if the two took turns: a long
+        step that was not seen in either is assumed of both."""
+        more = 0.0 if by_turns or reference.any() else LONG_STEP
         return self.gain(table, reference, gain, more) > 0
 
     def forbids(self, table: Array, reference: Array, gain: float) -> bool:

@@ -16,6 +16,7 @@ class SearchConfig:
     profile_steps: int = 8  # default steps that find the slots and the first step time
     window_steps: tuple[int, int] = (5, 10)  # fewest and most counted steps of a window
     good_noise: float = 0.004  # standard deviation of a window's log step time that needs no longer window
+    try_quads: tuple[int, int] = (1, 3)  # the same of measurements by turns: quads of a table that is tried
     rounds: int = 20  # exploring windows that a policy may ask for, at most ...
     rounds_a_slot: int = 3  # ... or this many per slot, if that is more
     pairs: int = 10  # of one comparison with the default, at most
@@ -60,6 +61,16 @@ NOISE_STEPS = 96
 #: Fewest steps of a window that the noise is estimated from: two differ by chance alone.
 NOISE_LEAST = 3
 
+# -- turns: two tables alternate at every step, see step_times.py -----------------------------------------------
+
+#: Steps of a turn, and of a turn of a job of which a part of a table's effect carries over into the next step.
+TURN_STEPS, CARRIED_TURN_STEPS = 1, 2
+#: Standard errors by which that part has to be above 0.
+CARRIED_ERRORS = 3.0
+#: Fewest and most quads of a comparison between two checks. Each of them needs an agreement of all ranks. With fewer
+#: than 4, 10 of 157 series of A100 nodes show a difference that is none (5 % is the level); with 4 it is 5.
+CHECK_QUADS = (4, 16)
+
 # -- the sequential test -----------------------------------------------------------------------------------------------
 
 #: The chance that a comparison is ever wrong about its sign.
@@ -79,6 +90,7 @@ CLIP = 3.0
 ROOM = 1.25
 #: Noise of a pair (log) that is large. Such noise lasts, and within windows it looks half of what it is.
 LOUD = 0.02
+#: The four constants below are of windows: turns need none of them.
 #: Pairs before a table is adopted if the noise is LOUD, and before a trial is: a slow spell may last for two pairs.
 SAFE_PAIRS = 4
 #: Pairs before a table is adopted otherwise.

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from .change import Regimes
-from .comparison import ADOPTED, Comparison
+from .comparison import ADOPTED, Comparison, TimedWindow
 from .config import DISCARD, MOST_FRUITLESS
 from .interfaces import COMPARE, GO_ON, LEAVE, PROFILE, REFERENCE, SEARCH, TABLE, Plan
 from .state import Changed, Look, NewSearch, Next, State, Verdict, Window
-from .step_times import trimmed_mean
+from .step_times import Quads, trimmed_mean
 
 Array = np.ndarray[Any, Any]
 
@@ -29,7 +29,9 @@ class Explore:
         self.comparison: Comparison | None = None  # that is running
         self._idle = 0  # windows in a row under one table
         if first_log is not None:
-            self.compare(before).add_log(first_log)
+            comparison = self.compare(before)
+            if not comparison.takes_turns:
+                comparison.add_log(first_log)
 
     @property
     def is_spent(self) -> bool:
@@ -43,12 +45,14 @@ class Explore:
         """A window of the running comparison, or of the round once all slots have had their turn."""
         state, comparison = self._state, self.comparison
         if comparison is not None:
+            if comparison.takes_turns:
+                return state.tried(TABLE, comparison.table, comparison)
             if comparison.next_side:
                 return state.window(TABLE, comparison.table)
             return state.window(REFERENCE, comparison.reference)
         if self.turn < state.n_slots:
             return None
-        return state.guard.before(state.window(SEARCH, self.choices), state.current.configs)
+        return state.tried(SEARCH, self.choices)
 
     # -- the policy's turns ------------------------------------------------------------------------------------
 
@@ -118,11 +122,28 @@ class Explore:
         if window.is_aborted:  # it may have been a checkpoint: once more
             comparison.drop_half()
             return None
+        if window.quads is not None and window.current is not None:
+            return self._compared_turns(window, window.quads, window.current, comparison)
+        if comparison.takes_turns:
+            self.comparison = state.compare_by_windows(comparison)
+            return None
         if not window.plan.configs.any():
             state.comparisons.default_window(window.ms)
         if not comparison.add_window(window.plan.kind == TABLE, window.timed):
             return None
-        verdict = state.decide(comparison)
+        return self._decide(comparison)
+
+    def _compared_turns(
+        self, window: Window, quads: Quads, current: TimedWindow, comparison: Comparison
+    ) -> Next:
+        """Turns of a comparison."""
+        if self._state.current.is_default:
+            self._state.comparisons.default_window(current.ms)
+        comparison.add_quads(quads, current, window.timed)
+        return self._decide(comparison)
+
+    def _decide(self, comparison: Comparison) -> Next:
+        verdict = self._state.decide(comparison)
         if verdict:
             return self._adopt(comparison)
         return None if verdict is None else self._reject(comparison)

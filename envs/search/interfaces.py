@@ -4,7 +4,7 @@ it asks of a policy: one action a turn."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import gymnasium as gym
@@ -28,12 +28,22 @@ PHASES = {
 }
 #: Windows after the verdict, of which no kernel times are asked: they are not worth what they cost a running job.
 UNTIMED = (TRIAL, WATCH)
+#: With turns, which table runs in each turn of a quad: 0 the current one, 1 the plan's.
+PATTERN = np.array([0, 1, 1, 0])
+#: Turns of a quad.
+QUAD = len(PATTERN)
 #: What comes after a slot's config: the next slot's turn (after the last slot: the window); the window, at once; a
 #: comparison with the current table; the end of the search, or after the verdict of all trials. Slots without a turn
 #: run the config with the best posterior mean; after the verdict that of the current table.
 GO_ON, RUN, COMPARE, LEAVE = range(4)
 #: Their number.
 N_WHAT = 4
+
+
+def arms_of(n_steps: int, turn_steps: int | Array) -> Array:
+    """(..., n_steps) which table runs in each step of a plan with turns of ``turn_steps`` (...)."""
+    turn = np.arange(n_steps) // np.asarray(turn_steps)[..., None]
+    return PATTERN[turn % QUAD]
 
 
 @dataclass(frozen=True)
@@ -47,11 +57,23 @@ class Measured:
     billed_ms: float  # their time
     first_step: int = -1  # the job's own numbers of the first and last counted step; -1: not known
     last_step: int = -1
+    #: (k,) of a plan with turns, see PATTERN: 0 the current table ran, 1 the plan's, -1 the step counts for nobody.
+    arms: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @property
+    def tried(self) -> Array:
+        """Times of the steps under the plan's own configs, in order."""
+        return self.step_ms[self.arms == 1] if len(self.arms) else self.step_ms
+
+    @property
+    def current(self) -> Array:
+        """With turns: times of the steps under the current table, in order."""
+        return self.step_ms[self.arms == 0]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The next window."""
+    """The next window. With turns, its configs and the current table take turns at every few steps: A B B A."""
 
     kind: str
     configs: Array  # (s,)
@@ -59,7 +81,10 @@ class Plan:
     discard: int = 0  # steps before them that do not count
     limit_ms: float = math.inf  # the window ends with the first step above this
     one_of: int = 0  # the configs hold at one call of so many; 0: at all calls
-    others: Array | int = 0  # (s,) configs that hold at the other calls: the current table
+    others: Array | int = (
+        0  # (s,) configs that hold at the other calls, or in the other turns: the current table
+    )
+    turns: int = 0  # steps of a turn; steps counted and discarded are whole quads of turns then. 0: no turns
 
 
 @dataclass
@@ -72,6 +97,7 @@ class Job:
     call_us: Array  # (s,) of the default's calls; NaN where no kernel was ever sampled
     families: Array  # (s, N_CONFIGS) int: configs with the same number need one warm-up; negative: none
     calls: Array  # (s,) a step; 0: no table can hold at a few of them
+    takes_turns: bool = False  # two tables can take turns at every step
 
     def changed(self, call_us: Array, step: float) -> Job:
         """The same job after a change: the default's calls (s,) now, NaN where none was sampled; its step in steps of
@@ -89,7 +115,11 @@ class Windows(Protocol):
 
     def measure(self, plan: Plan) -> Measured:
         """Run a window: ``plan.n_steps`` counted steps with slot i under config ``plan.configs[i]``, after
-        ``plan.discard`` that do not count. Ends early with a step above ``plan.limit_ms``, which is then the last."""
+        ``plan.discard`` that do not count. Ends early with a step above ``plan.limit_ms``, which is then the last.
+
+        With turns only steps of the plan's own configs end it early. Times of calls are those of its own configs. If
+        the job cannot take turns now, it runs a plain window and tells no arms.
+        """
 
     def confirm(self, configs: Array) -> None:
         """These configs (s,) are the current table from now on, whatever becomes of the search; zeros: the default."""

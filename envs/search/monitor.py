@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from .change import AS_USUAL, MOVED, OFF, RETURNED, Change, Regime, StepLevel
-from .comparison import Comparison, LongSteps, proves_slower
-from .config import EARLY, HARM, LONGEST, SMALL, SURE, SWITCHES, SearchConfig
-from .interfaces import WATCH, Plan
+from .comparison import Comparison, LongSteps, TimedWindow, proves_slower
+from .config import CHECK_QUADS, EARLY, HARM, LONGEST, SMALL, SURE, SWITCHES, SearchConfig
+from .interfaces import QUAD, WATCH, Plan
 from .state import Changed, Look, Next, State, Window
 from .step_times import shortest_counted
 
@@ -70,15 +70,18 @@ class Watch:
         now: int,
         known: tuple[float, int] = (0.0, 0),
         levels: Sequence[float] = (),
+        visit_steps: int = 0,
     ) -> None:
         """``scheduled``: the pairs of the table with the default; ``noise``: standard deviation of a window's log step
         time; ``known``: the table's gain as it was adopted (log), and its pairs; ``levels``: logs of step times that
-        the job had under this table before."""
+        the job had under this table before; ``visit_steps``: default steps of a visit; 0: those of a window."""
         self.scheduled, self.config = scheduled, config
+        self.by_turns = scheduled.takes_turns
         self.noise, self.window_steps = noise, window_steps
         self.gain, self.pairs = known
         self.level = StepLevel(noise, window_steps, config.change, levels)
-        self.visit_steps = window_steps + SWITCHES
+        # By turns, half of the steps of so many quads run the default, and none around them.
+        self.visit_steps = visit_steps or window_steps + SWITCHES
         self.schedule = VisitSchedule(self.visit_steps, config.watch_share, now)
         self.survived = 0  # visits out of turn
         self.is_other = False  # the table does not do in this regime what it did
@@ -118,6 +121,23 @@ class Watch:
         """Whether the next window is the default's, given the steps so far."""
         return self.has_table and self.schedule.wants(now)
 
+    def saw_turns(self, log_ratio: float, noise: float, now: int) -> str:
+        """Take in turns of the default and the table, log(default / table) and its standard deviation: HARMFUL, CHANGED
+        or ''. Both ran in the same steps, so a change of the job's pace falls out."""
+        was_due = self.schedule.visited(now)
+        reach = max(self.config.change, SURE * noise)
+        is_known = self.pairs > 0
+        has_fallen = is_known and log_ratio < self.gain - reach
+        is_slower = log_ratio < -reach
+        if was_due and has_fallen:
+            self.is_other = not is_slower
+            return HARMFUL if is_slower else CHANGED
+        if was_due:  # the job changed its pace, and the table gains what it did
+            self._survives()
+            self.level.accept()
+        self._default = None
+        return self._count(log_ratio)
+
     def saw_default(self, ms: float, now: int) -> str:
         """Take in a window of the default: HARMFUL or ''."""
         was_due = self.schedule.visited(now)
@@ -153,7 +173,10 @@ class Watch:
         return ""
 
     def _scheduled(self, default: float) -> str:
-        log_ratio = default - self.level.last
+        return self._count(default - self.level.last)
+
+    def _count(self, log_ratio: float) -> str:
+        """A pair of the default and the table."""
         self.scheduled.add_log(log_ratio)
         self.gain = (self.gain * self.pairs + log_ratio) / (self.pairs + 1)
         self.pairs += 1
@@ -197,6 +220,9 @@ class Watch:
             self._harm, self.schedule.is_due = 0.0, False
         if found in (OFF, MOVED):
             self._count_harm(least - usual - self.gain)
+        if found == MOVED and self.by_turns and self.has_table:  # turns tell whether that matters
+            self.schedule.is_due = True
+            return ""
         return CHANGED if found == MOVED else ""
 
     def _count_harm(self, slower: float) -> None:
@@ -224,7 +250,12 @@ class Monitor:
         self._long_steps = (
             LongSteps()
         )  # from here on: the job's own may have become more since the comparison
-        noise, known = state.noise, (current.gain[0], current.pairs)
+        noise = state.noise
+        known = current.gain[0], current.pairs
+        by_turns = QUAD // 2 * state.turns.steps * noise.quads
+        visit_steps = 0
+        if state.turns.is_possible:
+            visit_steps = by_turns
         self.watch = Watch(
             state.scheduled_pairs(),
             noise.of_window,
@@ -233,6 +264,7 @@ class Monitor:
             state.account.steps,
             known,
             levels,
+            visit_steps,
         )
         if default_ms is not None:
             self.watch.begin_with(default_ms)
@@ -242,12 +274,26 @@ class Monitor:
         """The job runs as usual: a trial may run."""
         return not self.watch.is_uneasy
 
+    @property
+    def wants_default(self) -> bool:
+        """The default is due."""
+        return self.watch.wants_default(self._state.account.steps)
+
     def plan(self) -> Plan:
         """A window of the current table, or of the default. A checkpoint aborts none of them."""
         state = self._state
-        wants_default = self.watch.wants_default(state.account.steps)
-        configs = np.zeros_like(state.current.configs) if wants_default else state.current.configs
-        return Plan(WATCH, configs.copy(), state.noise.window_steps, state.running.discard(configs))
+        configs = np.zeros_like(state.current.configs) if self.wants_default else state.current.configs
+        plan = Plan(WATCH, configs.copy(), state.noise.window_steps, state.running.discard(configs))
+        # Out of turn one visit has to tell: nothing is tried meanwhile.
+        quads = CHECK_QUADS[0] if self.watch.schedule.is_due else 1
+        quads = max(quads, state.noise.quads)
+        return state.turns.plan(plan, state.current.configs, quads)
+
+    def saw_current(self, window: TimedWindow) -> Next:
+        """Turns of the current table, measured beside a trial."""
+        found = self.watch.saw_table(window.ms)
+        default_ms = self._state.default_ms
+        return self._found(found, default_ms)
 
     def look(self) -> Look:
         """For an observation that no decision follows."""
@@ -268,19 +314,39 @@ class Monitor:
         is_default = bool(not state.current.is_default and not window.plan.configs.any())
         account = state.account
         account.since_verdict += seen.billed
-        account.default_since_verdict += seen.billed * is_default
-        if is_default:
+        under_default = seen.billed
+        if window.quads is not None:
+            under_default = len(seen.tried)
+        account.default_since_verdict += under_default * is_default
+        if window.quads is not None:
+            quads = window.quads
+            noise = state.noise.of_quads(len(quads.ratios))
+            ratio = -quads.ratio  # the default takes the turns of a trial
+            now = account.steps
+            found = self.watch.saw_turns(ratio, noise, now)
+        elif is_default:
             found = self.watch.saw_default(window.ms, account.steps)
         else:
             found = self.watch.saw_table(window.ms, shortest_counted(seen.step_ms))
-        self._long_steps.add(window.plan.configs, seen.step_ms, window.ms)
+        self._add_long_steps(window)
         if not found and not state.current.is_default:
             found = self._check_long_steps()
+        return self._found(found, window.ms if is_default else state.default_ms)
+
+    def _add_long_steps(self, window: Window) -> None:
+        long_steps, seen = self._long_steps, window.seen
+        if window.current is not None:
+            table = self._state.current.configs
+            ms = window.current.ms
+            long_steps.add(table, seen.current, ms)
+        long_steps.add(window.plan.configs, seen.tried, window.ms)
+
+    def _found(self, found: str, default_ms: float) -> Next:
+        """What comes after a window that shows this; ``default_ms``: of the default."""
         if not found:
             return None
         is_harmful = found == HARMFUL
-        state.milestones.dropped += is_harmful
-        default_ms = window.ms if is_default else state.default_ms
+        self._state.milestones.dropped += is_harmful
         return self._changed(default_ms if is_harmful else None)
 
     def _changed(self, default_ms: float | None) -> Changed:

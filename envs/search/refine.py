@@ -22,6 +22,7 @@ from .config import SLOWER, SLOWER_LOG
 from .interfaces import COMPARE, LEAVE, RUN, TRIAL, Plan
 from .monitor import Monitor
 from .state import Changed, Look, Next, State, Watching, Window
+from .step_times import Quads
 
 Array = np.ndarray[Any, Any]
 
@@ -55,9 +56,11 @@ class Refine:
         state = self._state
         if self.trial is None:
             return None
-        plan = state.guard.before(state.window(TRIAL, self.trial), state.current.configs)
+        plan = state.tried(TRIAL, self.trial, self._compared.get(self.trial.tobytes()))
         if plan.one_of:
             return plan
+        if plan.turns and self._monitor.wants_default:
+            return self._monitor.plan()
         if self._reference is not None and self._monitor.is_calm:
             slower = max(SLOWER * state.noise.of(1), SLOWER_LOG)
             limit = self._reference.ms * math.exp(slower)
@@ -123,6 +126,8 @@ class Refine:
     def record(self, window: Window) -> Next:
         """See :class:`state.Phase`."""
         plan = window.plan
+        if window.quads is not None:
+            return self._record_turns(window, window.quads)
         if plan.kind != TRIAL:
             is_current = np.array_equal(plan.configs, self._state.current.configs)
             self._reference = window.timed if is_current else None
@@ -136,20 +141,46 @@ class Refine:
             self._tried(window)
         return self._go_on()
 
+    def _record_turns(self, window: Window, quads: Quads) -> Next:
+        """Turns of a trial, or of the default for monitoring; the turns of the current table are monitored too."""
+        self._reference = window.current
+        assert window.current is not None
+        if window.plan.kind != TRIAL:
+            found = self._monitor.record(window)
+        else:
+            self.trials_left -= 1
+            self._state.account.since_verdict += window.seen.billed
+            comparison = self.comparison_of(window.plan.configs)
+            comparison.add_quads(quads, window.current, window.timed)
+            found = self._monitor.saw_current(window.current)
+            self._judge(window, comparison)
+        if isinstance(found, Changed):
+            return replace(found, trials=self.trials_left)
+        return self._go_on()
+
     def _tried(self, window: Window) -> None:
-        """One window of a trial: adopt its table, run it again, or drop it."""
-        state, trial = self._state, window.plan.configs
+        """One window of a trial."""
         assert self._reference is not None
-        comparison = self.comparison_of(trial)
+        comparison = self.comparison_of(window.plan.configs)
+        if comparison.takes_turns:
+            comparison = self._compared[window.plan.configs.tobytes()] = self._state.compare_by_windows(
+                comparison
+            )
         comparison.add_pair(self._reference, window.timed)
         self._learn(window, self._reference)
         self._reference = None
+        self._judge(window, comparison)
+
+    def _judge(self, window: Window, comparison: Comparison) -> None:
+        """After a measurement of a trial: adopt its table, run it again, or drop it."""
+        state, trial = self._state, comparison.table
         verdict = state.decide(comparison)
         if self._is_hopeless(window, comparison, verdict):
             verdict = False
         belief = state.belief
         is_better = belief.saving_mean(trial) > belief.saving_mean(state.current.configs)
-        goes_on = verdict is None and (is_better or comparison.test.is_promising)
+        is_promising = comparison.test.n > 0 and comparison.test.is_promising
+        goes_on = verdict is None and (is_better or is_promising)
         self.trial = trial if goes_on else None
         if verdict:
             self._adopt(comparison)

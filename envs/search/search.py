@@ -20,14 +20,14 @@ import numpy as np
 from . import observation
 from .belief.prior import Prior
 from .change import Regimes
-from .comparison import Comparison
+from .comparison import Comparison, TimedWindow
 from .config import ABORT, SearchConfig
 from .explore import Explore, Remeasure
-from .interfaces import GO_ON, LEAVE, PROFILE, TRIAL, WATCH, Job, Measured, Plan, Policy, choices_of
+from .interfaces import GO_ON, LEAVE, PROFILE, SEARCH, TRIAL, WATCH, Job, Measured, Plan, Policy, choices_of
 from .monitor import Monitor
 from .refine import Refine
 from .state import Changed, LastWindow, Milestones, NewSearch, Next, Phase, State, Verdict, Watching, Window
-from .step_times import trimmed_mean
+from .step_times import Quads, trimmed_mean
 
 Array = np.ndarray[Any, Any]
 
@@ -51,7 +51,9 @@ class Search:
         self._regimes = Regimes()
         before = np.zeros(self.n_slots, np.int64)
         if first is not None and self.state.config.budget:
-            before = np.where(job.mask[np.arange(self.n_slots), first], first, 0)
+            slots = np.arange(self.n_slots)
+            is_offered = job.mask[slots, first]
+            before = np.where(is_offered, first, 0)
         self.state.account.steps = default.billed
         self.state.begin(default, before)
         self.phase: Phase = Explore(self.state, before)
@@ -150,7 +152,9 @@ class Search:
         figures[5, self.confirmed[look.slot]] = 1.0
         figures[6] = look.risk
         features = state.job.features[look.slot]
-        return observation.encode(features, self._context(look), figures, self.open[look.slot])
+        context = self._context(look)
+        is_open = self.open[look.slot]
+        return observation.encode(features, context, figures, is_open)
 
     def _context(self, look: Any) -> observation.Context:
         state, slot = self.state, look.slot
@@ -196,7 +200,9 @@ class Search:
 
     def ask(self, policy: Policy, state: Any = None) -> Any:
         """Let a policy decide for the slot whose turn it is, from its state of the turn before; its state now."""
-        action, state = policy.predict(self.observe()[None], state, np.array([state is None]), True)
+        seen = self.observe()
+        is_first = np.array([state is None])
+        action, state = policy.predict(seen[None], state, is_first, True)
         config, what = choices_of(np.reshape(action, 3))
         self.decide(int(config), int(what))
         return state
@@ -208,17 +214,24 @@ class Search:
         state = self.state
         state.account.steps += seen.billed
         if plan.kind == PROFILE:
-            window = Window(plan, seen, seen.step_ms, trimmed_mean(seen.step_ms), False, False)
+            ms = trimmed_mean(seen.step_ms)
+            window = Window(plan, seen, seen.step_ms, ms, False, False)
             return self._recorded(window, 0.0)
+        if len(seen.arms):
+            return self._record_turns(plan, seen)
+        if plan.turns:  # the job could not take turns
+            state.turns.is_possible = False
         default_ms = state.default_ms_now
         limit_ms = state.guard.limit_ms(plan.configs, default_ms)
         steps, is_aborted = _measuring_steps(plan, seen.step_ms, limit_ms)
         ms = trimmed_mean(steps)
         saved = seen.billed - seen.billed_ms / default_ms
-        anyway = seen.billed * (1 - math.exp(-self.gain[0])) if self.is_over else 0.0
+        by_current = 1 - math.exp(-self.gain[0])
+        anyway = seen.billed * by_current if self.is_over else 0.0
         # The job's own long steps, such as checkpoints, are not charged to the search. An aborted step is.
         state.account.lost -= saved if is_aborted else seen.billed * (1 - ms / default_ms)
-        state.long_steps.add(plan.configs, seen.step_ms, default_ms if is_aborted else ms)
+        usual_ms = default_ms if is_aborted else ms
+        state.long_steps.add(plan.configs, seen.step_ms, usual_ms)
         if plan.kind != WATCH or not plan.configs.any():
             self._learn(plan, seen, steps, is_aborted)
         is_guilty = is_aborted and state.guard.abort(plan.configs)
@@ -226,6 +239,75 @@ class Search:
         state.running.ran(plan, is_aborted)
         window = Window(plan, seen, steps, ms, is_aborted, is_guilty)
         return self._recorded(window, (saved - anyway) / 100.0)
+
+    def _record_turns(self, plan: Plan, seen: Measured) -> float:
+        """Take in a measurement by turns."""
+        state = self.state
+        current_ms = trimmed_mean(seen.current)
+        state.saw_current(current_ms)
+        default_ms = state.default_ms_now
+        limit_ms = state.guard.limit_ms(plan.configs, default_ms)
+        steps, is_aborted = _measuring_steps(plan, seen.tried, limit_ms)
+        ms = trimmed_mean(steps)
+        quads = Quads.of(seen.step_ms, seen.arms, plan.turns)
+        if not len(quads.ratios):  # it ended before a whole quad
+            quads = Quads.single(math.log(current_ms / ms))
+        gain = self.gain[0]
+        in_default_steps = seen.billed_ms / default_ms
+        saved = seen.billed - in_default_steps
+        by_current = 1 - math.exp(-gain)  # saved in a step
+        anyway = seen.billed * by_current if self.is_over else 0.0
+        if is_aborted:
+            state.account.lost -= saved
+        else:
+            by_tried = 1 - math.exp(-gain - quads.ratio)
+            n_tried = len(seen.tried)
+            n_current = seen.billed - n_tried
+            state.account.lost -= n_tried * by_tried
+            state.account.lost -= n_current * by_current
+        usual_ms = default_ms if is_aborted else ms
+        long_steps = state.long_steps
+        long_steps.add(plan.configs, seen.tried, usual_ms)
+        long_steps.add(self.confirmed, seen.current, current_ms)
+        self._learn_turns(plan, seen, quads, is_aborted)
+        is_guilty = is_aborted and state.guard.abort(plan.configs)
+        state.milestones.aborted += is_aborted
+        state.running.ran(plan, is_aborted)
+        beside = TimedWindow(current_ms, seen.first_step, seen.last_step)
+        window = Window(plan, seen, steps, ms, is_aborted, is_guilty, quads, beside)
+        return self._recorded(window, (saved - anyway) / 100.0)
+
+    def _learn_turns(self, plan: Plan, seen: Measured, quads: Quads, is_aborted: bool) -> None:
+        """The belief learns by how much the two tables differ, and the times of the calls."""
+        state = self.state
+        state.noise.add_quads(quads)
+        configs, calls = self._obeyed_calls(plan, seen)
+        noise = state.noise.of_quads(len(quads.ratios))
+        is_far = plan.kind == SEARCH
+        belief = state.belief
+        belief.observe(configs, math.nan, noise, calls, seen.billed)
+        belief.compare(configs, self.confirmed, quads.ratio, noise, is_far)
+        if not is_aborted:
+            state.guard.ran(configs)
+        gain = self.gain[0]
+        saving = quads.ratio + gain
+        known_calls = np.nan_to_num(calls)
+        state.last = LastWindow(saving, known_calls, 0.0)
+
+    def _obeyed_calls(self, plan: Plan, seen: Measured) -> tuple[Array, Array]:
+        """Configs (s,) that NCCL ran, and log times (s,) of their calls over the default's; NaN: not sampled. The
+        others are refused."""
+        state = self.state
+        us = np.asarray(seen.call_us, np.float64)
+        call_logs = np.log(us)
+        is_default = plan.configs == 0
+        state.default_calls.add(call_logs, is_default)
+        longer = call_logs - state.default_calls.logs
+        calls = np.where(seen.obeyed, longer, np.nan)
+        is_refused = ~seen.obeyed & (plan.configs > 0)
+        state.guard.refuse(plan.configs, is_refused)
+        configs = np.where(seen.obeyed, plan.configs, 0)
+        return configs, calls
 
     def _recorded(self, window: Window, reward: float) -> float:
         self.last = window
@@ -240,11 +322,7 @@ class Search:
         has_step = plan.kind != TRIAL and not plan.one_of
         log_step = math.log(trimmed_mean(steps) / state.default_ms) if has_step else math.nan
         noise = state.noise.of(len(steps)) if has_step else 1.0
-        call_logs = np.log(np.asarray(seen.call_us, np.float64))
-        state.default_calls.add(call_logs, plan.configs == 0)
-        calls = np.where(seen.obeyed, call_logs - state.default_calls.logs, np.nan)
-        state.guard.refuse(plan.configs, ~seen.obeyed & (plan.configs > 0))
-        configs = np.where(seen.obeyed, plan.configs, 0)
+        configs, calls = self._obeyed_calls(plan, seen)
         state.belief.observe(configs, log_step, noise, calls, seen.billed)
         if plan.one_of:
             state.guard.ran_at_few_calls(configs, np.isfinite(calls))
@@ -272,8 +350,12 @@ class Search:
                 marks = state.milestones
                 marks.verdict = self.steps if marks.verdict < 0 else marks.verdict
                 after = found.chosen, found.levels, found.default_ms
+                state.turns.try_again()
                 is_refining = found.trials > 0
-                self.phase = Refine(state, found.trials, *after) if is_refining else Monitor(state, *after)
+                if is_refining:
+                    self.phase = Refine(state, found.trials, *after)
+                else:
+                    self.phase = Monitor(state, *after)
             case Watching():
                 self.phase = found.monitor
             case Changed():

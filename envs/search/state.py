@@ -17,18 +17,19 @@ from .config import (
     AGAIN,
     ALPHA,
     BUDGET_STEPS,
-    DISCARD,
+    CARRIED_TURN_STEPS,
+    CHECK_QUADS,
     LEAST_PAIRS,
     MORE,
     SAFE_PAIRS,
     TRIAL_ALPHA,
-    WARM_STEPS,
+    TURN_STEPS,
     WATCH_ALPHA,
     SearchConfig,
 )
-from .interfaces import Job, Measured, Plan
-from .step_guard import StepGuard
-from .step_times import NoiseEstimate, trimmed_mean
+from .interfaces import QUAD, TABLE, Job, Measured, Plan
+from .step_guard import Running, StepGuard, Turns
+from .step_times import NoiseEstimate, Quads, trimmed_mean
 
 Array = np.ndarray[Any, Any]
 
@@ -112,9 +113,8 @@ class Comparisons:
     in_search: int = 0  # of this search
     last_rejected: Comparison | None = None
     rejected: set[bytes] = field(default_factory=set)  # tables that lost in this search
-    with_long_steps: set[bytes] = field(
-        default_factory=set
-    )  # tables that were dropped for them, in any search
+    #: Tables that were dropped for them, in any search.
+    with_long_steps: set[bytes] = field(default_factory=set)
     default_logs: list[float] = field(default_factory=list)  # each default window against the one before: A/A
     default_before_ms: float = 0.0  # the last default window
 
@@ -158,32 +158,6 @@ class DefaultCalls:
         self.logs = self.logs + np.where(known, (logs - self.logs) / self._windows, 0.0)
 
 
-class Running:
-    """What the job runs now, and which algorithms are connected."""
-
-    def __init__(self, families: Array) -> None:
-        self._families = families  # (s, N_CONFIGS), see ``interfaces.Job``
-        self._warm: set[int] = set()
-        self.configs: Array = np.zeros(len(families), np.int64)
-
-    def ran(self, plan: Plan, is_aborted: bool) -> None:
-        """A window has ended. After one at few calls any table is another one."""
-        if not is_aborted:
-            self._warm |= self._families_of(plan.configs)
-        self.configs = np.where(plan.one_of, -1, plan.configs)
-
-    def discard(self, configs: Array) -> int:
-        """Steps that do not count after a change to these configs (s,)."""
-        if np.array_equal(configs, self.configs):
-            return 0
-        is_cold = bool(self._families_of(configs) - self._warm)
-        return DISCARD + WARM_STEPS * is_cold
-
-    def _families_of(self, configs: Array) -> set[int]:
-        found = {int(self._families[slot, config]) for slot, config in enumerate(configs)}
-        return {family for family in found if family >= 0}
-
-
 @dataclass(frozen=True)
 class Window:
     """One window as the phases take it in."""
@@ -194,6 +168,8 @@ class Window:
     ms: float  # their trimmed mean
     is_aborted: bool
     is_guilty: bool  # aborted, and its likeliest cause had aborted a window before
+    quads: Quads | None = None  # of a plan with turns
+    current: TimedWindow | None = None  # the turns of the current table
 
     @property
     def is_refused(self) -> bool:
@@ -228,16 +204,19 @@ class State:
         self.current = CurrentTable(self.n_slots, on_confirmed)
         self.comparisons = Comparisons()
         self.default_calls = DefaultCalls(job.call_us)
-        self.running = Running(job.families)
+        self.running = Running(job.families, job.takes_turns)
         self.milestones = Milestones()
 
     def begin(self, default: Measured, before: Array) -> None:
         """A new search, from these default steps. ``before`` (s,): configs that ran until now."""
         self.default_ms = trimmed_mean(default.step_ms)
+        self.turns.default_ms = 0.0
+        self.turns.try_again()
         self.noise.begin(default.step_ms, self.config)
         self.belief = Belief(self.prior, self.job.features, self.open, self.job.share)
         has_calls = bool(np.isfinite(self.default_calls.logs).any())
-        self.belief.begin(self.noise.of_window, self.config.reveal, has_calls)
+        noise = self.pair_noise / math.sqrt(2)
+        self.belief.begin(noise, self.config.reveal, has_calls)
         self.guard.begin(self.job, self.belief, before)
         self.account.rounds = 0
         self.comparisons.begin(self.default_ms)
@@ -253,14 +232,23 @@ class State:
         return len(self.job.share)
 
     @property
+    def turns(self) -> Turns:
+        """How its tables take turns."""
+        return self.running.turns
+
+    @property
     def open(self) -> Array:
         """(s, N_CONFIGS) bool: what may be chosen: what NCCL offers, and obeyed so far."""
         return np.asarray(self.job.mask & ~self.guard.refused)
 
     @property
     def default_ms_now(self) -> float:
-        """Step time of the default now, as the belief follows it."""
-        return self.default_ms * math.exp(float(self.belief.mean[0]))
+        """Step time of the default now: from the last turns, or as the belief follows it."""
+        return self.turns.default_ms or self.default_ms * math.exp(float(self.belief.mean[0]))
+
+    def saw_current(self, ms: float) -> None:
+        """Turns of the current table took so long."""
+        self.turns.default_ms = ms * math.exp(self.current.gain[0])
 
     @property
     def spent(self) -> float:
@@ -275,28 +263,55 @@ class State:
         discard = self.running.discard(configs)
         return Plan(kind, configs.copy(), self.noise.window_steps, discard, limit)
 
+    def tried(self, kind: str, configs: Array, comparison: Comparison | None = None) -> Plan:
+        """A measurement of these configs (s,): by turns with the current table if the job can, else a window; one at
+        few calls first if they are risky. A ``comparison`` is checked after half as many quads more each time."""
+        current, plan = self.current.configs, self.window(kind, configs)
+        if kind != TABLE:
+            plan = self.guard.before(plan, current)
+        quads = self.noise.quads if comparison is None else comparison.quads_until_check
+        return plan if plan.one_of else self.turns.plan(plan, current, quads)
+
     @property
     def pair_noise(self) -> float:
-        """Standard deviation of the log ratio of two windows."""
+        """Standard deviation of the log ratio of two windows, or of a table that is tried by turns."""
+        if self.turns.is_possible:
+            return self.noise.of_quads(self.noise.quads)
         return self.noise.of_window * math.sqrt(2)
 
+    @property
+    def quads_a_pair(self) -> float:
+        """Quads that tell as much as a pair of windows, in half of the steps; 0: this job takes no turns."""
+        return self.noise.window_steps / QUAD if self.turns.is_possible else 0.0
+
     def compare(self, table: Array, noise: float, is_trial: bool = False) -> Comparison:
-        """A new comparison of a table (s,) with the current one; ``noise`` of a pair."""
+        """A new comparison of a table (s,) with the current one; ``noise`` of a pair of windows."""
         first = TRIAL_ALPHA if is_trial else ALPHA
         is_improvement = is_trial and not self.current.is_default
         level = ALPHA if is_improvement else first * AGAIN**self.milestones.fruitless
-        found = Comparison(table.copy(), self.current.configs.copy(), SequentialTest(noise, level), is_trial)
+        if self.turns.is_possible:
+            noise = self.noise.of_quads(1)
+        test = SequentialTest(noise, level, quads_a_pair=self.quads_a_pair)
+        found = Comparison(table.copy(), self.current.configs.copy(), test, is_trial)
         self.comparisons.history.append(found)
         return found
 
+    def compare_by_windows(self, comparison: Comparison) -> Comparison:
+        """The job takes no turns any more: the same comparison begins anew."""
+        self.comparisons.history.remove(comparison)
+        return self.compare(comparison.table, self.pair_noise, comparison.is_trial)
+
     def scheduled_pairs(self) -> Comparison:
         """The pairs of the current table and the default that monitoring measures now and then."""
-        test = SequentialTest(self.pair_noise, WATCH_ALPHA)
+        test = SequentialTest(self.pair_noise, WATCH_ALPHA, quads_a_pair=float(self.turns.is_possible))
         return Comparison(self.current.configs, np.zeros(self.n_slots, np.int64), test)
 
     def decide(self, comparison: Comparison) -> bool | None:
         """Whether its table replaces the current one, see :meth:`Comparison.decide`."""
-        config = self.config
+        if self.turns.steps == TURN_STEPS and comparison.drop_carried():
+            self.turns.steps = CARRIED_TURN_STEPS
+            return None
+        config, quads = self.config, comparison.test.quads_a_pair
         known = None if not self.current.comparisons else self.current.gain[1]
         if known is not None:
             pairs = float(config.pairs_again)
@@ -305,6 +320,8 @@ class State:
             pairs = math.inf if comparison.is_trial else float(config.pairs)
             pairs_long_steps = float(config.pairs_long_steps)
         least = SAFE_PAIRS if comparison.is_trial else LEAST_PAIRS
+        if quads:  # as certain as so many pairs of windows
+            pairs, pairs_long_steps, least = pairs * quads, pairs_long_steps * quads, CHECK_QUADS[0]
         terms = Terms(pairs, pairs_long_steps, least, config.least_gain, known)
         return comparison.decide(terms, self.long_steps)
 

@@ -4,6 +4,8 @@ A table that holds at about one call a step hardly makes the step too slow, and 
 all of them would do. A setting runs at every call only after such a time was measured, or if it is not risky. A
 window with a setting that was never measured ends with its first step that is too slow; a setting that causes this
 twice is refused.
+
+This file also knows what runs: which algorithms are connected, and how two tables take turns.
 """
 
 from __future__ import annotations
@@ -15,8 +17,18 @@ from typing import Any
 import numpy as np
 
 from .belief.belief import Belief
-from .config import ABORT, FEW_CALLS, FEWEST_CALLS, MOST_ABORTED, RISKY, RISKY_AT_ONE_CALL
-from .interfaces import Job, Plan
+from .config import (
+    ABORT,
+    DISCARD,
+    FEW_CALLS,
+    FEWEST_CALLS,
+    MOST_ABORTED,
+    RISKY,
+    RISKY_AT_ONE_CALL,
+    TURN_STEPS,
+    WARM_STEPS,
+)
+from .interfaces import QUAD, Job, Plan
 
 Array = np.ndarray[Any, Any]
 
@@ -129,3 +141,54 @@ class StepGuard:
         n_steps = math.ceil(FEW_CALLS * one_of / calls.min())
         configs = np.where(is_risky, plan.configs, current)
         return replace(plan, configs=configs, n_steps=n_steps, one_of=one_of, others=current.copy())
+
+
+class Turns:
+    """How this job's tables take turns at every step, if they can."""
+
+    def __init__(self, is_told: bool) -> None:
+        self._is_told = is_told  # by the job
+        self.is_possible = is_told
+        self.steps = TURN_STEPS  # of a turn
+        self.default_ms = 0.0  # step of the default, from the last turns; 0: none were measured
+
+    def try_again(self) -> None:
+        """A phase begins: a job that had no rhythm, as in an evaluation, may have one now."""
+        self.is_possible = self._is_told
+
+    def plan(self, plan: Plan, current: Array, quads: int) -> Plan:
+        """The same plan by turns with the current table (s,): so many quads. The first one does not count if an
+        algorithm may be new: NCCL connects lazily."""
+        if not self.is_possible or np.array_equal(plan.configs, current):
+            return plan
+        size = QUAD * self.steps
+        discard = size if plan.discard > DISCARD else 0
+        return replace(plan, n_steps=size * quads, discard=discard, others=current.copy(), turns=self.steps)
+
+
+class Running:
+    """What the job runs now, and which algorithms are connected."""
+
+    def __init__(self, families: Array, takes_turns: bool) -> None:
+        self.turns = Turns(takes_turns)
+        self._families = families  # (s, N_CONFIGS), see ``interfaces.Job``
+        self._warm: set[int] = set()
+        self.configs: Array = np.zeros(len(families), np.int64)
+
+    def ran(self, plan: Plan, is_aborted: bool) -> None:
+        """A window has ended. After one at few calls any table is another one."""
+        if not is_aborted:
+            self._warm |= self._families_of(plan.configs)
+        after = plan.others if plan.turns else plan.configs
+        self.configs = np.where(plan.one_of, -1, after)
+
+    def discard(self, configs: Array) -> int:
+        """Steps that do not count after a change to these configs (s,)."""
+        if np.array_equal(configs, self.configs):
+            return 0
+        is_cold = bool(self._families_of(configs) - self._warm)
+        return DISCARD + WARM_STEPS * is_cold
+
+    def _families_of(self, configs: Array) -> set[int]:
+        found = {int(self._families[slot, config]) for slot, config in enumerate(configs)}
+        return {family for family in found if family >= 0}

@@ -89,6 +89,8 @@ class World:
     swing_steps: Range = (300, 20_000)  # ... with this period, log scale
     #: First use of an algorithm, times fabric.connect_us, log scale; public: 1.9 and 1.2 s (UniRL#467).
     connect: Range = (1.0, 30.0)
+    carries: float = 0.5  # jobs of which a part of a table's effect carries over into the next step ...
+    carry_over: Range = (0.0, 0.3)  # ... this part, evenly; no public figure says how much
     contention: Contention = field(default_factory=Contention)
     extra: Extra = field(default_factory=Extra)
     regimes: RegimeFamily = field(default_factory=RegimeFamily)

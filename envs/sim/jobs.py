@@ -17,10 +17,12 @@ from ..nccl_model.clusters import ClusterArrays
 from .fabric.fabric import Fabric
 from .fabric.params import N_PRODUCTS, FabricParams, unmodelled
 from .family import HELD_OUT, STANDARD, WORLDS, JobFamily, World, draw_fleet
+from .mixes import FirstUse
 from .noise import Noise, log_uniform
 from .regimes import MOST_REGIMES, Regimes
+from .sites import SampledClusters
 from .step import N_CALL, N_PORTS, Calls, Law
-from .truth import LAST_RING, FirstUse, Jobs, SampledClusters, Slots
+from .truth import LAST_RING, Jobs, Slots
 from .workloads import MANY_SLOTS, N_BESIDE, SLOTS, WorkloadArrays, all_works
 from .worlds import Extras
 
@@ -174,6 +176,9 @@ def assemble(
     beside = _beside(works, which, fleet, rng)
     noise = Noise.draw(kind.noise, rng, n)
     noise.swing = _swing(kind, rng, n)
+    carry = _carry(kind, rng, n)
+    growth = by_job(_growth(*asked), width)
+    regimes = Regimes.draw(kind.regimes, rng, growth)
     jobs = Jobs(
         n_slots=works.n_slots[which],
         fingerprint=fingerprint,
@@ -186,9 +191,10 @@ def assemble(
         tables=tables,
         beside=beside,
         scale=np.ones(n),
+        carry=carry,
         noise=noise,
         first_use=FirstUse(first_us, connected, np.zeros(n)),
-        regimes=Regimes.draw(kind.regimes, rng, by_job(_growth(*asked), width)),
+        regimes=regimes,
         sites=sites,
     )
     if kind.hook is not None:
@@ -199,6 +205,14 @@ def assemble(
     pressure = np.where(jobs.regimes.count > 1, by_regime, pressure)
     jobs.fingerprint.memory_pressure = np.repeat(pressure, width)
     return jobs
+
+
+def _carry(kind: World, rng: np.random.Generator, n: int) -> Array:
+    """Part of a table's effect that the next step still shows, (n,). Drawn from a stream of its own, so that all other
+    numbers are what they were without it."""
+    own = rng.spawn(1)[0]
+    part = own.uniform(*kind.carry_over, n)
+    return np.where(own.random(n) < kind.carries, part, 0.0)
 
 
 def _whole_words(n_bytes: Array, n_ranks: Array) -> Array:
@@ -259,9 +273,10 @@ def _call_tables(
     pair = pair_of(np.arange(N_CONFIGS), own[:, None])
     us = fabric.times_on_us(is_rs, n_bytes, pair, ran)
     slow, near, far = fabric.overlap(is_rs, n_bytes, pair, ran, us)
+    slow = slow * touch[:, None]
     crowd = ran / 16 if crowd_by_channels else np.ones_like(us)
     port = np.take_along_axis(ports, pair, axis=1)
-    return Calls(us, slow * touch[:, None], near, far, crowd, ran, port)
+    return Calls(us, slow, near, far, crowd, ran, port)
 
 
 def _growth(fabric: Fabric, is_rs: Array, n_bytes: Array, own: Array, ran: Array) -> Array:

@@ -23,7 +23,8 @@ Range = tuple[float, float]
 def log_uniform(rng: np.random.Generator, bounds: Range, n: int) -> Array:
     """``n`` numbers within ``bounds``, even on a log scale."""
     low, high = np.log(bounds)
-    return np.asarray(np.exp(rng.uniform(low, high, n)))
+    logs = rng.uniform(low, high, n)
+    return np.asarray(np.exp(logs))
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,10 @@ class NoiseStream:
             self.first[i] = block[i]
             for k in (0, 1):
                 key = [*self.keys[i], int(block[i]) + k]
-                self._draw(int(i), slice(k * BLOCK, (k + 1) * BLOCK), np.random.default_rng(key))
+                first = k * BLOCK
+                part = slice(first, first + BLOCK)
+                own = np.random.default_rng(key)
+                self._draw(int(i), part, own)
         return at - self.first * BLOCK
 
     def _draw(self, i: int, part: slice, rng: np.random.Generator) -> None:
@@ -126,7 +130,8 @@ class NoiseStream:
         place = begin[:, None] + np.arange(most)
         place = np.minimum(place, 2 * BLOCK - 1)
         numbers = self._steps[rows[:, None], place]
-        out = np.zeros((numbers.shape[2], most, len(at)))
+        n_shocks = numbers.shape[2]
+        out = np.zeros((n_shocks, most, len(at)))
         out[:, :, rows] = numbers.transpose(2, 1, 0)
         return Shocks(*out)
 
@@ -134,9 +139,14 @@ class NoiseStream:
         """Standard normal numbers (n, n_calls) of windows that ended before step ``at`` (n,)."""
         rows = np.flatnonzero(n_steps > 0)
         place = self._fill(at, rows)[rows]
-        out = np.zeros((len(at), self._calls.shape[2]))
+        n_calls = self._calls.shape[2]
+        out = np.zeros((len(at), n_calls))
         out[rows] = self._calls[rows, place]
         return out
+
+
+#: Where random numbers come from: one source for all jobs together, or one for each job.
+RandomNumbers = np.random.Generator | NoiseStream
 
 
 @dataclass
@@ -193,7 +203,8 @@ class Noise(Columns):
         every = some(family.saves, save_every).astype(int)
         low, high = family.sampled
         unsampled = rng.random(n) < family.unsampled
-        sampled = np.where(unsampled, 0, rng.integers(low, high + 1, n))
+        often = rng.integers(low, high + 1, n)
+        sampled = np.where(unsampled, 0, often)
         noise = cls(
             sigma=drawn(family.sigma),
             memory=rng.uniform(*family.memory, n),
@@ -215,22 +226,28 @@ class Noise(Columns):
             short = drawn(family.slow_steps)
             size = drawn(family.slow)
             steps = np.stack([short, family.longer * short], axis=1)
-            noise.drift = Drift(size, np.exp(-1 / steps), rng.normal(0.0, 1.0, (n, 2)))
+            memory = np.exp(-1 / steps)
+            begin = rng.normal(0.0, 1.0, (n, 2))
+            noise.drift = Drift(size, memory, begin)
         return noise
 
-    def steps(
-        self, us: Array, n_steps: Array, rng: np.random.Generator | NoiseStream, late: tuple[Array, Array]
-    ) -> Array:
+    def steps(self, us: Array, n_steps: Array, rng: RandomNumbers, late: tuple[Array, Array]) -> Array:
         """Measured times (n, max(n_steps)) of the next ``n_steps`` (n,) steps, then NaN; ``us``: their true times,
         (n,) or (n, max(n_steps)).
 
-        ``late``: probability that the configs that run make a step straggle, and by how many steps, each (n,).
+        ``late``: probability that the configs that run make a step straggle, and by how many steps, each of the shapes
+        of ``us``.
         """
         n = len(us)
         most = int(n_steps.max(initial=0))
-        if us.ndim == 1:
-            us = us[:, None]
-        us = np.broadcast_to(us, (n, most))
+
+        def by_step(values: Array) -> Array:
+            columns = values[:, None] if values.ndim == 1 else values
+            return np.broadcast_to(columns, (n, most))
+
+        us = by_step(us)
+        often = by_step(late[0])
+        size = by_step(late[1])
         out = np.full((n, most), np.nan)
         lasting = bool(self.drift.size.any())
         numbers = self._numbers(rng, n_steps, most, lasting)
@@ -243,14 +260,13 @@ class Noise(Columns):
                 log += self.drift.step(on, numbers.slow[t])
             waits = self.late * numbers.waits[t]
             factor = np.exp(log) + waits
-            factor += self._long(numbers.heavy[t], numbers.size[t], late)
+            late_now = often[:, t], size[:, t]
+            factor += self._long(numbers.heavy[t], numbers.size[t], late_now)
             took = us[:, t] * factor
             out[:, t] = np.where(on, took, np.nan)
         return out
 
-    def _numbers(
-        self, rng: np.random.Generator | NoiseStream, n_steps: Array, most: int, lasting: bool
-    ) -> Shocks:
+    def _numbers(self, rng: RandomNumbers, n_steps: Array, most: int, lasting: bool) -> Shocks:
         """Random numbers of the next ``n_steps`` (n,) steps, (most, n)."""
         if isinstance(rng, NoiseStream):
             return rng.steps(self.at, n_steps)
@@ -259,7 +275,8 @@ class Noise(Columns):
     def _move(self, on: Array, shock: Array, flips: Array) -> None:
         """One step later, for the jobs that are ``on`` (n,) bool."""
         stay = np.sqrt(1.0 - self.memory**2)
-        moved = self.memory * self.level + stay * shock
+        kept = self.memory * self.level
+        moved = kept + stay * shock
         self.level = np.where(on, moved, self.level)
         is_flip = on & (flips < 1.0 / self.hold)
         self.is_slow = np.where(is_flip, ~self.is_slow, self.is_slow)
@@ -275,9 +292,7 @@ class Noise(Columns):
         is_saving = (self.save_every > 0) & (since == 0)
         return np.asarray(more + np.where(is_saving, self.save_cost, 0.0))
 
-    def calls(
-        self, call_us: Array, n_steps: Array, rng: np.random.Generator | NoiseStream, all_: Any = False
-    ) -> Array:
+    def calls(self, call_us: Array, n_steps: Array, rng: RandomNumbers, all_: Any = False) -> Array:
         """Mean durations (n, S) over the last ``n_steps``, NaN where no step was sampled; of ``all_`` each is."""
         often = np.maximum(self.sampled, 1)
         every = np.where(all_, 1, often)
@@ -290,9 +305,7 @@ class Noise(Columns):
         seen = call_us * np.exp(off * spread)
         return np.where(count > 0, seen, np.nan)
 
-    def _call_numbers(
-        self, rng: np.random.Generator | NoiseStream, n_steps: Array, shape: tuple[int, ...]
-    ) -> Array:
+    def _call_numbers(self, rng: RandomNumbers, n_steps: Array, shape: tuple[int, ...]) -> Array:
         """Standard normal numbers of ``shape`` for windows of ``n_steps`` (n,) that have just ended."""
         if isinstance(rng, NoiseStream):
             return rng.calls(self.at, n_steps)

@@ -15,77 +15,21 @@ import numpy as np
 
 from ...traces.fingerprint import Fingerprint
 from ...traces.spaces import pair_of
-from ..nccl_model.clusters import ClusterArrays
 from ..nccl_model.columns import Columns, taken
-from .fabric.params import FabricParams
-from .noise import Noise, NoiseStream
+from .mixes import Few, FirstUse, Moment, Turns
+from .noise import Noise, RandomNumbers
 from .regimes import MOST_REGIMES, Regimes
-from .step import Calls, Law
+from .sites import SampledClusters
+from .step import Calls
 from .workloads import N_BESIDE, WorkloadArrays
-from .worlds import Extras
 
 Array = np.ndarray[Any, Any]
 #: Of PAIRS the last of a ring; each after it is an algorithm of its own.
 LAST_RING = 2
 
 
-@dataclass
-class SampledClusters(Columns):
-    """Where ``n`` jobs run: what another job on the same clusters has in common with them. Arrays (n, ...)."""
-
-    fleet: ClusterArrays
-    truth: FabricParams
-    other: (
-        Array  # (n, 2, 6, N_COUNTS) what the formulas miss, far in message size from where truth.effect holds
-    )
-    turn: Array  # pi / 2 / octaves of message size from the one to the other
-    touch: Array  # calls slow the compute so many times as much as the fabric says
-    law: Law
-    world: Array  # index into WORLDS
-    extras: Extras
-
-
 class Slots(Columns, Fingerprint):
     """What the slots of jobs look like, as many rows a job; places without a slot hold copies of the job's first."""
-
-
-@dataclass
-class FirstUse(Columns):
-    """What the first use of an algorithm costs each job: NCCL connects it then. A communicator for each collective."""
-
-    us: Array  # (n,) each
-    connected: Array  # (n, 2, N_ALGOS) bool
-    spent_us: Array  # (n,) so far
-
-    def of(self, rows: Array, is_rs: Array, algo: Array, used: Array) -> Array:
-        """Connect what the jobs at ``rows`` use now, arrays (m, S); us (m,) that it takes."""
-        shape = self.connected.shape[1:]
-        need = np.zeros((len(rows), *shape), bool)
-        place, slot = np.nonzero(used)
-        func = is_rs[place, slot]
-        need[place, func, algo[place, slot]] = True
-        new = need & ~self.connected[rows]
-        us = new.sum(axis=(1, 2)) * self.us[rows]
-        self.connected[rows] |= need
-        self.spent_us[rows] += us
-        return np.asarray(us)
-
-
-@dataclass
-class Few(Columns):
-    """Tables of ``m`` jobs hold at ``part`` (m,) of the calls, 1: at all; at the rest the ``others`` (m, S) do."""
-
-    part: Array
-    others: Array
-
-
-@dataclass
-class Moment(Columns):
-    """What the truth of ``m`` jobs depends on besides their configs; arrays (m,)."""
-
-    weather: Array  # calls take so many times as long
-    weight: Array  # of the one congestion, see Extras.congestion
-    regime: Array
 
 
 @dataclass
@@ -107,6 +51,7 @@ class Jobs(Columns):
     tables: Calls  # (n, S, N_CONFIGS) float32: what a call is under every config
     beside: Array  # (n, N_BESIDE, N_CALL) calls that are not tuned
     scale: Array  # of compute
+    carry: Array  # part of a table's effect that the next step still shows
     noise: Noise
     first_use: FirstUse
     regimes: Regimes
@@ -144,7 +89,8 @@ class Jobs(Columns):
         if not more:
             return self
         # A place without a slot holds what another of the kind holds, the job's first: nothing of it is used.
-        first = np.append(np.arange(self.width), np.zeros(more, int))
+        none = np.zeros(more, int)
+        first = np.append(np.arange(self.width), none)
         begin = np.arange(len(self)) * self.width
         rows = (begin[:, None] + first).ravel()
         mask = self.mask[:, first].copy()
@@ -171,7 +117,8 @@ class Jobs(Columns):
         is masked.
         """
         rows, configs = self._asked(configs, rows)
-        total, call_us = self._at(configs, rows, few, self.noise.at[rows])
+        now = self.noise.at[rows]
+        total, call_us = self._at(configs, rows, few, now)
         often, size = self._late(configs, rows)
         return total * (1 + often * size), call_us
 
@@ -181,8 +128,9 @@ class Jobs(Columns):
         Where regimes alternate, each step counts in default steps of its regime, for that is how time lost is told.
         """
         rows, configs = self._asked(configs, rows)
-        us = self._usual(configs, rows, np.zeros(len(rows), int))
-        changing = np.flatnonzero(self.regimes.count[rows] > 1)
+        first = np.zeros(len(rows), int)
+        us = self._usual(configs, rows, first)
+        changing = self._changing(rows)
         if len(changing):
             tables = np.repeat(configs[changing, None], MOST_REGIMES, axis=1)
             us[changing] = self._followed(tables, rows[changing])
@@ -205,13 +153,15 @@ class Jobs(Columns):
         self,
         configs: Array,
         n_steps: Array | int,
-        rng: np.random.Generator | NoiseStream,
+        rng: RandomNumbers,
         few: Few | None = None,
+        turns: Turns | None = None,
     ) -> tuple[Array, Array]:
-        """Run ``n_steps`` (n,) or a number of steps under ``configs`` (n, S), and measure; time goes on.
+        """Run ``n_steps`` (n,) or a number of steps under ``configs`` (n, S), of some in ``turns`` with the current
+        table, and measure; time goes on.
 
         Returns step times (n, most) us, NaN beyond a job's own number, and mean durations of the calls (n, S) us,
-        NaN where no step's kernels were sampled. A job with 0 steps does not run.
+        NaN where no step's kernels were sampled. A job with 0 steps does not run. With turns one quad is sampled.
         """
         n = len(self)
         n_steps = np.broadcast_to(np.asarray(n_steps, int), n)
@@ -220,20 +170,53 @@ class Jobs(Columns):
         rows, configs = self._asked(np.asarray(configs)[rows], rows)
         us = np.zeros((n, most))
         call_us = np.full((n, self.width), np.nan)
-        late = np.zeros((2, n))
+        late = np.zeros((2, n, most))
         at_few = few and few.take(rows)
-        us[rows], call_us[rows] = self._through(configs, rows, at_few, n_steps[rows])
-        late[:, rows] = self._late(configs, rows)
+        counts = n_steps[rows]
+        us[rows], call_us[rows] = self._through(configs, rows, at_few, counts)
+        straggles = np.stack(self._late(configs, rows))
+        late[:, rows] = straggles[:, :, None]
+        first = np.zeros(len(rows), int)  # step with the first use
+        sampled = n_steps
+        if turns is not None and turns.steps[rows].any():
+            here = np.flatnonzero(turns.steps[rows])
+            at = rows[here]
+            length = turns.steps[at]
+            of_these = turns.take(at)
+            self._take_turns(of_these, at, n_steps[at], us, late)
+            first[here] = length
+            sampled = n_steps.copy()
+            sampled[at] = 2 * length
         steps = self.noise.steps(us, n_steps, rng, (late[0], late[1]))
-        steps[rows, 0] += self._connect(configs, rows)
-        return steps, self.noise.calls(call_us, n_steps, rng, few and few.part < 1)
+        steps[rows, first] += self._connect(configs, rows)
+        is_every = sampled < n_steps
+        if few is not None:
+            is_every |= few.part < 1
+        seen_us = self.noise.calls(call_us, sampled, rng, is_every)
+        return steps, seen_us
+
+    def _take_turns(self, turns: Turns, rows: Array, n_steps: Array, us: Array, late: Array) -> None:
+        """Put the steps of the current tables (m, S) into those of the jobs at ``rows`` (m,): the truth ``us``
+        (n, most) and stragglers ``late`` (2, n, most). A part of each table's effect carries over into the next
+        step."""
+        most = us.shape[1]
+        is_own = turns.arms(most) == 1
+        rows, others = self._asked(turns.others, rows)
+        other_us, _ = self._through(others, rows, None, n_steps)
+        us[rows] = turns.mixed(us[rows], other_us, self.carry[rows])
+        straggles = np.stack(self._late(others, rows))
+        other_late = straggles[:, :, None]
+        own_late = late[:, rows]
+        late[:, rows] = np.where(is_own, own_late, other_late)
 
     def _connect(self, configs: Array, rows: Array) -> Array:
         """What the first use of algorithms costs now, us (m,)."""
         is_rs = self.fingerprint.is_reduce_scatter.reshape(-1, self.width)
         func = is_rs[rows].astype(int)
-        algo = np.maximum(self._pair(configs, rows) - LAST_RING, 0)
-        return self.first_use.of(rows, func, algo, self._used(rows))
+        pair = self._pair(configs, rows)
+        algo = np.maximum(pair - LAST_RING, 0)
+        used = self._used(rows)
+        return self.first_use.of(rows, func, algo, used)
 
     def advance(self, n_steps: Array | int) -> None:
         """Let ``n_steps`` pass unmeasured."""
@@ -242,7 +225,8 @@ class Jobs(Columns):
     def settled(self, which: Array) -> Self:
         """The same jobs, in their regime ``which`` (n,) for good."""
         settled = replace(self, regimes=self.regimes.settled(which))
-        settled.default_us = settled.usual_us(np.zeros((len(self), self.width), int))
+        default = np.zeros((len(self), self.width), int)
+        settled.default_us = settled.usual_us(default)
         return settled
 
     def run(self, configs: Array, rows: Array, moment: Moment | None = None) -> tuple[Array, Array, Array]:
@@ -258,7 +242,16 @@ class Jobs(Columns):
             scale = scale * self.regimes.batch[rows, moment.regime]
         calls = np.concatenate([beside, slots], axis=1)
         law = self.sites.law.take(rows)
-        return self.works.steps.run(self.which[rows], calls, scale, law)
+        which = self.which[rows]
+        return self.works.steps.run(which, calls, scale, law)
+
+    def _changing(self, rows: Array) -> Array:
+        """Places among ``rows`` of the jobs that change their regime."""
+        return np.flatnonzero(self.regimes.count[rows] > 1)
+
+    def _with_congestion(self, rows: Array) -> Array:
+        """Places among ``rows`` of the jobs whose congestion moves."""
+        return np.flatnonzero(self.sites.extras.moves[rows])
 
     def _asked(self, configs: Array, rows: Array | None) -> tuple[Array, Array]:
         if rows is None:
@@ -276,7 +269,8 @@ class Jobs(Columns):
 
     def _pair(self, configs: Array, rows: Array) -> Array:
         """Indices into PAIRS of what runs, (m, S)."""
-        own = np.asarray(self.fingerprint.own_pair).reshape(-1, self.width)[rows]
+        own = np.asarray(self.fingerprint.own_pair)
+        own = own.reshape(-1, self.width)[rows]
         return pair_of(configs, own)
 
     def _late(self, configs: Array, rows: Array) -> tuple[Array, Array]:
@@ -292,7 +286,9 @@ class Jobs(Columns):
         moment = self._moment(rows, at)
         total, spent = self._truth(configs, rows, moment)
         if few is not None and (some := np.flatnonzero(few.part < 1)).size:
-            others, _ = self._truth(few.others[some], rows[some], moment.take(some))
+            then = moment.take(some)
+            configs_there = few.others[some]
+            others, _ = self._truth(configs_there, rows[some], then)
             more = total[some] - others
             total[some] = others + few.part[some] * more
         calls = self.calls[rows]
@@ -305,18 +301,22 @@ class Jobs(Columns):
         at = self.noise.at[rows]
         begun, call_us = self._at(configs, rows, few, at)
         most = int(n_steps.max(initial=0))
-        us = np.repeat(begun[:, None], most, axis=1)
-        if not (self.regimes.count[rows] > 1).any():
+        column = begun[:, None]
+        us = np.repeat(column, most, axis=1)
+        if not self._changing(rows).size:
             return us, call_us
         done = self.regimes.take(rows).left(at)
         while (later := np.flatnonzero(done < n_steps)).size:
             these = rows[later]
             from_step = done[later].astype(int)
             now = at[later] + from_step
-            other, _ = self._at(configs[later], these, few and few.take(later), now)
+            few_then = few and few.take(later)
+            configs_then = configs[later]
+            other, _ = self._at(configs_then, these, few_then, now)
             for row, step, value in zip(later, from_step, other, strict=True):
                 us[row, step:] = value
-            done[later] += self.regimes.take(these).left(now)
+            left = self.regimes.take(these).left(now)
+            done[later] += left
         return us, call_us
 
     def _moment(self, rows: Array, at: Array) -> Moment:
@@ -330,14 +330,15 @@ class Jobs(Columns):
         regime = np.zeros(len(rows), int)
         if self.sites.extras.moves[rows].any():
             weight = self.sites.extras.take(rows).weight(at)
-        if (self.regimes.count[rows] > 1).any():
+        if self._changing(rows).size:
             regime = self.regimes.take(rows).at(at)
         return Moment(weather, weight, regime)
 
     def _stretch(self, configs: Array, rows: Array, moment: Moment) -> Array:
         """How many times as long the slots' calls take then, (m, S)."""
-        stretch = np.repeat(moment.weather[:, None], self.width, axis=1)
-        moving = np.flatnonzero(self.sites.extras.moves[rows])
+        weather = moment.weather[:, None]
+        stretch = np.repeat(weather, self.width, axis=1)
+        moving = self._with_congestion(rows)
         if len(moving):
             some = self.sites.extras.take(rows[moving])
             pair = self._pair(configs[moving], rows[moving])
@@ -347,7 +348,8 @@ class Jobs(Columns):
         octaves = self.regimes.octaves[rows, moment.regime]
         sized = np.flatnonzero(octaves)
         if len(sized):
-            place = rows[sized, None], np.arange(self.width), configs[sized]
+            slots = np.arange(self.width)
+            place = rows[sized, None], slots, configs[sized]
             log = octaves[sized, None] * self.regimes.growth[place]
             stretch[sized] *= np.exp2(log)
         return stretch
@@ -367,14 +369,15 @@ class Jobs(Columns):
         """The mean step (m,) us in one ``regime`` (m,) of each job, in fair weather."""
         n = len(rows)
         fair = Moment(np.ones(n), np.zeros(n), regime)
-        moving = np.flatnonzero(self.sites.extras.moves[rows])
+        moving = self._with_congestion(rows)
         extras = self.sites.extras.take(rows[moving])
         first, second = extras.usual_weights()
         fair.weight[moving] = first
         us, _ = self._truth(configs, rows, fair)
         if len(moving):
             other = replace(fair.take(moving), weight=second)
-            then, _ = self._truth(configs[moving], rows[moving], other)
+            theirs = configs[moving]
+            then, _ = self._truth(theirs, rows[moving], other)
             us[moving] = (us[moving] + then) / 2
         often, size = self._late(configs, rows)
         return np.asarray(us * (1 + often * size))
@@ -387,8 +390,10 @@ class Jobs(Columns):
         for k in range(MOST_REGIMES):
             there = np.flatnonzero(k < regimes.count)
             regime = np.full(len(there), k)
-            us = self._usual(tables[there, k], rows[there], regime)
+            configs = tables[there, k]
+            us = self._usual(configs, rows[there], regime)
             weight = weights[there, k]
-            pace[there] += weight * us / regimes.default_us[there, k]
+            default_us = regimes.default_us[there, k]
+            pace[there] += weight * us / default_us
         usual = weights * regimes.default_us
         return np.asarray(pace * usual.sum(axis=1))

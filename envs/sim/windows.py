@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ from ..search.config import SearchConfig
 from ..search.interfaces import PROFILE, UNTIMED, Job, Measured, Plan, warm_up_families
 from ..search.search import Search
 from .jobs import Jobs
-from .noise import NoiseStream
-from .truth import Few
+from .mixes import Few, Turns
+from .noise import RandomNumbers
 
 Array = np.ndarray[Any, Any]
 
@@ -24,10 +25,17 @@ SWITCH_STEPS = 3
 class SimWindows:
     """Windows of all jobs of a batch. ``rng`` draws the noise: for all jobs together, or for each by itself."""
 
-    def __init__(self, jobs: Jobs, rng: np.random.Generator | NoiseStream) -> None:
+    #: Whether the searches are told that two tables can take turns at every step.
+    takes_turns = True
+
+    def __init__(self, jobs: Jobs, rng: RandomNumbers) -> None:
         self.jobs, self.rng = jobs, rng
-        self.running, self.waited = np.zeros((len(jobs), jobs.width), np.int64), np.zeros(len(jobs), int)
-        self.few = Few(np.ones(len(jobs)), self.running)
+        n = len(jobs)
+        self.running = np.zeros((n, jobs.width), np.int64)
+        self.few = Few(np.ones(n), self.running)
+        self.waited = np.zeros(n, int)  # steps of the last window until its table held
+        self.tried = self.running  # configs of the last window
+        self.tried_steps = np.zeros(n, int)  # steps under them
 
     def begin(self, n_steps: int) -> tuple[list[Job], list[Measured]]:
         """Default steps of every job, and what its search is told. Kernels of the default are waited for."""
@@ -48,37 +56,69 @@ class SimWindows:
                     call_us=np.where(np.isfinite(m.call_us), m.call_us, late[i, :s]),
                     families=warm_up_families(f.own_pair[part]),
                     calls=np.asarray(jobs.calls[i, :s], np.float64),
+                    takes_turns=self.takes_turns,
                 )
             )
         return told, seen
 
     def measure(self, rows: Sequence[int], plans: Sequence[Plan]) -> list[Measured]:
         """One window for each of the jobs at ``rows``, as ``windows.Windows.measure`` does for one."""
-        rows, configs, counted = list(rows), self.running.copy(), np.zeros(len(self.jobs), int)
-        few = self.few.take(np.arange(len(self.jobs)))
+        rows, n = list(rows), len(self.jobs)
+        configs, counted = self.running.copy(), np.zeros(n, int)
+        few = self.few.take(np.arange(n))
+        turns = Turns(np.zeros(n, int), np.zeros_like(configs))
         for row, plan in zip(rows, plans, strict=True):
-            configs[row, : len(plan.configs)] = plan.configs
+            slots = slice(len(plan.configs))
+            configs[row, slots] = plan.configs
             counted[row] = plan.n_steps + plan.discard
-            few.part[row], few.others[row, : len(plan.configs)] = 1 / max(plan.one_of, 1), plan.others
-        changed = np.flatnonzero((configs != self.running).any(axis=1) | (few.part != self.few.part))
-        waited, waited_us = np.zeros(len(self.jobs), int), np.zeros(len(self.jobs))
+            few.part[row], few.others[row, slots] = 1 / max(plan.one_of, 1), plan.others
+            turns.steps[row], turns.others[row, slots] = plan.turns, plan.others
+        in_turns = turns.steps > 0
+        after = np.where(in_turns[:, None], turns.others, configs)  # the current table runs between turns
+        is_new = (after != self.running).any(axis=1) | (few.part != self.few.part) | in_turns
+        self.waited, waited_us = self._wait(is_new)
+        steps, calls = self.jobs.window(configs, counted, self.rng, few, turns)
+        self.running, self.few, self.tried, found = after, few, configs, []
+        # A round after turns says whether they count, where rank 0 is not in all communicators: they are sharded in
+        # the node and replicated over nodes.
+        works = self.jobs.works
+        is_replicated = works.replicated[self.jobs.which]
+        ended, ended_us = self._wait(in_turns & is_replicated)
+        self.tried_steps = np.zeros(n, int)
+        arms = turns.arms(steps.shape[1])
+        for row, plan in zip(rows, plans, strict=True):
+            ms, ran = steps[row, : counted[row]] / 1e3, arms[row, : counted[row]]
+            seen = self._cut(plan, ms, ran, calls[row, : len(plan.configs)].copy())
+            taken = plan.discard + len(seen.step_ms)
+            self.tried_steps[row] = int(ran[:taken].sum())
+            around_ms = (waited_us[row] + ended_us[row]) / 1e3
+            billed = int(self.waited[row] + ended[row]) + taken
+            billed_ms = float(around_ms + ms[:taken].sum())
+            found.append(replace(seen, billed=billed, billed_ms=billed_ms))
+        return found
+
+    def _wait(self, is_new: Array) -> tuple[Array, Array]:
+        """Let a round pass on the jobs (n,) bool that have one; its steps, and their time, us, (n,) each."""
+        waited_us = np.zeros(len(self.jobs))
+        waited = np.where(is_new, SWITCH_STEPS, 0)
+        changed = np.flatnonzero(is_new)
         if len(changed):
-            waited[changed] = SWITCH_STEPS
             before = self.running[changed], changed, self.few.take(changed)
             waited_us[changed] = SWITCH_STEPS * self.jobs.step_us(*before)[0]
         self.jobs.advance(waited)
-        steps, calls = self.jobs.window(configs, counted, self.rng, few)
-        self.running, self.few, self.waited, found = configs, few, waited, []
-        for row, plan in zip(rows, plans, strict=True):
-            s, ms = len(plan.configs), steps[row, : counted[row]] / 1e3
-            call_us, over = calls[row, :s].copy(), np.flatnonzero(ms[plan.discard :] > plan.limit_ms)
-            if len(over):  # the next window bills the steps until all ranks are back
-                ms = ms[: plan.discard + int(over[0]) + 1]
-            if not plan.one_of and (len(over) or plan.kind in UNTIMED):
-                call_us[:] = np.nan
-            billed, billed_ms = int(waited[row]) + len(ms), float(waited_us[row] / 1e3 + ms.sum())
-            found.append(Measured(ms[plan.discard :], call_us, np.ones(s, bool), billed, billed_ms))
-        return found
+        return waited, waited_us
+
+    @staticmethod
+    def _cut(plan: Plan, ms: Array, arms: Array, call_us: Array) -> Measured:
+        """What is told of a window: it ends with its first step of the plan's configs that is too slow."""
+        too_slow = (ms[plan.discard :] > plan.limit_ms) & (arms[plan.discard :] == 1)
+        over = np.flatnonzero(too_slow)
+        end = plan.discard + int(over[0]) + 1 if len(over) else len(ms)
+        if not plan.one_of and (len(over) or plan.kind in UNTIMED):
+            call_us[:] = np.nan
+        told = arms[plan.discard : end] if plan.turns else arms[:0]
+        obeyed = np.ones(len(call_us), bool)
+        return Measured(ms[plan.discard : end], call_us, obeyed, 0, 0.0, arms=told)
 
 
 class OneJob:

@@ -21,7 +21,7 @@ from dynamiccl.envs.live.obedience import CallAudit
 from dynamiccl.envs.nccl.agreement.protocol import CommVote, LeftOut, Vote, decide
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.shm import RunFolder, encode_table
-from dynamiccl.traces.records import COLL, Decision, Rule, Table
+from dynamiccl.traces.records import COLL, Decision, Rule, Table, Trial
 from nccl_groups import Groups
 from nccl_halves import Call
 from nccl_late import HostStream
@@ -187,7 +187,7 @@ class Run:
         rank.at += 1
         if rank.comm.profiler.version > 4 and rank.random.random() < 0.1:
             rank.comm.group(
-                calls, offer(ring_ll=10, ring_simple=30), runs=False
+                calls, offer(ring_ll128=10, ring_simple=30), runs=False
             )  # priced alone, on this rank
         self._may_be_late(rank)
         if kind == "captured":
@@ -196,7 +196,9 @@ class Run:
             self._replay(rank, calls)
         else:
             rank.comm.answers = []
-            rank.comm.group(calls, offer(ring_ll=10, ring_simple=30), moment=lambda: self._in_between(rank))
+            rank.comm.group(
+                calls, offer(ring_ll128=10, ring_simple=30), moment=lambda: self._in_between(rank)
+            )
             rank.answers[place] = set(rank.comm.answers)
 
     def _in_between(self, rank: Rank) -> None:
@@ -213,7 +215,7 @@ class Run:
     def _capture(self, rank: Rank, calls: list[Call]) -> None:
         old = rank.comm.profiler.version == 4
         rank.plugin.capture(old)  # as the probe says it; later releases say so themselves
-        rank.comm.captures(calls, offer(ring_ll=10, ring_simple=30))
+        rank.comm.captures(calls, offer(ring_ll128=10, ring_simple=30))
         rank.plugin.capture(False)
         rank.has_captured = True
 
@@ -242,7 +244,7 @@ class Run:
                 Vote(rank.number, 1, "same", {COMM: rank.vote} if rank.vote else {}) for rank in self.ranks
             ]
             steps = self.random.choice([0, 1, 2])
-            decision, left_out = decide(votes, self.generation, steps, self._gone)
+            decision, left_out = decide(votes, self.generation, Trial(steps), self._gone)
             self._hear(left_out)
             for rank in self._shuffled():
                 if rank.vote is not None and COMM in decision.switches:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from dynamiccl.envs.nccl.agreement import agreement as agreements
+from dynamiccl.envs.nccl.agreement import leader
 from dynamiccl.envs.nccl.agreement.agreement import Agreement
 from dynamiccl.envs.nccl.agreement.mailbox import TableMailbox
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
@@ -63,7 +63,10 @@ class LightRank:
 
     def attach(self, version: str = "") -> None:
         """As at the first step."""
-        make, said = (lambda: Store(self.port)), (lambda state, text: self.said.append((state, text)))
+        make, said = (
+            (lambda: Store(self.port)),
+            (lambda state, text, generation: self.said.append((state, text))),
+        )
         size = self.rank, self.n_ranks
         self.agreement = Agreement(*size, self.plugin, self.steps, self._mailbox, make, version, said)
 
@@ -110,7 +113,7 @@ class LightRank:
         if self.steps.stepped(self._optimizer):
             if self.agreement is None:
                 self.attach()
-            self.steps_under.append(self.plugin.ended())
+            self.steps_under.append(self.plugin.ended().generation)
             if self.rank == 0:
                 self.work.set("in force", str(self.steps_under[-1]))
 
@@ -194,7 +197,7 @@ def run(
             try:
                 os.close(read)
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
-                agreements.ATTACH_S = attach_s
+                leader.ATTACH_S = attach_s
                 light = LightRank(rank, n_ranks, server.port, folder.path)
                 program(light)
                 with os.fdopen(write, "w") as file:

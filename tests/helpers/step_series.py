@@ -83,3 +83,14 @@ def figures(steps):
 def spread(many, name):
     """p10, median and p90 of one figure over ``many`` series' figures."""
     return np.nanpercentile([one[name] for one in many], [10, 50, 90])
+
+
+def most_of(n, level, sure=0.95):
+    """So many of ``n`` at a ``level`` each are not exceeded in ``sure`` of all cases (binomial)."""
+    below, k = (1 - level) ** n, 0
+    total = below
+    while total < sure:
+        k += 1
+        below *= (n - k + 1) / k * level / (1 - level)
+        total += below
+    return k

@@ -17,7 +17,9 @@ from paths import DATA, ROOT
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted((EXAMPLES / "scripts").glob("*.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-TEXTS = [p for p in EXAMPLES.rglob("*") if p.is_file() and p.suffix != ".md"]
+TEXTS = [
+    p for p in EXAMPLES.rglob("*") if p.is_file() and p.suffix != ".md" and p.parent.name != "__pycache__"
+]
 
 
 def short(path: Path) -> str:

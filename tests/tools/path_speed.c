@@ -50,6 +50,12 @@ static size_t make_table(uint32_t version, uint8_t* message) {
   return sizeof head + sizeof rows;
 }
 
+static int begin(void* change, uint32_t version, uint32_t owner) {
+  static const struct dccl_span to_stay;
+  if (version >= 5) return ((int (*)(uint32_t, uint64_t, const struct dccl_span*))change)(owner, 7, &to_stay);
+  return ((int (*)(uint32_t, uint64_t, uint64_t, uint64_t))change)(owner, 7, 0, 0);
+}
+
 static void load(struct build* b, const char* path) {
   void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (library == NULL) {
@@ -69,7 +75,7 @@ static void load(struct build* b, const char* path) {
     if (join != NULL) {
       const uint32_t owner = join();
       if (((int64_t (*)(uint32_t, const void*, size_t))stage)(owner, message, size) == 1 &&
-          ((int (*)(uint32_t, uint64_t, uint64_t, uint64_t))change)(owner, 7, 0, 0) == 0)
+          begin(change, version, owner) == 0)
         return;
     } else if (((int64_t (*)(const void*, size_t))stage)(message, size) == 1 &&
                ((int (*)(uint64_t, uint64_t, uint64_t))change)(7, 0, 0) == 0) {

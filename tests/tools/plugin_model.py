@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dynamiccl.envs.nccl.plugin.bindings import Span
+
 NO_LIMIT = 10**6
+#: Steps in a row that make a rhythm: four in the plugin, two where every order of events is looked at.
+ALIKE = 2
 
 
 class Table(NamedTuple):
@@ -22,20 +26,35 @@ EMPTY = Table(0, 0)
 
 
 class Change(NamedTuple):
-    since: int
-    until: int  # 0: to stay
+    span: Span
     trial: Table
     base: Table
-    one_of: int  # the trial holds at one collective of so many; 0: at all
 
-    def table(self, count: int) -> Table:
-        """The table for a collective at or after ``since``."""
-        return self.trial if count < self.until and is_due(self.one_of, count) else self.base
+    def table(self, count: int, looked_at: int) -> Table:
+        """The table for a group that begins at ``count``, at or after ``since``."""
+        return self.trial if count < self.span.until and is_due(self.span, count, looked_at) else self.base
+
+    def holds(self, count: int) -> bool:
+        """Whether its trial is under way."""
+        return self.span.since <= count < self.span.until
 
 
-def is_due(one_of: int, count: int) -> bool:
-    """One of each so many counts, not always the same one."""
-    return one_of == 0 or count % one_of == (count // one_of * 5 >> 1) % one_of
+def due_turn(span: Span, block: int) -> int:
+    """The turn of a block that is the trial's: of two A B B A, of more not always the same one."""
+    if span.one_of == 2:
+        return 2 * block + ((block + span.swap) & 1)
+    return block * span.one_of + (block * 5 >> 1) % span.one_of
+
+
+def is_due(span: Span, count: int, looked_at: int) -> bool:
+    """As in switch.c; where a turn is one collective, also if one is due that no group began with."""
+    if not span.length:
+        return True
+    turn = (count - span.since) // span.length
+    block = turn // span.one_of
+    earliest = turn if span.a_step else max(looked_at - span.since, 0)
+    due = due_turn(span, block)
+    return earliest <= due <= turn or (block > 0 and earliest <= due_turn(span, block - 1))
 
 
 class Clock(NamedTuple):
@@ -52,21 +71,36 @@ class Clock(NamedTuple):
     thread: str = "asks"  # asks -> passed (the limit) -> reads -> asks or answered -> asks the next group
     n_asked: int = 0  # questions of the group that are answered
     reads: Table = EMPTY  # what the question was given
+    looked_at: int = 0  # the first collective after the one that the last group began with
+    seen: tuple[Table, ...] = ()  # tables that have answered in this step
+    ended_at: int = 0  # collectives at the last end of a step, and of that step
+    a_step: int = 0
+    n_alike: int = 0  # steps in a row with so many
+
+    def change_at(self, count: int) -> Change | None:
+        """The change that holds at this count."""
+        return next((change for change in self.changes if count >= change.span.since), None)
 
     def table(self, count: int) -> Table:
-        """The table that holds at this count."""
-        found = next((change for change in self.changes if count >= change.since), None)
-        return found.table(count) if found is not None else EMPTY
+        """The table that holds for a group that begins at this count."""
+        found = self.change_at(count)
+        return found.table(count, self.looked_at) if found is not None else EMPTY
+
+    def step_ended(self) -> Clock:
+        """The count at the end of a step, and how it compares with the one before."""
+        made = self.count - self.ended_at
+        alike = self.n_alike + 1 if made == self.a_step else 1
+        return self._replace(ended_at=self.count, a_step=made, n_alike=min(alike, ALIKE), seen=())
 
     def may_hold(self, count: int, before: int = NO_LIMIT) -> tuple[Change, ...]:
         """The changes that may still hold, if there is to be one from ``before`` on."""
         found: list[Change] = []
         for change in self.changes:
-            if change.since >= before:
+            if change.span.since >= before:
                 continue
             found.append(change)
-            before = change.since
-            if change.since <= count:
+            before = change.span.since
+            if change.span.since <= count:
                 break
         return tuple(found)
 
@@ -75,13 +109,13 @@ class Clock(NamedTuple):
         held = [
             table
             for change in self.may_hold(count)
-            for table in ([change.trial] if count < change.until else []) + [change.base]
+            for table in ([change.trial] if count < change.span.until else []) + [change.base]
         ]
         return any(table.buffer == buffer for table in held)
 
     def switched(self, change: Change, count: int) -> Clock:
         """With another change."""
-        return self._replace(changes=(change, *self.may_hold(count, change.since)))
+        return self._replace(changes=(change, *self.may_hold(count, change.span.since)))
 
     def stays(self) -> Table:
         """What holds after a trial."""

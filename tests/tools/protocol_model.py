@@ -16,11 +16,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from dynamiccl.envs.nccl.agreement import protocol
-from dynamiccl.envs.nccl.agreement.protocol import CommVote, Decision, Vote
-from plugin_model import EMPTY, NO_LIMIT, Change, Clock, Table
+from dynamiccl.envs.nccl.agreement.protocol import Decision
+from dynamiccl.envs.nccl.plugin.bindings import Span
+from plugin_model import ALIKE, EMPTY, NO_LIMIT, Change, Clock, Table
+from protocol_audit import expected, label_of, wrong_label
 from protocol_scopes import CAPTURED, LARGE, Scope
-
-MARKS = {16: 1}
+from protocol_words import thawed
 
 
 class Rank(NamedTuple):
@@ -32,6 +33,7 @@ class Rank(NamedTuple):
     staged: Table = EMPTY
     buffers: tuple[int, ...] = ()  # generation of the table in each, from the second on
     left: int = 0  # what the agreement of a group that was destroyed has still to do: to stage, to lift
+    steps: int = 0  # that have ended
     alive: bool = True  # its training threads run
     agrees: bool = True  # its agreement's thread runs
 
@@ -48,7 +50,11 @@ def _begins(scope: Scope, rank: int) -> Rank:
     """A rank at the beginning."""
     buffers = (0,) * (scope.buffers or len(scope.trials) + 1)
     left = 2 * (rank == scope.left and rank > 0)
-    return Rank(tuple(Clock() for _ in scope.comms(rank)), buffers=buffers, left=left)
+    clocks = []
+    for comm in scope.comms(rank):  # their rhythm is known from steps before
+        a_step = scope.steps[0][comm] if scope.steps else 0
+        clocks.append(Clock(a_step=a_step, n_alike=ALIKE))
+    return Rank(tuple(clocks), buffers=buffers, left=left)
 
 
 def explore(scope: Scope, most: int = 10**8) -> tuple[str, int]:
@@ -76,7 +82,10 @@ def _stuck(scope: Scope, world: World) -> str:
     """Nobody can do anything any more: with all alive every collective must have been made."""
     if not all(rank.alive and rank.agrees for rank in world.ranks):
         return ""
-    short = [c for rank in world.ranks for c in rank.clocks if c.at < len(scope.groups)]
+    short = []
+    for r, rank in enumerate(world.ranks):
+        clocks = zip(scope.comms(r), rank.clocks, strict=True)
+        short += [clock for comm, clock in clocks if clock.at < len(scope.groups_of(comm))]
     return f"a thread waits for ever: {world}" if short else ""
 
 
@@ -120,13 +129,16 @@ class Steps:
     # -- training threads ------------------------------------------------------------------------------------------
 
     def _trains(self, r: int, rank: Rank) -> Iterator[World | str]:
+        if self._is_step_over(r, rank):
+            yield self._step_ends(r, rank)
+            return
         for i, (comm, clock) in enumerate(zip(self.scope.comms(r), rank.clocks, strict=True)):
             if clock.told < clock.count:
                 yield self._clock(r, i, clock._replace(told=clock.told + 1))
-            if clock.thread == "asks" and clock.at < len(self.scope.groups):
+            if clock.thread == "asks" and clock.at < self._groups(comm, rank):
                 yield from self._asks(r, i, clock)
             elif clock.thread == "passed":
-                given = clock._replace(thread="reads", reads=clock.table(self._due(r, clock)))
+                given = clock._replace(thread="reads", reads=self._table(r, comm, clock))
                 if self.scope.buffers:  # else what it was given stays what it is
                     yield self._clock(r, i, given)
                 else:
@@ -134,16 +146,51 @@ class Steps:
             elif clock.thread == "reads":
                 yield self._answers(r, i, comm, clock)
             elif clock.thread == "answered":
-                yield self._launches(r, i, clock)
+                yield self._launches(r, i, comm, clock)
 
-    def _due(self, r: int, clock: Clock) -> int:
-        """The count by which few calls are picked, too."""
+    def _groups(self, comm: int, rank: Rank) -> int:
+        """Groups of a communicator that may be made before the next end of a step."""
+        if self.scope.steps:
+            return self.scope.end_of(comm, rank.steps)
+        return len(self.scope.groups_of(comm))
+
+    def _is_step_over(self, r: int, rank: Rank) -> bool:
+        if rank.steps >= len(self.scope.steps):
+            return False
+        clocks = zip(self.scope.comms(r), rank.clocks, strict=True)
+        return all(clock.thread == "asks" and clock.at == self._groups(comm, rank) for comm, clock in clocks)
+
+    def _step_ends(self, r: int, rank: Rank) -> World | str:
+        label = label_of(rank.clocks, self.scope.mutations)
+        if label is not None:
+            comms = self.scope.comms(r)
+            if wrong := wrong_label(self.scope, comms, rank.steps, label, self.world.answers):
+                return wrong
+        clocks = tuple(clock.step_ended() for clock in rank.clocks)
+        return self._with(r, rank._replace(clocks=clocks, steps=rank.steps + 1))
+
+    def _table(self, r: int, comm: int, clock: Clock) -> Table:
+        """What a question is given."""
         own = self._is("few calls are picked by the rank") and r == 1
         moves = clock.n_asked if self._is("the count moves within a group") else 0
-        return self._count(clock) + own + moves
+        count = self._count(clock) + own + moves
+        change = clock.change_at(count)
+        if change is None:
+            return EMPTY
+        span = change.span
+        if self._is("turns are numbered by the absolute count"):
+            span = span._replace(since=0)
+        if self._is("each communicator has an order of its own"):
+            span = span._replace(swap=(comm + 1) & 1)
+        if self._is("a trial has no end"):
+            span = span._replace(until=span.until and NO_LIMIT)
+        if self._is("the table that stays is read at each answer"):
+            change = change._replace(base=clock.stays())
+        return change._replace(span=span).table(count, clock.looked_at)
 
     def _asks(self, r: int, i: int, clock: Clock) -> Iterator[World]:
-        if self.scope.groups[clock.at] == CAPTURED:
+        comm = self.scope.comms(r)[i]
+        if self.scope.groups_of(comm)[clock.at] == CAPTURED:
             stops = self.scope.old and not self._is("a captured call freezes nothing")
             after = clock.frozen() if stops else clock
             yield self._clock(r, i, after._replace(at=clock.at + 1))
@@ -157,18 +204,25 @@ class Steps:
         before = known.setdefault((comm, clock.at), found)
         if before != found:
             return f"collective of group {clock.at} of communicator {comm}: table {before} and, on rank {r}, {found}"
+        right = expected(self.scope, self.world.registers, comm, clock.at)
+        if found != right and not clock.is_frozen:
+            return f"collective of group {clock.at} of communicator {comm}: table {found}, and {right} was decided"
         asked = clock.n_asked + 1
-        ends = asked == min(2, self.scope.groups[clock.at])  # two questions stand for any number
+        ends = asked == min(2, self.scope.groups_of(comm)[clock.at])  # two questions stand for any number
         thread = "answered" if ends else "passed"
-        after = self._clock(r, i, clock._replace(thread=thread, n_asked=0 if ends else asked, reads=EMPTY))
+        seen = tuple(sorted({*clock.seen, clock.reads})) if self.scope.steps else ()
+        n_asked = 0 if ends else asked
+        after = self._clock(r, i, clock._replace(thread=thread, n_asked=n_asked, reads=EMPTY, seen=seen))
         return after._replace(answers=tuple(sorted((*key, given) for key, given in known.items())))
 
-    def _launches(self, r: int, i: int, clock: Clock) -> World:
-        count = clock.count + self.scope.groups[clock.at]
-        had_captured = CAPTURED in self.scope.groups[: clock.at]
+    def _launches(self, r: int, i: int, comm: int, clock: Clock) -> World:
+        groups = self.scope.groups_of(comm)
+        count = clock.count + groups[clock.at]
+        had_captured = CAPTURED in groups[: clock.at]
         is_late = self.scope.late or (self.scope.old and had_captured)
         told = clock.told if is_late else count
-        return self._clock(r, i, clock._replace(thread="asks", at=clock.at + 1, count=count, told=told))
+        after = clock._replace(thread="asks", at=clock.at + 1, count=count, told=told)
+        return self._clock(r, i, after._replace(looked_at=clock.count + 1 if self.scope.one_of else 0))
 
     def _leaves(self, r: int, rank: Rank) -> World:
         """The thread of another agreement of this process, whose group was destroyed, stages, then lifts its limits."""
@@ -200,7 +254,9 @@ class Steps:
             case protocol.Limit():
                 yield from self._limits(r, rank)
             case protocol.Cast(vote):
-                words = ((comm, -1 if one.no_clock else one.limit) for comm, one in vote.comms.items())
+                words = []
+                for comm, one in vote.comms.items():
+                    words.append((comm, -1 if one.no_clock else one.limit, one.a_step, one.offset))
                 limits = tuple(words), vote.no_room
                 if rank.round == world.proposed:
                     yield self._sent(r, None, votes=(*world.votes[:r], limits, *world.votes[r + 1 :]))
@@ -218,8 +274,8 @@ class Steps:
                     clock.thread == "asks" and self._count(clock) >= clock.limit for clock in rank.clocks
                 ):
                     yield self._sent(r, None)
-            case protocol.Switch(comm, since, until):
-                yield self._switches(r, rank, comm, since, until)
+            case protocol.Switch(comm, span):
+                yield self._switches(r, rank, comm, span)
             case protocol.Lift():
                 clocks = tuple(clock._replace(limit=NO_LIMIT, is_refused=False) for clock in rank.clocks)
                 yield self._sent(r, None, clocks=clocks)
@@ -270,11 +326,12 @@ class Steps:
         ]
         if all(done):
             votes = zip(self.scope.comms(r), rank.clocks, strict=True)
-            limits = [
-                (comm, -1 if clock.is_frozen else clock.limit)
-                for comm, clock in votes
-                if not clock.is_refused
-            ]
+            limits = []
+            for comm, clock in votes:
+                a_step = clock.a_step if clock.n_alike >= ALIKE else 0
+                offset = clock.ended_at - a_step * rank.steps if a_step else 0
+                if not clock.is_refused:
+                    limits.append((comm, -1 if clock.is_frozen else clock.limit, a_step, offset))
             yield self._sent(r, tuple(limits))
             return
         i = done.index(False)
@@ -285,22 +342,26 @@ class Steps:
         elif clock.limiting < 0:  # reads the count
             yield self._clock(r, i, clock._replace(limiting=count))
         elif clock.limit == NO_LIMIT or clock.limit <= clock.limiting:  # sets the limit, a call from there
-            least = clock.changes[0].since if clock.changes else 0
+            least = clock.changes[0].span.since if clock.changes else 0
             yield self._clock(r, i, clock._replace(limit=max(clock.limiting + 1, least)))
         elif count >= clock.limit and not self._is("a limit is not looked at again"):
             yield self._clock(r, i, clock._replace(limiting=count))
         else:
             yield self._clock(r, i, clock._replace(limiting=-1))
 
-    def _switches(self, r: int, rank: Rank, comm: int, since: int, until: int) -> World:
+    def _switches(self, r: int, rank: Rank, comm: int, span: Span) -> World:
         i = self.scope.comms(r).index(comm)
         clock = rank.clocks[i]
         if clock.is_frozen:
             return self._sent(r, None)
-        late = self._is("a trial ends one call later on rank 1") and r == 1 and until > 0
-        base = clock.stays() if until else rank.staged
-        one_of = self.scope.one_of if until else 0
-        change = Change(since, until + late, rank.staged, base, one_of)
+        if r == 1 and span.until:
+            if self._is("a trial ends one call later on rank 1"):
+                span = span._replace(until=span.until + 1)
+            if self._is("the length of a turn is the rank's own"):
+                span = span._replace(length=span.length + 1)
+            if self._is("a lease begins at the rank's own limit"):
+                span = span._replace(since=min(span.since, clock.limit))
+        change = Change(span, rank.staged, clock.stays() if span.until else rank.staged)
         after = clock.switched(change, self._count(clock))
         if self._is("changes before the last are forgotten"):
             after = after._replace(changes=(change,))
@@ -315,36 +376,16 @@ def _frozen(decision: Decision | None) -> Any:
 def _request(scope: Scope, r: int, number: int, results: tuple[Any, ...]) -> Any:
     """What a part of round ``number`` asks for next, or its decision at the end."""
     if r == 0:
-        part = protocol.lead(number, "", number, scope.trials[number - 1], {}, set(), {})
+        part = protocol.lead(number, "", number, scope.trial(number), {}, set(), {}, {})
     else:
         part = protocol.follow(r, number, "")
     try:
         request = next(part)
         for result in results:
-            request = part.send(_thawed(scope, number, request, result))
+            request = part.send(thawed(scope, number, request, result))
     except StopIteration as end:
         return end.value
     return request
-
-
-def _thawed(scope: Scope, number: int, request: Any, result: Any) -> Any:
-    match request:
-        case protocol.Limit():
-            return _words(scope, result)
-        case protocol.Gather():
-            return [Vote(rank, number, "", _words(scope, limits), "", full) for rank, limits, full in result]
-        case protocol.Settle() | protocol.Await():
-            return result and Decision(result[0], dict(result[1]))
-    return result
-
-
-def _words(scope: Scope, limits: Any) -> dict[int, CommVote]:
-    return {
-        comm: CommVote(
-            len(scope.members[comm]), 1, max(limit, 0), 1.0, MARKS, "told late" if limit < 0 else ""
-        )
-        for comm, limit in limits
-    }
 
 
 def main() -> None:

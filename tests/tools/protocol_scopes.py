@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dynamiccl.traces.records import Trial
+
 #: In a script, a call that goes into a CUDA graph.
 CAPTURED = "captured"
 
@@ -19,7 +21,12 @@ class Scope:
     script: tuple[Any, ...] = ()  # how many collectives each group has, or CAPTURED
     old: bool = False  # NCCL 2.27: what it tells of is counted; after a capture it tells late
     late: bool = False  # NCCL tells of what is launched at some later time
-    one_of: int = 0  # a trial holds at one collective of so many
+    one_of: int = 0  # a trial holds in one turn of so many
+    turn_steps: int = 0  # a turn is so many steps; 0: one collective
+    swap: int = 0
+    steps: tuple[
+        tuple[int, ...], ...
+    ] = ()  # groups of each step, by communicator, in place of calls and script
     places: int = 7  # changes that may be ahead
     buffers: int = 0  # for tables, beside the empty one; 0: as many as rounds
     empty: tuple[int, ...] = ()  # rounds whose table is empty
@@ -29,9 +36,19 @@ class Scope:
     deaths: int = 0
     mutations: frozenset[str] = field(default_factory=frozenset)
 
-    @property
-    def groups(self) -> tuple[Any, ...]:
+    def groups_of(self, comm: int) -> tuple[Any, ...]:
+        if self.steps:
+            return (1,) * self.end_of(comm, len(self.steps) - 1)
         return self.script or (1,) * self.calls
+
+    def end_of(self, comm: int, step: int) -> int:
+        """Groups of a communicator up to the end of a step."""
+        return sum(one[comm] for one in self.steps[: step + 1])
+
+    def trial(self, number: int) -> Trial:
+        """How the table of a round is tried."""
+        steps = self.trials[number - 1]
+        return Trial(steps, self.one_of, self.turn_steps, self.swap) if steps else Trial()
 
     @property
     def n_ranks(self) -> int:
@@ -60,10 +77,28 @@ PARTS = {
     "connections break": replace(SMALL, reconnects=True),
     "the store is gone": replace(SMALL, gives_up=True),
 }
+#: Turns that follow steps, whose ranks know their rhythm at the beginning.
+TURNS = replace(SMALL, one_of=2, turn_steps=1, steps=((1,),) * 3)
+TURN_PARTS = {
+    "two calls a step": replace(TURNS, steps=((2,),) * 2, swap=1),
+    "turns of two steps": replace(TURNS, turn_steps=2, steps=((1,),) * 4),
+    "one turn in three": replace(TURNS, one_of=3, steps=((1,),) * 4),
+    "an irregular step": replace(TURNS, steps=((1,), (2,), (1,))),
+    "two communicators": replace(TURNS, members=((0, 1), (0, 1)), steps=((1, 1),) * 2),
+    "a lease is renewed": replace(TURNS, trials=(1, 1)),
+    "a table comes to stay": replace(TURNS, trials=(1, 0)),
+}
+#: With steps of other lengths on each communicator: larger.
+LONG_TURNS = (
+    replace(TURNS, members=((0, 1), (0, 1)), steps=((1, 2),) * 2),
+    replace(TURNS, steps=((1,),) * 5),
+)
 LARGE = (
     BESIDE,
     replace(ONE, trials=(1, 1, 0), calls=5, deaths=1),
     replace(TWO, calls=3, deaths=1),
     replace(THREE, deaths=1),
     *(replace(scope, deaths=1) for scope in PARTS.values()),
+    *(replace(scope, deaths=1) for scope in TURN_PARTS.values()),
+    *LONG_TURNS,
 )

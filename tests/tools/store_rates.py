@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynamiccl.envs.nccl.agreement import agreement as agreements
+from dynamiccl.envs.nccl.agreement import leader as leaders
 from dynamiccl.envs.nccl.agreement import lookout
 from dynamiccl.envs.nccl.plugin.bindings import CommView
 from dynamiccl.envs.nccl.shm import encode_table
@@ -63,7 +64,7 @@ class Still:
         return 0
 
     def stage(self, owner: int, message: bytes) -> None: ...
-    def switch(self, owner: int, comm: int, since: int, until: int) -> None: ...
+    def switch(self, owner: int, comm: int, *span: int) -> None: ...
     def lift(self, owner: int, generation: int) -> None: ...
     def part(self, owner: int) -> None: ...
 
@@ -123,7 +124,7 @@ def write_whole(place: Path, text: str) -> None:
     scratch.rename(place)
 
 
-def agreed_begin(folder: Path, leader: agreements._Leader | None, wait_s: float) -> float:
+def agreed_begin(folder: Path, leader: leaders.Leader | None, wait_s: float) -> float:
     """When all nodes begin, by this machine's clock: rank 0's node writes it once it has heard of all ranks."""
     until = time.monotonic() + wait_s
     while leader is not None and leader._absent and time.monotonic() < until:
@@ -199,7 +200,7 @@ def main() -> None:
     parser.add_argument("--quiet-s", type=float, default=10.0)
     parser.add_argument("--wait-s", type=float, default=300.0, help="for all ranks to come")
     args = parser.parse_args()
-    agreements.ATTACH_S = args.wait_s
+    leaders.ATTACH_S = args.wait_s
     n_nodes = args.ranks // args.per_node
     found: list[dict[str, Any]] = [{}] * n_nodes
     with tempfile.TemporaryDirectory() as folder:

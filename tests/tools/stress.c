@@ -51,7 +51,8 @@ static void* issue(void* argument) {
       for (int c = self->first; c < self->last; c++) call(job, &comms[c], at, draw(&own));
       if (self->first == 0 && at % 10 == 9) {
         dynamiccl_boundary(&(struct dccl_record){.step = (uint32_t)at}, (uint32_t)at + 1, at % 20 > 9);
-        dynamiccl_ended();
+        struct dccl_step_end end;
+        dynamiccl_ended(&end);
       }
     }
     catch_up();
@@ -96,6 +97,20 @@ static void vote(const struct job* job, struct round* round, uint64_t* own) {
   atomic_fetch_add(&round->n_votes, 1);
 }
 
+// To stay, a trial throughout, at few calls, or in turns of steps.
+static struct dccl_span draw_span(uint64_t from, uint64_t* own) {
+  struct dccl_span span = {.from = from};
+  if (draw(own) % 3 == 0) return span;
+  span.until = from + 1 + draw(own) % 30;
+  const uint64_t kind = draw(own) % 3;
+  if (kind == 0) return span;
+  span.a_step = kind == 1 ? 0 : 1 + draw(own) % 6;
+  span.length = kind == 1 ? 1 : span.a_step * (1 + draw(own) % 2);
+  span.one_of = draw(own) % 2 ? 2 : 1 + (uint32_t)(draw(own) % 9);
+  span.swap = (uint32_t)(draw(own) % 2);
+  return span;
+}
+
 static void decide(struct round* round, uint64_t* own) {
   for (int group = 0; group < N_GROUPS; group++) {
     const int c = group / N_MADE / N_RANKS, first = group / N_MADE % N_RANKS * size_of(c);
@@ -108,8 +123,7 @@ static void decide(struct round* round, uint64_t* own) {
       }
       if ((uint64_t)limit > from) from = (uint64_t)limit;
     }
-    atomic_store(&round->from[group], from);
-    atomic_store(&round->until[group], draw(own) % 3 ? from + 1 + draw(own) % 30 : 0);
+    round->span[group] = draw_span(from, own);
   }
   int open = OPEN;
   atomic_compare_exchange_strong(&round->decision, &open, COMMITTED);
@@ -119,10 +133,10 @@ static void act(const struct job* job, const struct round* round, int number) {
   for (int c = 0; c < N_COMMS && atomic_load(&round->decision) == COMMITTED; c++) {
     for (int made = 0; made < N_MADE; made++) {
       const int group = (c * N_RANKS + group_of(c, job->rank)) * N_MADE + made;
-      const uint64_t from = atomic_load(&round->from[group]), until = atomic_load(&round->until[group]);
-      if (from == 0) continue;
+      const struct dccl_span span = round->span[group];
+      if (span.from == 0) continue;
       // Refused where this rank has ended with the communicator: it made all its calls below the limit.
-      if (dynamiccl_switch(OWNER, comm_id(job, c, job->rank, made), from, until) == 0)
+      if (dynamiccl_switch(OWNER, comm_id(job, c, job->rank, made), &span) == 0)
         atomic_fetch_add(&shared->n_switches, 1);
     }
   }

@@ -20,7 +20,7 @@ struct round {
   _Atomic int64_t votes[N_GROUPS][N_RANKS];  // the limit, NO_VOTE without one
   _Atomic int n_votes;
   _Atomic int decision;
-  _Atomic uint64_t from[N_GROUPS], until[N_GROUPS];  // from 0: left out
+  struct dccl_span span[N_GROUPS];  // from 0: left out; written before `decision` is
 };
 
 // What all processes of a job share: the choices made so far and what went wrong.

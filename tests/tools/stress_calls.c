@@ -78,8 +78,7 @@ size_t make_table(const struct job* job, int round, uint8_t* message) {
   struct dccl_table_head head = {.magic = DCCL_TABLE_MAGIC,
                                  .version = DCCL_TABLE_VERSION,
                                  .n_rows = n,
-                                 .generation = (uint32_t)round + 1,
-                                 .one_of = draw(&state) % 3 ? 0 : (uint32_t)(draw(&state) % 9)};
+                                 .generation = (uint32_t)round + 1};
   const size_t size = sizeof head + n * sizeof *rows;
   memcpy(message, &head, sizeof head);
   head.crc = zlib_crc32(0, message, size);

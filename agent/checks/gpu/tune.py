@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ....envs.nccl.run_folder import TABLE
-from ....envs.nccl.shm import TableFile, trial_steps_of
+from ....envs.nccl.shm import TableFile, trial_of
 from ...report.summary import RunSummary
 from ...report.verdict import verdict
 from .machine import Machine
@@ -123,7 +123,7 @@ def _is_in_trial(run: Path) -> bool:
             found = table.read()
         finally:
             table.close()
-        return found is not None and trial_steps_of(found[1]) > 0
+        return found is not None and trial_of(found[1]).trial_steps > 0
     return False
 
 

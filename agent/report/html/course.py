@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from ....traces.files import Trace
+from ....traces.records import MIXED
 from ..summary import RunSummary
 from ..verdict import DEFAULT, VERDICT, ms, side
 
@@ -131,7 +132,8 @@ def _bands(index: Array, generation: Array, tables: Sequence[_Table]) -> list[Ba
     """The current tables in order. A table is current from the first step that ran under it or a later one."""
     if not index.size:
         return []
-    newest = np.maximum.accumulate(generation)
+    of_one_table = np.where(generation == MIXED, 0, generation)
+    newest = np.maximum.accumulate(of_one_table)
     bands = [Band(int(index[0]), int(index[-1]), DEFAULT)]
     for table in tables:
         before = bands[-1]

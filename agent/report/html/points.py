@@ -19,34 +19,42 @@ Array = np.ndarray[Any, Any]
 SPARKS = 48
 
 
-def binned(course: Course, most: int) -> tuple[Array, Array]:
-    """At most ``most`` points (step, ms) of the line through all steps.
+def binned(steps: Array, times: Array, most: int) -> tuple[Array, Array]:
+    """At most ``most`` points of the line through ``steps`` (n,) and their ``times`` (n,), ms.
 
-    More steps are put into bins: each gives its shortest and its longest step, so no long step is lost. Steps that were
-    not recorded leave a gap (NaN).
+    More steps are put into bins: each gives its shortest and its longest step, so no long step is lost. Steps that are
+    missing leave a gap (NaN).
     """
-    if len(course.steps) <= most:
-        return _with_gaps(course)
+    if len(steps) <= most:
+        return _with_gaps(steps, times)
     n_bins = most // 2
-    first = course.steps[0]
-    n_steps = course.steps[-1] - first + 1
+    first = steps[0]
+    n_steps = steps[-1] - first + 1
     width = n_steps / n_bins
-    bins = (course.steps - first) // width
-    grouped = pd.Series(course.ms).groupby(bins)
+    bins = (steps - first) // width
+    grouped = pd.Series(times).groupby(bins)
     ends = grouped.agg(["min", "max"])
-    ends = ends.reindex(np.arange(n_bins))
-    middles = np.arange(n_bins) + 0.5
-    places = first + width * middles
+    every = np.arange(n_bins)
+    ends = ends.reindex(every)
+    places = first + width * (every + 0.5)
     return np.repeat(places, 2), ends.to_numpy(float).ravel()
 
 
-def _with_gaps(course: Course) -> tuple[Array, Array]:
+def as_dots(steps: Array, times: Array) -> tuple[Array, Array]:
+    """The points as one path, whose parts have no length: markers would be an element each."""
+    places = np.repeat(steps, 3)
+    heights = np.repeat(times, 3)
+    heights[2::3] = np.nan
+    return places, heights
+
+
+def _with_gaps(steps: Array, times: Array) -> tuple[Array, Array]:
     """All points, with a NaN where steps are missing."""
-    steps = course.steps.astype(float)
-    is_gap = np.diff(steps) > 1
+    places = steps.astype(float)
+    is_gap = np.diff(places) > 1
     missing = np.flatnonzero(is_gap) + 1
-    times = np.insert(course.ms, missing, np.nan)
-    return np.insert(steps, missing, np.nan), times
+    heights = np.insert(times, missing, np.nan)
+    return np.insert(places, missing, np.nan), heights
 
 
 def trial_spans(course: Course, most: int) -> list[tuple[float, float]]:
@@ -54,7 +62,7 @@ def trial_spans(course: Course, most: int) -> list[tuple[float, float]]:
     steps = course.steps[course.on_trial]
     if not steps.size:
         return []
-    n_steps = course.steps[-1] - course.steps[0]
+    n_steps = np.ptp(course.steps)
     nearest = max(1, n_steps / most)
     breaks = np.flatnonzero(np.diff(steps) > nearest)
     spans = []

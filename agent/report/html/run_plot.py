@@ -16,7 +16,7 @@ import numpy as np
 from ..losses import Losses, binned_losses
 from ..verdict import DEFAULT, OWN, ms, side
 from .course import Band, Course, Mark
-from .points import binned, trial_spans
+from .points import as_dots, binned, trial_spans
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,11 +105,18 @@ def _step_times(axes: Axes, course: Course, size: Size) -> None:
     axes.set_ylim(0, top)
     _style(axes, size)
     _draw_bands(axes, course, size)
-    steps, times = binned(course, size.points)
-    times = np.minimum(times, top)
-    axes.plot(steps, times, color=COLOURS["ink"], linewidth=0.7)
+    usual = ~course.on_trial
+    shown = np.minimum(course.ms, top)
+    line = binned(course.steps[usual], shown[usual], size.points)
+    axes.plot(*line, color=COLOURS["ink"], linewidth=0.7)
+    # Where two tables take turns, these are a second band of step times.
+    tried = course.on_trial
+    points = binned(course.steps[tried], shown[tried], size.points // 2)
+    dots = as_dots(*points)
+    axes.plot(*dots, color=COLOURS["slot-1"], linewidth=2, solid_capstyle="round")
     trials = trial_spans(course, size.points // 2)
-    axes.broken_barh(trials, (0, _STRIP * top), color=COLOURS["slot-1"], linewidth=0)
+    strip = 0, _STRIP * top
+    axes.broken_barh(trials, strip, color=COLOURS["slot-1"], linewidth=0)
     _draw_marks(axes, course, size)
     axes.set_ylabel("step time, ms", color=COLOURS["quiet"])
 
@@ -173,13 +180,15 @@ def _draw_marks(axes: Axes, course: Course, size: Size) -> None:
     for mark in course.marks:
         _draw_mark(axes, mark)
         if mark.is_verdict:
-            is_right = mark.step > course.steps[0] + 0.85 * len(course.steps)
-            _label(axes, mark.step, f" {mark.text} ", row=1, align="right" if is_right else "left")
+            late = course.steps[0] + 0.85 * len(course.steps)
+            align = "right" if mark.step > late else "left"
+            text = f" {mark.text} "
+            _label(axes, mark.step, text, row=1, align=align)
 
 
 def _draw_mark(axes: Axes, mark: Mark) -> None:
-    colour = COLOURS["tuned" if mark.is_verdict else "quiet"]
-    look = "solid" if mark.is_verdict else "dashed"
+    look, name = ("solid", "tuned") if mark.is_verdict else ("dashed", "quiet")
+    colour = COLOURS[name]
     axes.axvline(mark.step, color=colour, linewidth=1.2, linestyle=look)
 
 

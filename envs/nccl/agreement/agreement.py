@@ -8,7 +8,6 @@ more where a communicator came later than the table that is there to stay.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,18 +15,17 @@ from typing import Any
 
 from ....traces.reasons import NotAgreeing, NotTuning
 from ....traces.records import AgreementState
-from ..plugin.bindings import CommView, NoRoom, Plugin
-from ..shm import trial_steps_of
+from ..plugin.bindings import CommView, NoRoom, Plugin, Span
+from ..shm import trial_of
 from ..steps.steps import Steps
 from . import protocol
+from .leader import PATIENCE, Leader
 from .lookout import IDLE_S
 from .mailbox import TableMailbox
 from .pace import Pace
 from .protocol import CommVote, Decision, LeftOut
 from .store import Parted, Proposal, RoundStore
 
-#: How long rank 0 waits for ranks that have not taken a step yet, or whose NCCL has not loaded the tuner.
-ATTACH_S = float(os.environ.get("DYNAMICCL_ATTACH_S", "60"))
 _IDLE_S, _A_RANK_S = 0.25, 1e-4  # until NCCL is looked for again; with many ranks the job's end waits longer
 _LOOK_S = 0.02  # between two looks of rank 0 at what the daemon has published
 #: Between two questions of rank 0 whether a rank or a communicator is new; IDLE_S where no rounds run.
@@ -37,13 +35,12 @@ _HELD_S = 0.02
 _LOOKS = 3  # of rank 0 for the votes, of another rank for the decision: so many a round takes at least
 _VOTES_S = 0.5  # for the votes of all ranks, or four rounds as they last
 _SOON_S, _LATER_S = 0.25, 60.0  # until a store that is away is tried again: at first, and at most
-_AGAIN_S = 0.2  # until a lost round is tried again, doubled each time
 _SILENT_S = 30.0  # a store that is away for longer is told of
-#: So many lost rounds in a row, and the user hears of it; from so many on, rank 0 goes on without who does not vote.
-_IN_A_ROW, _PATIENCE = 3, 5
+_IN_A_ROW = 3  # so many lost rounds, and the user hears of it
 TOGETHER = AgreementState.OPEN, "all ranks decide together"
 
-Tell = Callable[[AgreementState | None, str], None]
+#: A state, its reason, and the generation of a table that was refused, else 0.
+Tell = Callable[[AgreementState | None, str, int], None]
 
 
 class Agreement:
@@ -58,7 +55,7 @@ class Agreement:
         published: TableMailbox,
         store: Callable[[], Any],
         versions: str = "",
-        tell: Tell = lambda state, text: None,
+        tell: Tell = lambda state, text, generation: None,
     ) -> None:
         """``store()`` gives a new connection of our own to the job's store.
 
@@ -72,8 +69,8 @@ class Agreement:
         self._pace = Pace(_LOOKS * self._look_s)
         self._comms: frozenset[int] = frozenset()  # communicators that rank 0 has heard of
         self._owner = plugin.join()  # what this agreement lays ready and limits in the plugin is its own
-        self._leader = _Leader(n_ranks, published) if rank == 0 else None
-        self._said: tuple[AgreementState, str] | None = None  # last, on rank 0
+        self._leader = Leader(n_ranks, published) if rank == 0 else None
+        self._said: tuple[AgreementState, str, int] | None = None  # last, on rank 0
         self._thread = threading.Thread(target=self._run, name="dynamiccl-agreement", daemon=True)
         if not self._owner:
             self._stop(NotAgreeing.TOO_MANY(rank=rank))
@@ -108,7 +105,7 @@ class Agreement:
                 faults += 1
                 if now - away_since > _SILENT_S and not told and not self._end.is_set():
                     why = NotAgreeing.FAULT(rank=self.rank, error=str(error) or type(error).__name__)
-                    self._tell(None, NotAgreeing.NOT_CONNECTED(why=why))
+                    self._tell(None, NotAgreeing.NOT_CONNECTED(why=why), 0)
                     told = True
                 self._end.wait(min(_SOON_S * 2**faults, _LATER_S))
         self._plugin.part(self._owner)
@@ -160,7 +157,7 @@ class Agreement:
 
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
-    def _lead_rounds(self, leader: _Leader) -> None:
+    def _lead_rounds(self, leader: Leader) -> None:
         asked, lookout = 0.0, self._store.lookout
         while not self._end.wait(_LOOK_S):
             leader.look()
@@ -184,22 +181,27 @@ class Agreement:
                 if self.stopped:
                     return
 
-    def _lead(self, leader: _Leader, message: tuple[int, bytes]) -> None:
+    def _lead(self, leader: Leader, message: tuple[int, bytes]) -> None:
         """One round."""
         generation, table = message
         leader.number += 1
         # One vote at least is worth waiting for: who was silent may be back.
         n_votes = max(len(leader.known) - len(leader.silent), min(1, len(leader.known)))
         proposal = Proposal(leader.number, table, n_votes)
-        steps, left_out = trial_steps_of(table), dict[int, LeftOut]()
-        must = leader.switched if leader.lost < _PATIENCE else set[int]()
-        part = protocol.lead(leader.number, self._identity(), generation, steps, leader.gone, must, left_out)
+        trial, left_out = trial_of(table), dict[int, LeftOut]()
+        must = leader.switched if leader.lost < PATIENCE else set[int]()
+        rhythms: protocol.Rhythms = {}
+        known = leader.gone, must, left_out, rhythms
+        part = protocol.lead(leader.number, self._identity(), generation, trial, *known)
         decision = self._drive(part, proposal)
-        leader.ended(message, decision, left_out)
+        leader.ended(message, decision, left_out, rhythms, self._comms)
         if leader.number > 2 and not leader.silent:
             self._store.forget(leader.number - 2)  # all have voted since
         if decision.switches:
-            self._say(*TOGETHER)
+            for turns in leader.last.steady or [0]:
+                self._say(*TOGETHER, turns)
+        elif trial.turn_steps and 0 in left_out and left_out[0].for_good:
+            self._say(AgreementState.NO_TURNS, left_out[0].why, generation)
         elif leader.lost >= _IN_A_ROW:
             self._say(AgreementState.LOSING, leader.why)
 
@@ -244,14 +246,14 @@ class Agreement:
                 return store.settle(number, decision)
             case protocol.Await():
                 return self._awaited(number)
-            case protocol.Switch(comm, since, until):
-                return self._switch(comm, since, until)
+            case protocol.Switch(comm, span):
+                return self._switch(comm, span)
             case protocol.Lift(generation):
                 return self._plugin.lift(self._owner, generation)
 
-    def _switch(self, comm: int, since: int, until: int) -> None:
+    def _switch(self, comm: int, span: Span) -> None:
         try:
-            self._plugin.switch(self._owner, comm, since, until)
+            self._plugin.switch(self._owner, comm, *span)
         except OSError as error:
             # The other ranks have the table now: no further one, and the user hears of it.
             self._stop(NotAgreeing.NOT_SWITCHED(rank=self.rank, error=error))
@@ -286,20 +288,23 @@ class Agreement:
         limit, pace = 0, self._pace.calls_a_step(comm)
         if not view.no_clock:
             answer_s, spread_s = self._store.answer_s, self._store.lookout.spread_s()
-            limit = self._plugin.limit(self._owner, comm, self._pace.distance(comm, answer_s, spread_s))
-        return CommVote(view.n_ranks, view.n_nodes, limit, pace, view.marks, view.no_clock)
+            distance = self._pace.distance(comm, answer_s, spread_s, view.a_step)
+            limit = self._plugin.limit(self._owner, comm, distance)
+        rhythm = view.a_step, view.offset
+        return CommVote(view.n_ranks, view.n_nodes, limit, pace, view.marks, view.no_clock, *rhythm)
 
-    def _say(self, state: AgreementState, text: str) -> None:
-        if self._leader is not None and (state, text) != self._said:
-            self._said = state, text
-            self._tell(state, text)
+    def _say(self, state: AgreementState, text: str, generation: int = 0) -> None:
+        word = state, text, generation
+        if self._leader is not None and word != self._said:
+            self._said = word
+            self._tell(*word)
 
     def _stop(self, why: str) -> None:
         self.stopped = why
         if self._leader is not None:
             self._say(AgreementState.CLOSED if self._leader.switched else AgreementState.SHUT, why)
         else:
-            self._tell(None, why)
+            self._tell(None, why, 0)
 
     def close(self) -> None:
         """This rank takes no further part; what is there to stay stays."""
@@ -311,77 +316,3 @@ class Agreement:
         """After :meth:`close`, before the interpreter ends: no thread may be inside the store's code then."""
         if self._thread.ident is not None:
             self._thread.join(8 * (_IDLE_S + _A_RANK_S * self.n_ranks))
-
-
-class _Leader:
-    """What rank 0 knows of the other ranks, and which tables are wanted."""
-
-    def __init__(self, n_ranks: int, published: TableMailbox) -> None:
-        self.known: set[int] = set()  # ranks that are there, but rank 0
-        self.silent: set[int] = set()  # of them, who has not voted in the last round
-        self.gone: dict[int, str] = {}  # communicators that have left for good, and why
-        self.switched: set[int] = set()  # communicators of the last round that was not lost
-        self.news = False  # a rank or a communicator is new
-        self.number, self.lost, self.why = (
-            0,
-            0,
-            "",
-        )  # the last round, lost ones in a row, why the last of them was
-        self.not_before = 0.0  # of the next round
-        self._absent, self._published = set(range(1, n_ranks)), published
-        self._until = time.monotonic() + ATTACH_S
-        self._wanted: tuple[int, bytes] | None = None  # to be in force, and is not
-        self._stays = published.confirmed()  # the last table that was decided to stay, in this life or before
-        self._tries = False  # the table decided last is a trial
-
-    def look(self) -> None:
-        """Whether the daemon has published another table."""
-        if (found := self._published.take()) is not None:
-            self._wanted, self.not_before = found, 0.0
-
-    def hears(self, store: RoundStore) -> None:
-        """Whether ranks have come, or communicators."""
-        if not store.has_news():
-            return
-        self.news = True
-        if store.are_there(sorted(self._absent)):
-            here = set(self._absent)
-        else:
-            here = {rank for rank in self._absent if store.are_there([rank])}
-        self.known |= here
-        self._absent -= here
-
-    def is_waiting(self, comms: frozenset[int]) -> bool:
-        """Whether ranks, or rank 0's own communicators ``comms``, may still come before the first round."""
-        return (bool(self._absent) or not comms) and self.number == 0 and time.monotonic() < self._until
-
-    def misses(self) -> str:
-        """Why no round can be led, not even later; empty if one can."""
-        late = time.monotonic() > self._until
-        return self.why if late and self.lost >= _PATIENCE and not self.switched else ""
-
-    def next(self) -> tuple[int, bytes] | None:
-        """The table of the next round, if there is to be one: first what stays, for who does not have it yet."""
-        if self._stays is not None and not self._tries and (self.news or not self.switched):
-            return self._stays
-        return self._wanted
-
-    def ended(self, message: tuple[int, bytes], decision: Decision, left_out: dict[int, LeftOut]) -> None:
-        """A round is over."""
-        self.gone |= {comm: one.why for comm, one in left_out.items() if comm and one.for_good}
-        refused = 0 in left_out and left_out[0].for_good
-        if not (decision.switches or refused):
-            self.lost += 1
-            reasons = [left_out[0]] if 0 in left_out else list(left_out.values())
-            self.why = next((one.why for one in reasons), NotAgreeing.LATE_STORE())
-            self.not_before = time.monotonic() + _AGAIN_S * 2 ** min(self.lost, _PATIENCE)
-            return
-        self.lost, self.news = 0, False
-        self._wanted = None if message == self._wanted else self._wanted
-        if decision.switches:
-            self.switched, self._tries = set(decision.switches), bool(trial_steps_of(message[1]))
-            self._stays = self._stays if self._tries else message
-
-    def is_over(self, comms: frozenset[int]) -> bool:
-        """Whether all of rank 0's communicators have left for good."""
-        return bool(comms) and comms <= self.gone.keys()

@@ -60,22 +60,41 @@ class Pace:
         steps = last.steps - first.steps
         return (last.counts[comm] - first.counts[comm]) / steps if steps > 0 else 0.0
 
-    def distance(self, comm: int, answer_s: float, spread_s: float = 0.0) -> int:
+    def distance(self, comm: int, answer_s: float, spread_s: float = 0.0, rhythm: int = 0) -> int:
         """How many calls ahead a limit is: two rounds as they last, half a second or two steps, one step at least.
 
         ``answer_s``: the store took so long to answer in this very round, maybe much longer than in those before.
-        ``spread_s``: another rank may hear of the round so much later than this one.
+        ``spread_s``: another rank may hear of the round so much later than this one. ``rhythm``: the last steps had so
+        many calls each, 0: they differed.
         """
-        first, last = self._ends(comm)
-        busiest = max((self._rate(comm, a, b) for a, b in pairwise(self._samples)), default=0.0)
+        rates = [self._rate(comm, a, b) for a, b in pairwise(self._samples)]
+        busiest = max(rates, default=0.0)
+        if not busiest and rhythm and rates:  # it is new, or a step lasts longer than samples are kept
+            busiest = rhythm * self._steps_a_second()
+            if not busiest:
+                return 2 * rhythm + _LEAST
         if not busiest:
             return _RESTING
-        a_step = self.calls_a_step(comm)
-        seconds = last.at_s - first.at_s
-        step_s = seconds / (last.steps - first.steps) if last.steps > first.steps else math.inf
-        round_s = max(self.round_s, min(_REQUESTS * answer_s, _MOST_S))
-        ahead_s = (max(2 * round_s, min(_HALF_S, _STEPS * step_s)) + spread_s) * self._caution
+        a_step = max(self.calls_a_step(comm), rhythm)
+        slow_s = min(_REQUESTS * answer_s, _MOST_S)
+        round_s = max(self.round_s, slow_s)
+        least_s = min(_HALF_S, _STEPS * self._step_s())
+        ahead_s = max(2 * round_s, least_s) + spread_s
+        ahead_s *= self._caution
         return math.ceil(max(a_step, busiest * ahead_s)) + _LEAST
+
+    def _steps_a_second(self) -> float:
+        """In the busiest time between two samples."""
+        known = list(self._samples)
+        rates = [(b.steps - a.steps) / max(b.at_s - a.at_s, 1e-3) for a, b in pairwise(known)]
+        return max(rates, default=0.0)
+
+    def _step_s(self) -> float:
+        """How long a step lasts; infinity where none was seen."""
+        first, last = self._samples[0], self._samples[-1]
+        steps = last.steps - first.steps
+        seconds = last.at_s - first.at_s
+        return seconds / steps if steps > 0 else math.inf
 
     def _ends(self, comm: int) -> tuple[_Sample, _Sample]:
         known = [sample for sample in self._samples if comm in sample.counts]

@@ -22,6 +22,12 @@ So a table changes on all ranks of a communicator at one call, or on none. A com
 voted, or otherwise than the rest, is left out, and NCCL decides alone there. A trial ends at E on every rank with
 nobody alive to say so; then holds again what was there to stay.
 
+Between N and E a trial's table may *take turns* with the one that is there to stay. A turn is one collective, or some
+steps long. The decision says all of it: N, E, the length of a turn in collectives, which turns are the trial's. Turns
+that follow steps need a *rhythm*: of each communicator the ranks tell how many collectives a step has (L), and how many
+there were at the end of the last step, less L for each step since the ranks attached (O). Where all tell the same, the
+end of step s is collective O + L s on every rank. All communicators then turn at the ends of the same steps.
+
 :func:`lead` and :func:`follow` are the two parts as generators: they yield what is to be done, and are sent what came
 of it. ``agreement.py`` does it with a store and a plugin; ``tests/tools/protocol_model.py`` explores every order of
 events.
@@ -35,9 +41,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ....traces.reasons import NotAgreeing
+from ....traces.records import Trial
+from ..plugin.bindings import Span
 
 #: A trial whose calls a step nobody knows ends after so many calls.
 SOME_CALLS = 64
+#: Turns of two tables that make a whole: A B B A. Of more tables one turn of each ``one_of`` is the trial's.
+QUAD = 4
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,10 @@ class CommVote:
     calls_a_step: float
     marks: Mapping[int, int]  # hash of the first so many collectives
     no_clock: str = ""  # why their number is not the same on all ranks; then there is no limit
+    a_step: int = 0  # collectives of a step; 0: the last steps differed
+    offset: int = (
+        0  # collectives at the end of the last step, less `a_step` for each step since the ranks attached
+    )
 
     @property
     def newest(self) -> int:
@@ -73,13 +87,10 @@ class Vote:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a round comes to: for each communicator from which collective the table holds, and until which.
-
-    Until 0 is to stay. Without communicators the round is lost.
-    """
+    """What a round comes to: at which collectives of each communicator the table holds. Without any it is lost."""
 
     generation: int = 0
-    switches: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    switches: Mapping[int, Span] = field(default_factory=dict)
 
 
 class LeftOut(NamedTuple):
@@ -90,30 +101,112 @@ class LeftOut(NamedTuple):
 
 
 ABORT = Decision()
+#: What the ranks of a communicator say of it; the same by communicator.
+Words = list[CommVote]
+WordsOf = Mapping[int, Words]
+#: (collectives a step, offset) by communicator, see :class:`CommVote`.
+Rhythms = dict[int, tuple[int, int]]
+#: Communicators that have left for good, and why.
+Reasons = Mapping[int, str]
 
 
 def decide(
-    votes: Sequence[Vote], generation: int, trial_steps: int, gone: Mapping[int, str]
+    votes: Sequence[Vote], generation: int, trial: Trial, gone: Reasons
 ) -> tuple[Decision, dict[int, LeftOut]]:
-    """The decision of a round, and the communicators without a part in it.
+    """The decision of a round, and the communicators without a part in it; as 0: why there is none for any of them.
 
-    ``trial_steps``: about how many steps the table is tried for, 0 = to stay. ``gone``: communicators that have left
-    for good, and why.
+    ``trial``: how the table is tried; without steps it is to stay. ``gone``: communicators that have left for good, and
+    why.
     """
-    switches, left_out = {}, {}
+    sound, left_out = _sorted_out(votes, gone)
+    if not trial.turn_steps:
+        spans = {comm: _span(words, trial) for comm, words in sound.items()}
+        return Decision(generation, spans), left_out
+    even = {comm: words for comm, words in sound.items() if _has_rhythm(words)}
+    is_late = any(not one.for_good for one in left_out.values())  # the next round may find more
+    if not is_late and (odd := _without_rhythm(sound, even)):
+        rank = next(vote.rank for vote in votes if odd[0] in vote.comms)
+        left_out[0] = LeftOut(NotAgreeing.NO_RHYTHM(rank=rank), True)
+    return Decision(generation, _turns(even, trial)), left_out
+
+
+def _sorted_out(votes: Sequence[Vote], gone: Reasons) -> tuple[dict[int, Words], dict[int, LeftOut]]:
+    """The words on each communicator whose ranks are of one mind, and why the others are left out."""
+    sound: dict[int, Words] = {}
+    left_out: dict[int, LeftOut] = {}
     for comm in sorted({comm for vote in votes for comm in vote.comms}):
         members = [vote for vote in votes if comm in vote.comms]
-        found = [vote.comms[comm] for vote in members]
         if comm in gone:
             left_out[comm] = LeftOut(gone[comm], True)
         elif odd := _odd(comm, members):
             left_out[comm] = odd
         else:
-            first = max(one.limit for one in found)
-            calls = trial_steps * max(one.calls_a_step for one in found)
-            length = math.ceil(calls) or SOME_CALLS
-            switches[comm] = first, first + length if trial_steps else 0
-    return Decision(generation, switches), left_out
+            sound[comm] = [vote.comms[comm] for vote in members]
+    return sound, left_out
+
+
+def _without_rhythm(sound: WordsOf, even: WordsOf) -> list[int]:
+    """The communicators for whose sake tables cannot take turns by steps.
+
+    One that is used in some steps only is none of them: it keeps its table.
+    """
+    if not even:
+        return [*sound]
+    uneven = [comm for comm in sound if comm not in even]
+    return [comm for comm in uneven if max(one.calls_a_step for one in sound[comm]) >= 1]
+
+
+def _span(words: Words, trial: Trial) -> Span:
+    """Where the table holds on a communicator if no step matters."""
+    since = max(one.limit for one in words)
+    if not trial.trial_steps:
+        return Span(since)
+    a_step = max(one.calls_a_step for one in words)
+    calls = trial.trial_steps * a_step
+    until = since + (math.ceil(calls) or SOME_CALLS)
+    turn_calls = 1 if trial.one_of else 0
+    return Span(since, until, turn_calls, 0, trial.one_of, trial.swap)
+
+
+def rhythms_of(votes: Sequence[Vote]) -> Rhythms:
+    """(collectives a step, offset) of each communicator whose ranks have all told the same."""
+    words: dict[int, Words] = {}
+    for vote in votes:
+        for comm, word in vote.comms.items():
+            words.setdefault(comm, []).append(word)
+    found = {}
+    for comm, told in words.items():
+        if len(told) == told[0].n_ranks and _has_rhythm(told):
+            found[comm] = told[0].a_step, told[0].offset
+    return found
+
+
+def _has_rhythm(words: Words) -> bool:
+    """Whether the ranks of a communicator agree on where its steps end."""
+    return words[0].a_step > 0 and len({(one.a_step, one.offset) for one in words}) == 1
+
+
+def _turns(rhythms: WordsOf, trial: Trial) -> dict[int, Span]:
+    """Where the table holds if it takes turns by steps: on all these communicators in the same steps."""
+    if not rhythms:
+        return {}
+    turns = QUAD if trial.one_of == 2 else trial.one_of
+    block = turns * trial.turn_steps
+    steps = block * math.ceil(trial.trial_steps / block)
+    ahead = []  # at this step no communicator is beyond its limit
+    for words in rhythms.values():
+        limit = max(one.limit for one in words)
+        beyond = limit - words[0].offset
+        ahead.append(math.ceil(beyond / words[0].a_step))
+    begin = max(ahead)
+    spans = {}
+    for comm, words in rhythms.items():
+        a_step = words[0].a_step
+        since = words[0].offset + a_step * begin
+        until = since + a_step * steps
+        length = a_step * trial.turn_steps
+        spans[comm] = Span(since, until, length, a_step, trial.one_of, trial.swap)
+    return spans
 
 
 def _odd(comm: int, members: Sequence[Vote]) -> LeftOut | None:
@@ -125,7 +218,8 @@ def _odd(comm: int, members: Sequence[Vote]) -> LeftOut | None:
     for other in members:
         if other.identity != first.identity:
             ranks = {"rank": other.rank, "other": first.rank}
-            return LeftOut(NotAgreeing.NOT_ALIKE(**ranks, what=other.identity, others=first.identity))
+            identities = {"what": other.identity, "others": first.identity}
+            return LeftOut(NotAgreeing.NOT_ALIKE(**ranks, **identities))
     if len(members) != words[0].n_ranks or len({(one.n_ranks, one.n_nodes) for one in words}) > 1:
         counts = {"n": len(members), "of": words[0].n_ranks}
         return LeftOut(NotAgreeing.NOT_ALL_VOTED(rank=first.rank, **counts))
@@ -135,16 +229,23 @@ def _odd(comm: int, members: Sequence[Vote]) -> LeftOut | None:
 def _other_calls(comm: int, members: Sequence[Vote]) -> LeftOut | None:
     """Whether the members have issued other collectives, by the newest count of which all have a mark."""
     marks = {vote.rank: vote.comms[comm].marks for vote in members}
-    slowest = min(members, key=lambda vote: vote.comms[comm].newest)
-    fastest = max(members, key=lambda vote: vote.comms[comm].newest)
+
+    def newest(vote: Vote) -> int:
+        return vote.comms[comm].newest
+
+    slowest = min(members, key=newest)
+    fastest = max(members, key=newest)
     shared = set.intersection(*(set(known) for known in marks.values()))
     if not shared:
         ranks = {"rank": slowest.rank, "other": fastest.rank}
-        return LeftOut(NotAgreeing.NO_COMMON_COUNT(**ranks, count=slowest.comms[comm].newest))
+        count = newest(slowest)
+        return LeftOut(NotAgreeing.NO_COMMON_COUNT(**ranks, count=count))
     at = max(shared)
+    expected = marks[slowest.rank][at]
     for rank, known in marks.items():
-        if known[at] != marks[slowest.rank][at]:
-            return LeftOut(NotAgreeing.OTHER_CALLS(rank=slowest.rank, other=rank, count=at), True)
+        if known[at] != expected:
+            ranks = {"rank": slowest.rank, "other": rank}
+            return LeftOut(NotAgreeing.OTHER_CALLS(**ranks, count=at), True)
     return None
 
 
@@ -184,11 +285,10 @@ class Await(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """Tell the plugin from when until when the staged table holds on a communicator."""
+    """Tell the plugin at which collectives the staged table holds on a communicator."""
 
     comm: int
-    since: int
-    until: int
+    span: Span
 
 
 class Lift(NamedTuple):
@@ -216,12 +316,14 @@ def lead(
     number: int,
     identity: str,
     generation: int,
-    trial_steps: int,
-    gone: Mapping[int, str],
+    trial: Trial,
+    gone: Reasons,
     must: set[int],
     left_out: dict[int, LeftOut],
+    rhythms: Rhythms,
 ) -> Part:
-    """Rank 0's part. ``left_out`` is filled with the communicators that have no part in the round.
+    """Rank 0's part. ``left_out`` is filled with the communicators that have no part in the round, ``rhythms`` with
+    what :func:`rhythms_of` its votes says.
 
     The round is lost rather than go on without one that ``must`` be in it.
     """
@@ -229,11 +331,13 @@ def lead(
     others = yield Gather()
     own = yield from _vote(0, number, identity)
     votes = [own, *(vote for vote in others if vote.round == number)]
-    decision, found = decide(votes, generation, trial_steps, gone)
+    decision, found = decide(votes, generation, trial, gone)
     left_out.update(found)
+    rhythms.update(rhythms_of(votes))
     if why := _why_no_round(votes):
         left_out[0] = why
-    late = {comm for comm, one in found.items() if comm in must and not one.for_good}
+    for_now = {comm for comm, one in found.items() if not one.for_good}
+    late = for_now & must
     if 0 in left_out or late or not decision.switches:
         decision = ABORT
     decision = yield Settle(decision)
@@ -247,7 +351,9 @@ def _why_no_round(votes: list[Vote]) -> LeftOut | None:
         return LeftOut(refusal, True)  # the table is the same bytes everywhere: no rank may have it
     if no_room := next((vote.no_room for vote in votes if vote.no_room), ""):
         return LeftOut(no_room)
-    return None if any(vote.comms for vote in votes) else LeftOut(NotAgreeing.NOTHING_COUNTED())
+    if any(vote.comms for vote in votes):
+        return None
+    return LeftOut(NotAgreeing.NOTHING_COUNTED())
 
 
 def _vote(rank: int, number: int, identity: str) -> Generator[Request, Any, Vote]:
@@ -257,7 +363,7 @@ def _vote(rank: int, number: int, identity: str) -> Generator[Request, Any, Vote
 
 
 def _act(vote: Vote, decision: Decision) -> Generator[Request, Any, None]:
-    for comm, (since, until) in decision.switches.items():
+    for comm, span in decision.switches.items():
         if comm in vote.comms and not vote.comms[comm].no_clock:
-            yield Switch(comm, since, until)
+            yield Switch(comm, span)
     yield Lift(decision.generation if decision.switches else 0)

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from ....traces.reasons import NotAgreeing
+from ..plugin.bindings import Span
 from ..steps.words import say
 from .lookout import IDLE_S, Lookout
 from .protocol import ABORT, CommVote, Decision, Vote
@@ -145,7 +146,9 @@ class RoundStore:
         later. Where it is refused for ten seconds nobody serves the store any more: its job is at its end, and no rank
         waits for a decision there.
         """
-        word = json.dumps([decision.generation, {f"{comm:x}": at for comm, at in decision.switches.items()}])
+        word = json.dumps(
+            [decision.generation, {f"{comm:x}": span for comm, span in decision.switches.items()}]
+        )
         lost, refused_until = time.monotonic() + _LOST_S, 0.0
         again = False
         while True:
@@ -238,4 +241,4 @@ def _vote(raw: bytes) -> Vote:
 
 def _decision(raw: bytes) -> Decision:
     generation, switches = json.loads(raw)
-    return Decision(generation, {int(comm, 16): (since, until) for comm, (since, until) in switches.items()})
+    return Decision(generation, {int(comm, 16): Span(*span) for comm, span in switches.items()})

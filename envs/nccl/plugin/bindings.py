@@ -28,6 +28,51 @@ class CommView(NamedTuple):
     made: int  # collectives so far
     marks: dict[int, int]  # hash of the first so many of them
     no_clock: str = ""  # why the number of its collectives is not the same on all ranks
+    a_step: int = 0  # collectives of a step; 0: the last steps differed
+    offset: int = (
+        0  # collectives at the end of the last step, less `a_step` for each step since the ranks joined
+    )
+
+
+class StepEnd(NamedTuple):
+    """A step that has ended, see struct dccl_step_end of plugin.h."""
+
+    generation: int  # of the table that answered in it; records.MIXED: several
+    trial: int  # generation of the trial in which it began, 0: in none
+    is_whole: (
+        bool  # it is one table's turn or a part of it: all communicators made just one step's collectives
+    )
+    block: int  # of turns, in which the next step is; 0: turns do not follow steps there
+
+
+class Span(NamedTuple):
+    """The collectives of a communicator at which a table holds, see struct dccl_span of plugin.h."""
+
+    since: int
+    until: int = 0  # 0: it is there to stay
+    length: int = 0  # collectives of a turn; 0: it holds throughout
+    a_step: int = 0  # of a step, where a turn is so many whole steps; 0: a turn is one collective
+    one_of: int = 0  # it holds in one turn of so many
+    swap: int = 0  # of two turns the other one begins
+
+
+class _Span(ctypes.Structure):
+    """struct dccl_span."""
+
+    _fields_ = (
+        ("since", ctypes.c_uint64),
+        ("until", ctypes.c_uint64),
+        ("length", ctypes.c_uint64),
+        ("a_step", ctypes.c_uint64),
+        ("one_of", ctypes.c_uint32),
+        ("swap", ctypes.c_uint32),
+    )
+
+
+class _StepEnd(ctypes.Structure):
+    """struct dccl_step_end."""
+
+    _fields_ = tuple((name, ctypes.c_uint32) for name in StepEnd._fields)
 
 
 class _View(ctypes.Structure):
@@ -38,6 +83,8 @@ class _View(ctypes.Structure):
         ("n_ranks", ctypes.c_uint32),
         ("n_nodes", ctypes.c_uint32),
         ("count", ctypes.c_uint64),
+        ("a_step", ctypes.c_uint64),
+        ("offset", ctypes.c_int64),
         ("clock", ctypes.c_uint32),
         ("spare", ctypes.c_uint32),
         ("marks", ctypes.c_uint64 * 2 * 24),
@@ -63,7 +110,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "capture": (None, [ctypes.c_int]),
     "comms": (ctypes.c_uint32, [ctypes.c_void_p, ctypes.c_uint32]),
     "emit": (None, [ctypes.c_char_p]),
-    "ended": (ctypes.c_uint32, []),
+    "ended": (None, [ctypes.POINTER(_StepEnd)]),
     "join": (ctypes.c_uint32, []),
     "lift": (None, [ctypes.c_uint32] * 2),
     "limit": (ctypes.c_int64, [ctypes.c_uint32, *[ctypes.c_uint64] * 2]),
@@ -71,7 +118,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "part": (None, [ctypes.c_uint32]),
     "sample": (None, [ctypes.c_int]),
     "stage": (ctypes.c_int64, [ctypes.c_uint32, *_MESSAGE]),
-    "switch": (ctypes.c_int, [ctypes.c_uint32, *[ctypes.c_uint64] * 3]),
+    "switch": (ctypes.c_int, [ctypes.c_uint32, ctypes.c_uint64, ctypes.POINTER(_Span)]),
     "tuners": (ctypes.c_uint32, []),
     "waiting": (ctypes.c_uint32, []),
 }
@@ -99,6 +146,7 @@ class Plugin:
             function = self._call[name] = getattr(library if name in _SLOW else quick, f"dynamiccl_{name}")
             function.restype, function.argtypes = result, arguments
         self._views = (_View * 256)()  # as many as the plugin has places for communicators
+        self._end = _StepEnd()
 
     def __getattr__(self, name: str) -> Any:
         if name not in _FUNCTIONS:
@@ -137,8 +185,15 @@ class Plugin:
             marks = {at: mark for at, mark in view.marks if at}  # without those that are not there yet
             n_ranks = PROCESSES.get(view.comm_id, view.n_ranks)
             why = _NO_CLOCK[view.clock]
-            found[view.comm_id] = CommView(n_ranks, view.n_nodes, view.count, marks, why)
+            rhythm = view.a_step, view.offset
+            found[view.comm_id] = CommView(n_ranks, view.n_nodes, view.count, marks, why, *rhythm)
         return found
+
+    def ended(self) -> StepEnd:
+        """A step has ended. Call it once a step: steps are counted by it."""
+        end = self._end
+        self._call["ended"](end)
+        return StepEnd(end.generation, end.trial, bool(end.is_whole), end.block)
 
     def limit(self, owner: int, comm: int, distance: int) -> int:
         """Answer no question on a communicator after so many more collectives; the limit that was set.
@@ -148,11 +203,11 @@ class Plugin:
         """
         return max(int(self._call["limit"](owner, comm, distance)), 0)
 
-    def switch(self, owner: int, comm: int, since: int, until: int) -> None:
-        """The staged table holds from collective ``since`` until ``until``, 0: to stay. Nothing where the communicator
-        is gone: its other ranks have made all their calls before ``since``, as this one has. Raises OSError.
+    def switch(self, owner: int, comm: int, *span: int) -> None:
+        """The staged table holds at the collectives of ``Span(*span)``. Nothing where the communicator is gone: its
+        other ranks have made all their calls before them, as this one has. Raises OSError.
         """
-        error = -int(self._call["switch"](owner, comm, since, until))
+        error = -int(self._call["switch"](owner, comm, _Span(*span)))
         if error not in (0, errno.ENOENT):
             raise OSError(error, os.strerror(error))
 

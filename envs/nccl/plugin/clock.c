@@ -185,8 +185,11 @@ void dccl_note_launch(struct dccl_seat* seat) {
   if (n_called == 0) return;
   const uint64_t before = atomic_load_explicit(&seat->n_colls, memory_order_relaxed), n = before + n_called;
   const uint64_t generation = dccl_generation(seat);
-  for (uint64_t call = n_called > MADE ? n - MADE + 1 : before + 1; call <= n; call++)
+  for (uint64_t call = n_called > MADE ? n - MADE + 1 : before + 1; call <= n; call++) {
     atomic_store_explicit(&seat->made[call % MADE], call << 32 | generation, memory_order_relaxed);
+    atomic_store_explicit(&seat->firsts[call % MADE], before + 1, memory_order_relaxed);
+  }
+  atomic_store_explicit(&seat->looked_at, before + 1, memory_order_relaxed);
   const uint64_t hash = atomic_load_explicit(&seat->called_hash, memory_order_relaxed);
   atomic_store_explicit(&seat->hash, hash, memory_order_relaxed);
   const uint32_t group = atomic_load_explicit(&seat->n_groups, memory_order_relaxed);
@@ -205,9 +208,11 @@ static bool is_of_the_last(const struct dccl_seat* seat, uint64_t number) {
              atomic_load_explicit(&seat->n_groups, memory_order_relaxed);
 }
 
-static uint32_t generation_of_call(const struct dccl_seat* seat, uint64_t number) {
+static void note_call_of(const struct dccl_seat* seat, uint64_t number, struct dccl_record* coll) {
   const uint64_t made = atomic_load_explicit(&seat->made[number % MADE], memory_order_relaxed);
-  return made >> 32 == (number & UINT32_MAX) ? (uint32_t)made : dccl_generation(seat);
+  if (made >> 32 != (number & UINT32_MAX)) return;  // too long ago
+  coll->generation = (uint32_t)made;
+  coll->coll.first = atomic_load_explicit(&seat->firsts[number % MADE], memory_order_relaxed);
 }
 
 // ---- collectives ----
@@ -221,6 +226,7 @@ static void tick_late(struct dccl_seat* seat, const struct dccl_record* coll) {
   atomic_store_explicit(&seat->hash, hash, memory_order_relaxed);
   const uint64_t n = atomic_load_explicit(&seat->n_colls, memory_order_relaxed) + 1;
   if (n % spacing[0] == 0) mark(seat, n, hash);
+  if (first) atomic_store_explicit(&seat->looked_at, n, memory_order_relaxed);
   atomic_fetch_add(&seat->n_colls, 1);
 }
 
@@ -235,7 +241,10 @@ static bool is_told_by_the_asker(struct dccl_seat* seat) {
 static void note_late_coll(struct dccl_seat* seat, struct dccl_record* coll) {
   if (coll->flags & DCCL_FLAG_CAPTURED) return;
   if (!is_told_by_the_asker(seat)) coll->flags |= DCCL_FLAG_LATE;
-  if (counts(coll->func)) tick_late(seat, coll);
+  if (counts(coll->func)) {
+    tick_late(seat, coll);
+    coll->coll.first = atomic_load_explicit(&seat->looked_at, memory_order_relaxed);
+  }
   if (atomic_exchange_explicit(&seat->is_asked, false, memory_order_relaxed))
     atomic_fetch_add_explicit(&seat->n_groups, 1, memory_order_relaxed);
 }
@@ -247,7 +256,7 @@ void dccl_note_coll(struct dccl_seat* seat, struct dccl_record* coll, uint64_t n
   if (is_late(seat)) {
     note_late_coll(seat, coll);
   } else if (number != 0) {
-    coll->generation = generation_of_call(seat, number);
+    note_call_of(seat, number, coll);
     is_asked_about = is_asked_about && is_of_the_last(seat, number);
   }
   coll->coll.asked_bytes = is_asked_about ? asked_about(seat, coll->func, coll->n_bytes) : 0;

@@ -22,18 +22,21 @@ enum { DCCL_NO_RANK = 0xffffffff };
 // ---- table: a 64-byte head and rows of 32 bytes, the same bytes in the file, on the wire and here ----
 
 #define DCCL_TABLE_MAGIC UINT64_C(0x314c42544c434344)  // "DCCLTBL1"
-enum { DCCL_TABLE_VERSION = 4, DCCL_MAX_ROWS = 1024, DCCL_MAX_CHANNELS = 64 };
+enum { DCCL_TABLE_VERSION = 5, DCCL_MAX_ROWS = 1024, DCCL_MAX_CHANNELS = 64 };
 
 struct dccl_table_head {
   uint64_t magic;
   uint32_t version;
   uint32_t n_rows;
   uint32_t generation;
-  uint32_t crc;          // CRC-32 of head and rows with this field zero
-  uint64_t unused;       // zero
-  uint32_t trial_steps;  // zero: confirmed, else a trial; for the probe of rank 0, not for us
-  uint32_t one_of;       // a trial holds at one collective of so many, 0: at all
-  uint64_t reserved[3];
+  uint32_t crc;     // CRC-32 of head and rows with this field zero
+  uint64_t unused;  // zero
+  // For the probe of rank 0, not for us: what the ranks decide on counts.
+  uint32_t trial_steps;  // zero: confirmed, else a trial
+  uint32_t one_of;       // a trial holds in one turn of so many, 0: throughout
+  uint32_t turn_steps;   // steps of a turn, 0: a turn is one collective
+  uint32_t swap;         // of two turns the other one is the trial's
+  uint64_t reserved[2];
 };
 
 struct dccl_rule {
@@ -77,11 +80,7 @@ uint64_t dccl_epoch(dccl_table table);  // another one each time that its buffer
 dccl_table dccl_fixed(
     void);  // what dynamiccl_activate or the environment gave; holds where nothing was agreed
 // A table that the next switches of an agreement are to.
-struct dccl_staged {
-  dccl_table table;
-  uint32_t one_of;  // see dccl_table_head
-};
-bool dccl_staged(uint32_t owner, struct dccl_staged* staged);  // false: none
+bool dccl_staged(uint32_t owner, dccl_table* table);  // false: none
 // Loads the table that DYNAMICCL_TABLE names (a job without a daemon), once.
 void dccl_load_static_table(void);
 void dccl_table_after_fork(void);
@@ -95,7 +94,14 @@ enum { DCCL_KNOWN_RECORDS = 1 << 10 };  // places for what is told once: communi
 
 enum { DCCL_COMM = 1, DCCL_OFFER, DCCL_COLL, DCCL_KERNEL, DCCL_STEP, DCCL_STATE, DCCL_WAIT };
 // LATE: told by a thread that had not asked, so that nobody knows of which call, and under which table.
-enum { DCCL_FLAG_REGISTERED = 1, DCCL_FLAG_CAPTURED = 2, DCCL_FLAG_SAMPLED = 4, DCCL_FLAG_LATE = 8 };
+// WHOLE: see dccl_step_end.
+enum {
+  DCCL_FLAG_REGISTERED = 1,
+  DCCL_FLAG_CAPTURED = 2,
+  DCCL_FLAG_SAMPLED = 4,
+  DCCL_FLAG_LATE = 8,
+  DCCL_FLAG_WHOLE = 16
+};
 
 struct dccl_record {
   uint64_t stamp;  // position in the ring + 1 once the record is whole
@@ -124,6 +130,7 @@ struct dccl_record {
       int64_t enqueue_ns;
       uint32_t rank;
       uint64_t asked_bytes;  // what NCCL asked the tuner about, see dccl_note_coll
+      uint64_t first;        // number of its group's first collective, from 1 on; 0: not known
     } coll;
     struct {
       uint64_t seq;
@@ -134,6 +141,7 @@ struct dccl_record {
       uint32_t rank, sample_every;
       int64_t end_ns, duration_ns;
       uint64_t memory_used, memory_total;
+      uint32_t trial;  // see dccl_step_end
     } at_step;
     struct {
       uint32_t rank, code;
@@ -266,6 +274,8 @@ void dccl_note_table(struct dccl_seat* seat, dccl_table table);  // it answers
 uint32_t dccl_generation(const struct dccl_seat* seat);          // of the table that answered last
 bool dccl_is_rare(const struct dccl_seat* seat);                 // a trial of few calls answered last
 extern _Atomic bool dccl_tries_few;                              // the last switch is to such a trial
+extern _Atomic uint32_t dccl_latest;                             // generation of the switch decided last
+void dccl_begin_steps(void);                                     // the steps of a job are counted from here
 void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes);
 void dccl_note_answer(void);  // the table has had its word
 
@@ -305,7 +315,7 @@ DCCL_EXPORT void dynamiccl_clock(const int64_t* ns);
 // the table before stays.
 DCCL_EXPORT int64_t dynamiccl_activate(const void* message, size_t size);
 // Each agreement of a process has a number, by which what it stages and limits is its own; 0: there are too
-// many.
+// many. All ranks join at one step: from there on steps are counted.
 DCCL_EXPORT uint32_t dynamiccl_join(void);
 DCCL_EXPORT void dynamiccl_part(uint32_t owner);
 // The same as dynamiccl_activate for a table that the switches of `owner` will name, in place of the one
@@ -321,7 +331,10 @@ enum { DCCL_COUNTS, DCCL_BLOCKED, DCCL_CAPTURED, DCCL_HEARD_LATE };
 struct dccl_comm_view {
   uint64_t comm_id;
   uint32_t n_ranks, n_nodes;
-  uint64_t count;  // collectives so far
+  uint64_t count;   // collectives so far
+  uint64_t a_step;  // collectives of a step, 0: the last steps differed
+  int64_t
+      offset;  // collectives at the end of the last step, less `a_step` for each step since dynamiccl_join
   uint32_t clock, spare;
   // Hash of the first `at` of them; at = 0: none. The last 8 of each 16, of each 256 and of each 4096.
   struct {
@@ -335,17 +348,35 @@ DCCL_EXPORT uint32_t dynamiccl_comms(struct dccl_comm_view* comms, uint32_t capa
 // its count is no clock any more, -EAGAIN: its last switches are all ahead of it, -EBUSY: another agreement
 // limits it.
 DCCL_EXPORT int64_t dynamiccl_limit(uint32_t owner, uint64_t comm_id, uint64_t distance);
-// The staged table holds from collective `from` on: until `until`, then again what was there to stay before;
-// 0: to stay. A trial of few calls: at those alone. Returns 0, or a negative errno: -ENOENT as for a limit,
-// -EINVAL: nothing is staged, -EAGAIN: a change that may still hold would be forgotten.
-DCCL_EXPORT int dynamiccl_switch(uint32_t owner, uint64_t comm_id, uint64_t from, uint64_t until);
+// The collectives at which a table holds, from `from` on: until `until`, then again what was there to stay
+// before; 0: to stay. Until then it holds throughout (`length` 0), or in one turn of each `one_of`, which are
+// `length` collectives long; in the others holds what was there to stay. Everything here is decided by all.
+struct dccl_span {
+  uint64_t from, until, length;
+  uint64_t a_step;  // collectives of a step, where a turn is so many whole steps; 0: a turn is one collective
+  uint32_t one_of, swap;
+};
+// The staged table holds there. Returns 0, or a negative errno: -ENOENT as for a limit, -EINVAL: nothing is
+// staged, or no such turns, -EAGAIN: a change that may still hold would be forgotten.
+DCCL_EXPORT int dynamiccl_switch(uint32_t owner, uint64_t comm_id, const struct dccl_span* span);
 // None of the limits of `owner` any more. `generation`: of the switches since, whose steps are told by it; 0:
 // there were none.
 DCCL_EXPORT void dynamiccl_lift(uint32_t owner, uint32_t generation);
 DCCL_EXPORT uint32_t dynamiccl_waiting(void);  // threads at a limit
-// Of the step that has ended: the generation of the last switch if every question was answered by its table,
-// but for communicators that were left out, else of another table that answered. Call it once a step.
-DCCL_EXPORT uint32_t dynamiccl_ended(void);
+// A step has ended, as one rank sees it.
+enum { DCCL_MIXED = 0xffffffff };
+struct dccl_step_end {
+  // Of the table that answered all its questions, but for communicators that were left out of the last
+  // switch; DCCL_MIXED: there were several.
+  uint32_t generation;
+  uint32_t trial;     // generation of the trial in which the step began, 0: in none
+  uint32_t is_whole;  // turns follow steps, and each communicator in them made just one step's collectives
+  // Of the step that begins: which block of turns it is in, from 1 on: four turns where two tables alternate,
+  // else one of each `one_of`. 0: no turns follow steps.
+  uint32_t block;
+};
+// Call it once a step: steps are counted by it.
+DCCL_EXPORT void dynamiccl_ended(struct dccl_step_end* end);
 // A step has ended, all in one call: emits `ended`, if given, as a STEP record; later records belong to
 // `next_step`; kernel times as dynamiccl_sample.
 DCCL_EXPORT void dynamiccl_boundary(const struct dccl_record* ended, uint32_t next_step, int sample);

@@ -10,12 +10,12 @@
 enum { SEATS = 256, ASKS = 8, SWITCHES = 8, MADE = 256 };
 #define NO_LIMIT UINT64_MAX
 
-// From collective `from` until `until` the table `trial` holds, at one collective of `one_of` or (0) at all;
-// then, and at the others, `base`.
+// From collective `from` until `until` the table `trial` holds, in its turns or throughout (see dccl_span);
+// then, and in the other turns, `base`.
 struct change {
-  _Atomic uint64_t from, until;
+  _Atomic uint64_t from, until, length, a_step;
   _Atomic uint64_t trial, base;
-  _Atomic uint32_t one_of;
+  _Atomic uint32_t one_of, swap;
 };
 
 // A communicator as tuner and profiler share it. Seats of destroyed ones are taken by new ones when all are
@@ -38,7 +38,12 @@ struct dccl_seat {
   _Atomic uint64_t group, n_called, called_hash;
   _Atomic uint32_t n_groups, launched;  // groups begun; of the last that ran, which and how many calls
   _Atomic uint64_t n_launched;
-  _Atomic uint64_t made[MADE];  // number of a call << 32 | generation of the table that answered it
+  // The group before the one under way was answered by its first collective; which is the first after that.
+  _Atomic uint64_t looked_at;
+  _Atomic uint64_t made[MADE];    // number of a call << 32 | generation of the table that answered it
+  _Atomic uint64_t firsts[MADE];  // number of the first call of its group
+  // Steps: collectives up to the last end of one, those of the last, and how many in a row had so many.
+  uint64_t ended_at, a_step, n_alike;  // guarded by `dccl_seating`
   struct {
     _Atomic uint64_t at, hash;
   } marks[DCCL_MARKS];
@@ -46,6 +51,7 @@ struct dccl_seat {
   // Which changes may still hold, see switch.c. Another word at each change, as the high bits count them.
   _Atomic uint64_t order;
   _Atomic uint32_t decided, generation;  // of the last switch, of the table that answered last
+  _Atomic bool in_turns;                 // turns that follow steps are under way
   struct {
     _Atomic uint32_t n, group;
     _Atomic uint64_t n_bytes[ASKS];
@@ -59,6 +65,11 @@ extern pthread_mutex_t dccl_seating;
 struct dccl_seat* dccl_seated(uint64_t comm_id);
 // Its collectives up to now are the last that are counted: what was to change never will. Waits for the lock.
 void dccl_freeze(struct dccl_seat* seat);
+// The change that holds at a collective, or NULL. Holding `dccl_seating`.
+const struct change* dccl_change_at(const struct dccl_seat* seat, uint64_t count);
+// Fills in what its steps have in common, see dccl_comm_view. Holding `dccl_seating`.
+void dccl_copy_rhythm(const struct dccl_seat* seat, struct dccl_comm_view* view);
+void dccl_rhythm_after_fork(void);
 // Why its count is no clock, see dccl_comm_view.
 uint32_t dccl_clock_of(const struct dccl_seat* seat);
 // Marks of its count that are there.

@@ -19,13 +19,10 @@ struct list {
   int place[SWITCHES];
 };
 
-static _Atomic uint32_t latest;        // generation of the switch that was decided last
-static _Atomic uint64_t first, other;  // answered in this step, and another that did: generation + 1, 0: none
 static _Atomic uint32_t n_waiting;
 _Atomic bool dccl_tries_few;
 
 void dccl_switch_after_fork(void) {
-  atomic_store(&latest, 0);
   atomic_store(&dccl_tries_few, false);
   atomic_store(&n_waiting, 0);
 }
@@ -44,10 +41,26 @@ static void wait_below_limit(const struct dccl_seat* seat, uint64_t count) {
   atomic_fetch_add(&dccl_counts()->waited_ns, (uint64_t)ns);
 }
 
-// One of each `one_of` collectives: equal on all ranks, and in no step with how a job's calls come.
-static bool is_due(const struct change* c, uint64_t count) {
-  const uint64_t n = c->one_of, mix = UINT64_C(0x9e3779b97f4a7c15), hash = n ? count / n * mix : 0;
-  return n == 0 || count % n == ((hash ^ hash >> 32) * mix >> 32) % n;
+// The turn of a block that is the trial's. Of two turns: A B B A; with `swap` B A A B. Of more: in no step
+// with how a job's calls come.
+static uint64_t due_turn(const struct change* c, uint64_t block) {
+  const uint64_t n = c->one_of, mix = UINT64_C(0x9e3779b97f4a7c15), hash = block * mix;
+  if (n == 2) return 2 * block + ((block + c->swap) & 1);
+  return block * n + ((hash ^ hash >> 32) * mix >> 32) % n;
+}
+
+// Whether the group that begins at this count is the trial's. Nothing here is a rank's own: the change was
+// decided, and the counts are those of calls that all ranks make. Where a turn is one collective, a group is
+// also the trial's if a collective was that no group began with: else calls that come in groups would miss
+// it.
+static bool is_due(const struct change* c, const struct dccl_seat* seat, uint64_t count) {
+  const uint64_t length = c->length, from = c->from;
+  if (length == 0) return true;
+  const uint64_t looked_at = atomic_load_explicit(&seat->looked_at, memory_order_relaxed);
+  const uint64_t turn = (count - from) / length, block = c->one_of == 2 ? turn / 2 : turn / c->one_of;
+  const uint64_t missed = looked_at > from ? looked_at - from : 0, earliest = c->a_step != 0 ? turn : missed;
+  const uint64_t due = due_turn(c, block);
+  return (earliest <= due && due <= turn) || (block > 0 && earliest <= due_turn(c, block - 1));
 }
 
 dccl_table dccl_table_now(struct dccl_seat* seat) {
@@ -62,34 +75,12 @@ dccl_table dccl_table_now(struct dccl_seat* seat) {
     for (uint64_t n = order % SWITCHES; n > 0; n--, places >>= PLACE_BITS) {
       const struct change* c = &seat->changes[places % SWITCHES];
       if (count < dccl_get(&c->from)) continue;
-      const bool tries = count < dccl_get(&c->until) && is_due(c, count);
+      const bool tries = count < dccl_get(&c->until) && is_due(c, seat, count);
       table = dccl_get(tries ? &c->trial : &c->base);
       break;
     }
     if (dccl_get(&seat->order) == order) return table;
   }
-}
-
-// Of a trial of few calls the others are answered by what is there to stay, as they are meant to be.
-static bool is_meant_to_stay(const struct dccl_seat* seat, dccl_table table) {
-  const uint64_t order = dccl_get(&seat->order);
-  if (order % SWITCHES == 0) return false;
-  const struct change* last = &seat->changes[(order >> PLACE_BITS) % SWITCHES];
-  if (last->one_of == 0 || table != last->base) return false;
-  const uint64_t count = dccl_get(&seat->n_colls);
-  return count >= dccl_get(&last->from) && count < dccl_get(&last->until);
-}
-
-void dccl_note_table(struct dccl_seat* seat, dccl_table table) {
-  if (seat == NULL) return;
-  const uint32_t generation = dccl_generation_of(table);
-  atomic_store_explicit(&seat->generation, generation, memory_order_relaxed);
-  if (atomic_load_explicit(&seat->decided, memory_order_relaxed) !=
-      atomic_load_explicit(&latest, memory_order_relaxed))
-    return;  // left out of the last switch: no part of what is tried
-  if (atomic_load_explicit(&dccl_tries_few, memory_order_relaxed) && is_meant_to_stay(seat, table)) return;
-  const uint64_t before = atomic_load_explicit(&first, memory_order_relaxed), now = generation + UINT64_C(1);
-  if (before != now) atomic_store_explicit(before == 0 ? &first : &other, now, memory_order_relaxed);
 }
 
 bool dccl_is_rare(const struct dccl_seat* seat) {
@@ -99,13 +90,6 @@ bool dccl_is_rare(const struct dccl_seat* seat) {
 uint32_t dccl_generation(const struct dccl_seat* seat) {
   return seat != NULL ? atomic_load_explicit(&seat->generation, memory_order_relaxed)
                       : dccl_generation_of(dccl_fixed());
-}
-
-uint32_t dynamiccl_ended(void) {
-  const uint64_t one = atomic_exchange(&first, 0), two = atomic_exchange(&other, 0);
-  const uint32_t last = atomic_load(&latest);
-  if (one == 0) return last != 0 ? last : dccl_generation_of(dccl_fixed());
-  return (uint32_t)(two != 0 && one - 1 == last ? two - 1 : one - 1);
 }
 
 // ---- changes ----
@@ -132,6 +116,12 @@ static unsigned places_read(const struct dccl_seat* seat) {
   unsigned read = 0;
   for (uint64_t i = 0; i < order % SWITCHES; i++) read |= 1u << (order >> PLACE_BITS * (i + 1)) % SWITCHES;
   return read;
+}
+
+const struct change* dccl_change_at(const struct dccl_seat* seat, uint64_t count) {
+  const struct list changes = changes_of(seat, count, UINT64_MAX);
+  const struct change* last = changes.n > 0 ? &seat->changes[changes.place[changes.n - 1]] : NULL;
+  return last != NULL && dccl_get(&last->from) <= count ? last : NULL;
 }
 
 static void publish(struct dccl_seat* seat, const struct list* changes) {
@@ -203,42 +193,46 @@ int64_t dynamiccl_limit(uint32_t owner, uint64_t comm_id, uint64_t distance) {
   return limit;
 }
 
-static int change(struct dccl_seat* seat, const struct dccl_staged* staged, uint64_t from, uint64_t until) {
+static int change(struct dccl_seat* seat, dccl_table staged, const struct dccl_span* span) {
   const uint64_t order = dccl_get(&seat->order);
-  const struct list before = changes_of(seat, dccl_get(&seat->n_colls), from);
+  const struct list before = changes_of(seat, dccl_get(&seat->n_colls), span->from);
   if (before.n >= PLACES) return -EAGAIN;
   const struct change* last = &seat->changes[(order >> PLACE_BITS) % SWITCHES];
   const dccl_table stays = order % SWITCHES == 0 ? dccl_fixed() : dccl_get(&last->base);
   int place = 0;
   while (places_read(seat) & 1u << place) place++;
   struct change* c = &seat->changes[place];
-  c->base = until == 0 ? staged->table : stays;
-  c->trial = staged->table;
-  c->from = from;
-  c->until = until;
-  c->one_of = until == 0 ? 0 : staged->one_of;
+  c->base = span->until == 0 ? staged : stays;
+  c->trial = staged;
+  c->from = span->from;
+  c->until = span->until;
+  c->length = span->length;
+  c->a_step = span->a_step;
+  c->one_of = span->one_of;
+  c->swap = span->swap;
   struct list after = {.n = before.n + 1, .place = {place}};
   memcpy(after.place + 1, before.place, sizeof *before.place * (size_t)before.n);
   publish(seat, &after);
-  atomic_store(&dccl_tries_few, c->one_of != 0);
-  seat->decided = dccl_generation_of(staged->table);
+  atomic_store(&dccl_tries_few, c->length != 0 && c->a_step == 0);
+  seat->decided = dccl_generation_of(staged);
   return 0;
 }
 
-int dynamiccl_switch(uint32_t owner, uint64_t comm_id, uint64_t from, uint64_t until) {
-  struct dccl_staged staged;
+int dynamiccl_switch(uint32_t owner, uint64_t comm_id, const struct dccl_span* span) {
+  dccl_table staged;
+  if (span->length != 0 && (span->one_of == 0 || span->until == 0)) return -EINVAL;
   if (!dccl_staged(owner, &staged)) return -EINVAL;
   pthread_mutex_lock(&dccl_seating);
   struct dccl_seat* seat = dccl_seated(comm_id);
   const bool is_there = seat != NULL && !atomic_load(&seat->is_frozen);
-  const int error = is_there ? change(seat, &staged, from, until) : -ENOENT;
+  const int error = is_there ? change(seat, staged, span) : -ENOENT;
   pthread_mutex_unlock(&dccl_seating);
   return error;
 }
 
 void dynamiccl_lift(uint32_t owner, uint32_t generation) {
   pthread_mutex_lock(&dccl_seating);
-  if (generation != 0) atomic_store(&latest, generation);
+  if (generation != 0) atomic_store(&dccl_latest, generation);
   for (int i = 0; i < SEATS; i++) {
     if (dccl_seats[i].limit_owner != owner) continue;
     dccl_seats[i].limit_owner = 0;

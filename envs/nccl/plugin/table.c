@@ -35,7 +35,7 @@ enum { AGREEMENTS = 8 };
 // What the agreements of this process have laid ready, by their numbers less 1; guarded by `writing`.
 static struct {
   bool is_taken, has_table;
-  struct dccl_staged next;
+  dccl_table next;
 } stages[AGREEMENTS];
 static pthread_mutex_t writing = PTHREAD_MUTEX_INITIALIZER;
 
@@ -168,7 +168,7 @@ static void fill(struct buffer* b, const void* message, const struct dccl_table_
 static bool is_free(uint32_t buffer) {
   if (buffer == dccl_buffer_of(dccl_fixed())) return false;
   for (int i = 0; i < AGREEMENTS; i++) {
-    if (stages[i].has_table && dccl_buffer_of(stages[i].next.table) == buffer) return false;
+    if (stages[i].has_table && dccl_buffer_of(stages[i].next) == buffer) return false;
   }
   return !dccl_table_is_used(buffer);
 }
@@ -205,18 +205,18 @@ int64_t dynamiccl_stage(uint32_t owner, const void* message, size_t size) {
   stages[owner - 1].has_table = false;
   error = keep(message, &h, &table);
   if (!error) {
-    stages[owner - 1].next = (struct dccl_staged){table, h.one_of};
+    stages[owner - 1].next = table;
     stages[owner - 1].has_table = true;
   }
   pthread_mutex_unlock(&writing);
   return error ? error : (int64_t)h.generation;
 }
 
-bool dccl_staged(uint32_t owner, struct dccl_staged* staged) {
+bool dccl_staged(uint32_t owner, dccl_table* table) {
   if (owner < 1 || owner > AGREEMENTS) return false;
   pthread_mutex_lock(&writing);
   const bool is_there = stages[owner - 1].has_table;
-  *staged = stages[owner - 1].next;
+  *table = stages[owner - 1].next;
   pthread_mutex_unlock(&writing);
   return is_there;
 }
@@ -230,6 +230,7 @@ uint32_t dynamiccl_join(void) {
     owner = i + 1;
   }
   pthread_mutex_unlock(&writing);
+  dccl_begin_steps();
   return owner;
 }
 

@@ -24,8 +24,8 @@ struct context {
   struct dccl_comm comm;
   struct dccl_seat* seat;
   uint64_t class;
-  bool no_protocol[N_PROTOS];  // beyond what NCCL itself would do
-  bool tries_pat;              // see on_request
+  bool closed[N_PROTOS][N_PROTOS];  // by NCCL's own protocol of a message, and the table's: see hazards
+  bool tries_pat;                   // see on_request
   struct dccl_next_tuner next;
   struct memo memo[1 << MEMO_BITS][MEMO_WAYS];
 };
@@ -75,6 +75,11 @@ static bool look_up(const struct context* c, struct memo* m, const struct dccl_q
   }
 }
 
+static bool is_closed(const struct context* c, int own, int table) {
+  const bool is_known = own >= 0 && own < N_PROTOS && table < N_PROTOS;
+  return is_known && c->closed[own][table];
+}
+
 // The first of the smallest, as NCCL chooses; -1 where nothing is offered.
 static int choice(const struct dccl_question* q, const float* cost) {
   int best = -1;
@@ -103,7 +108,7 @@ static bool emit_offer(const struct context* c, const struct dccl_question* q, c
   for (int algo = 0; algo < N_ALGOS; algo++) {
     for (int proto = 0; proto < N_PROTOS; proto++) {
       const int cell = algo * q->n_protos + proto;
-      const bool closed = c->no_protocol[proto] && cell != chosen;
+      const bool closed = cell != chosen && is_closed(c, chosen % q->n_protos, proto);
       const bool inside = algo < q->n_algos && proto < q->n_protos && !closed;
       const float before = inside ? cost[cell] : -1.0f, after = inside ? q->cost[cell] : -1.0f;
       r.offer.cost_us[algo][proto] = !offered(before) ? -1.0f : offered(after) && after > 0 ? after : before;
@@ -145,7 +150,7 @@ static bool apply(const struct context* c, struct memo* m, const struct dccl_que
     // Where it is not offered its channel count was not meant for what NCCL picks either.
     is_requested = on_request(c, d.algo, cost[cell]);
     if (!offered(cost[cell]) && !is_requested) return false;
-    if (cell != own && d.proto < N_PROTOS && c->no_protocol[d.proto]) return false;
+    if (cell != own && is_closed(c, own % q->n_protos, d.proto)) return false;
     if (cost != q->cost) {  // another tuner had its word: what it said was meant for its own choice
       if (own != cell && q->n_channels != NULL) *q->n_channels = n_channels;
       memcpy(q->cost, cost, (size_t)(q->n_algos * q->n_protos) * sizeof *cost);
@@ -188,21 +193,38 @@ static void decide(void* context, const struct dccl_question* q) {
   if (apply(c, m, q, cost, n_channels) && counts) dccl_note_answer();
 }
 
-// What can hang or corrupt a job over nodes is closed to every table. `agent/checks/faults.py` has the
-// releases and their sources; here NCCL's interface stands for the release, as all ranks have the same one.
+// Changes of the protocol that can hang or corrupt a job over nodes: closed to every table. Under a trial
+// both settings of a message run in one job, the table's and NCCL's own, in turns at every step. So a pair is
+// a hazard whichever of the two is the table's. `agent/checks/faults.py` has the releases and their sources;
+// here NCCL's interface stands for the release, as all ranks have the same one.
 //
 // With buffers that the network has registered (which ranks may see otherwise) LL before Simple can hang for
 // good: NVIDIA/nccl#2389, since 2.24, whose tuner is v4. NVIDIA closed it in September 2026 with commit
 // eb6d302 of its development branch, "part of the 2.32u1 release"; 2.32.6 is the first number after that, and
-// its notes do not name the fix.
+// its notes do not name the fix. So no table forces LL, which NCCL's own Simple would follow, nor Simple
+// where NCCL runs LL.
 //
 // On Grace the network writes into the GPU's memory through the C2C link, which may tear the 128 bytes of
 // LL128 apart: NVIDIA/nccl#2001 and #2053, since 2.27, whose tuner is v4 too; no number has the fix yet.
+static const struct {
+  int tuner;  // its interface, from which on
+  bool only_arm;
+  uint8_t own, table;  // protocols: NCCL's own of the message, UNSET: any; the table's
+} hazards[] = {
+    {4, false, DCCL_UNSET, PROTO_LL},
+    {4, false, PROTO_LL, PROTO_SIMPLE},
+    {4, true, DCCL_UNSET, PROTO_LL128},
+};
+
 static void close_protocols(struct context* c, int version) {
   struct utsname machine;
   const bool is_arm = uname(&machine) == 0 && strcmp(machine.machine, "aarch64") == 0;
-  c->no_protocol[PROTO_LL] = version >= 4;
-  c->no_protocol[PROTO_LL128] = version >= 4 && is_arm;
+  for (size_t i = 0; i < sizeof hazards / sizeof *hazards; i++) {
+    if (version < hazards[i].tuner || (hazards[i].only_arm && !is_arm)) continue;
+    for (int own = 0; own < N_PROTOS; own++) {
+      if (hazards[i].own == DCCL_UNSET || hazards[i].own == own) c->closed[own][hazards[i].table] = true;
+    }
+  }
 }
 
 // v3, v4: no id. The profiler part has just seen it, if it is loaded; otherwise records name communicator 0.

@@ -148,7 +148,7 @@ class Probe:
         alike = f"NCCL {release} on {machine() or 'a machine not known'}"
         self._agreement = Agreement(*size, self._plugin, self._steps, published, store, alike, self._tell)
 
-    def _tell(self, state: AgreementState | None, text: str) -> None:
+    def _tell(self, state: AgreementState | None, text: str, generation: int = 0) -> None:
         """A word of the agreement: for the daemon, and for the user where it is not what he expects."""
         if state is None and self._default_group() is None:
             return  # the job has left its group: nothing is wrong with this rank
@@ -162,9 +162,9 @@ class Probe:
         _note(self._run / WORD, text)
         if state is not None and self._plugin is not None:
             step = self._recorder.step if self._recorder else 0
-            head = (0, STATE, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, step, 0, self._rank, state)
+            head = (0, STATE, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, step, generation, self._rank, state)
             self._plugin.emit(_STATE.pack(*head, text.encode()[:80]) + bytes(RECORD_BYTES - _STATE.size))
-        if state not in (AgreementState.WAITING, AgreementState.OPEN, AgreementState.LOSING):
+        if state in (None, AgreementState.SHUT, AgreementState.CLOSED):
             say(text + ("; NCCL decides alone" if state is AgreementState.SHUT else ""))
 
     def close(self) -> None:

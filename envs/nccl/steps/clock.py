@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ....traces.records import FLAG_SAMPLED, STEP, STEP_DTYPE, UNSET
+from ....traces.records import FLAG_SAMPLED, FLAG_WHOLE, STEP, STEP_DTYPE, UNSET
 from ..plugin.bindings import Plugin
 from .sampling import Sampling
 from .words import say
 
 # STEP_DTYPE as a struct: packing it is quicker than filling a numpy record.
-STEP_PACKED = struct.Struct("<QBBBBBBHQQIIIIqqQQ48x")
+STEP_PACKED = struct.Struct("<QBBBBBBHQQIIIIqqQQI44x")
 assert STEP_PACKED.size == STEP_DTYPE.itemsize
 #: Nanoseconds at the end of a step; an emulated job puts its own clock here.
 now_ns: Callable[[], int] = time.monotonic_ns
@@ -26,6 +26,7 @@ class Ended(NamedTuple):
 
     head: tuple[int, ...]  # of its STEP record, up to the duration
     memory: tuple[int, int]  # bytes used, and there
+    trial: int  # generation of the trial in which it began
     sampled: bool
     generation: int
 
@@ -52,7 +53,7 @@ class CudaClock:
             end, ended = self._marks[0]
             assert ended is not None  # only the first mark has no step before it
             duration_ns = int(begin.elapsed_time(end) * 1e6)
-            self._plugin.emit(STEP_PACKED.pack(*ended.head, duration_ns, *ended.memory))
+            self._plugin.emit(STEP_PACKED.pack(*ended.head, duration_ns, *ended.memory, ended.trial))
             self._sampling.ended(ended.sampled, duration_ns, ended.generation)
             self._free.append(begin)
 
@@ -119,21 +120,21 @@ class StepRecorder:
             self._memory = Memory(self._cuda)
             self._last_ns = 0
         memory = self._memory.latest() if self._memory else (0, 0)
-        record, generation = None, self._plugin.ended()
+        record, end = None, self._plugin.ended()
         if self._last_ns:
-            flags = FLAG_SAMPLED if self._sampled else 0
-            which = (self.step, generation, rank, self._sampling.every, now)
+            flags = (FLAG_SAMPLED if self._sampled else 0) | (FLAG_WHOLE if end.is_whole else 0)
+            which = (self.step, end.generation, rank, self._sampling.every, now)
             head = (0, STEP, UNSET, UNSET, UNSET, 0, UNSET, flags, 0, 0, *which)
             if self._clock:
-                self._clock.mark(Ended(head, memory, self._sampled, generation))
+                self._clock.mark(Ended(head, memory, end.trial, self._sampled, end.generation))
             else:
-                record = STEP_PACKED.pack(*head, now - self._last_ns, *memory)
-                self._sampling.ended(self._sampled, now - self._last_ns, generation)
+                record = STEP_PACKED.pack(*head, now - self._last_ns, *memory, end.trial)
+                self._sampling.ended(self._sampled, now - self._last_ns, end.generation)
             self.step += 1
         elif self._clock:
             self._clock.mark(None)
         self._last_ns = now
-        self._sampled = self._sampling.wants(self.step)
+        self._sampled = self._sampling.wants(self.step, end.block)
         return record
 
     def close(self) -> None:

@@ -24,9 +24,13 @@ class Sampling:
         self._costs: deque[float] = deque(maxlen=4 * EVIDENCE)
         self._fresh = 0
 
-    def wants(self, step: int) -> bool:
-        """Whether ``step`` is one of those with kernel times; a function of `every` and the step alone."""
-        return self.every > 0 and step % self.every == 0
+    def wants(self, step: int, block: int = 0) -> bool:
+        """Whether ``step`` is one of those with kernel times; a function of `every`, the step and the block alone.
+
+        ``block``: number of its block of turns, 0: it is in none. Where tables take turns a block is sampled whole or
+        not at all: every 4th step is always at the same place in A B B A, so its cost would fall on one table.
+        """
+        return self.every > 0 and (block or step) % self.every == 0
 
     def ended(self, sampled: bool, duration_ns: int, generation: int) -> None:
         """A step has ended. Call it for every step, in order."""

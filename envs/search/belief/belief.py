@@ -330,18 +330,25 @@ class Belief:
         miss = 1 - (1 - total) / took
         self.off_step = self._see_step(np.append(at, 0), np.append(-slopes / took, 1.0), miss, variance)
 
-    def compare(self, table: Array, reference: Array, log_ratio: float, noise: float) -> None:
-        """Take in one window under each of two tables (s,): the log of the step under ``reference`` over that under
-        ``table``, and its standard deviation. What the two have in common cancels. Unlike in :meth:`observe` the slope
-        is that at the prediction: most pairs differ by little, and the log hardly bends there."""
+    def compare(
+        self, table: Array, reference: Array, log_ratio: float, noise: float, is_far: bool = False
+    ) -> None:
+        """Take in the steps under two tables (s,): the log of the step under ``reference`` over that under ``table``,
+        and its standard deviation. What the two have in common cancels. The slope is that at the prediction: most pairs
+        differ by little, and the log hardly bends there. If they may differ by much (``is_far``) it is taken at what
+        was measured, as in :meth:`observe`."""
         total, at, slopes = self._linear(table)
         other, other_at, other_slopes = self._linear(reference)
         left, other_left = max(1 - total, LEAST), max(1 - other, LEAST)
+        miss = log_ratio - math.log(other_left / left)
+        if is_far:
+            took = max(other_left * math.exp(-log_ratio), LEAST)
+            left, miss = took, left / took - 1
         figures = np.concatenate([at, other_at])
         by_figure = np.concatenate([slopes / left, -other_slopes / other_left])
         variance = noise**2 + (MISFIT * (total - other)) ** 2
-        miss = log_ratio - math.log(other_left / left)
-        self._see_step(figures, by_figure, miss, variance)
+        off = self._see_step(figures, by_figure, miss, variance)
+        self.off_step = off if is_far else self.off_step
 
     def _see_step(self, at: Array, slopes: Array, miss: float, variance: float) -> float:
         """A quantity with these slopes by the figures ``at`` was off by ``miss``. Returns by how many standard

@@ -26,7 +26,7 @@ SHORT = {"smoke": 20, "sweep": 20, "contention": 10, "noise": 10, "outside": 20,
 
 
 def short(**changes):
-    plan = Plan(SHORT, [2**16, 2**18], 2**18, steps=48, aa_steps=40, block_steps=8)
+    plan = Plan(SHORT, [2**16, 2**18, 2**21], 2**18, steps=48, aa_steps=40, block_steps=8)
     return dataclasses.replace(plan, **changes)
 
 

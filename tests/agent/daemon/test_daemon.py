@@ -49,7 +49,7 @@ for step in range(60_000):
         comm.stop(comm.start_coll("all_gather", 4 * step + call, 1 << 15, "float32", *how))
     time.sleep(0.004 if step >= int(os.environ.get("SLOW_STEPS", "0")) else 0.4)
     now = time.monotonic_ns()
-    head = (0, STEP, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, step, plugin.ended(), rank, 0, now, now - last)
+    head = (0, STEP, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, step, plugin.ended().generation, rank, 0, now, now - last)
     if rank == 0 and (found := published.take()) is not None:
         plugin.activate(found[1])
     plugin.boundary(struct.pack("<QBBBBBBHQQIIIIqq", *head).ljust(128, bytes(1)), step + 1, False)

@@ -9,13 +9,14 @@ import pandas as pd
 import pytest
 from dynamiccl.agent.report.html import run_plot
 from dynamiccl.agent.report.html.course import Band, course_of, in_words
-from dynamiccl.agent.report.html.points import binned, sparks, trial_spans
+from dynamiccl.agent.report.html.points import as_dots, binned, sparks, trial_spans
 from dynamiccl.agent.report.html.report import write_report
 from dynamiccl.agent.report.runs import state
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.terminal import sparkline
 from dynamiccl.traces.assemble import COMM_COLUMNS, EVENT_COLUMNS, OFFER_COLUMNS, STEP_COLUMNS, empty
 from dynamiccl.traces.files import Trace
+from dynamiccl.traces.records import MIXED
 
 ROW = {"func": "all_gather", "min_bytes": 0, "max_bytes": 1 << 20, "decision": "ring/ll128/8"}
 OTHER = {**ROW, "decision": "ring/ll/4"}
@@ -68,6 +69,21 @@ def test_bands_switches_verdicts_and_trials_are_those_of_the_run(course):
     assert len(in_words(course)) == 6 and "median step 80" in in_words(course)[1]
 
 
+def test_turns_are_two_bands_of_step_times_and_a_mixed_step_is_no_table():
+    trace = long_run(4000)
+    table = trace.steps["table_generation"].to_numpy().copy()
+    table[2500:2600:2] = 0  # the trial of A and the default take turns
+    table[2550] = MIXED
+    trace.steps["table_generation"] = table
+    course = course_of(trace, RunSummary())
+    assert [band.table for band in course.bands] == ["default", "A"] and course.bands[1].first == 2700
+    assert course.on_trial[2500:2600].sum() == 51 and course.on_trial[2550]
+    points = binned(course.steps[course.on_trial], course.ms[course.on_trial], 2000)
+    places, heights = as_dots(*points)
+    assert len(places) == len(heights) and np.isnan(heights[2::3]).all()
+    assert (heights[0::3] == points[1]).sum() == 51, "each step of the trial is a dot"
+
+
 def test_an_earlier_releases_verdict_is_the_summarys():
     trace = long_run()
     trace.log = [line for line in trace.log if line["kind"] != "verdict"]
@@ -76,17 +92,18 @@ def test_an_earlier_releases_verdict_is_the_summarys():
 
 
 def test_no_long_step_is_lost_among_many(course):
-    steps, times = binned(course, 2000)
+    steps, times = binned(course.steps, course.ms, 2000)
     assert len(steps) == 2000 and np.nanmax(times) == pytest.approx(LONG_MS)
     assert np.nanmin(times) == course.ms.min()
     few = course_of(long_run(300), RunSummary())
-    assert binned(few, 2000)[1].tolist() == few.ms.tolist()
+    assert binned(few.steps, few.ms, 2000)[1].tolist() == few.ms.tolist()
 
 
 def test_steps_that_were_not_recorded_leave_a_gap():
     trace = long_run(300)
     trace.steps = trace.steps[~trace.steps["index"].between(100, 199)]
-    steps, times = binned(course_of(trace, RunSummary()), 2000)
+    course = course_of(trace, RunSummary())
+    steps, times = binned(course.steps, course.ms, 2000)
     (place,) = np.flatnonzero(np.isnan(steps))
     assert (steps[place - 1], steps[place + 1]) == (99, 200) and np.isnan(times[place])
 

@@ -9,7 +9,7 @@ import pytest
 from dynamiccl.agent.daemon.console import show_summary
 from dynamiccl.agent.daemon.daemon import Daemon
 from dynamiccl.agent.report.summary import RunSummary
-from dynamiccl.agent.report.verdict import rows_text, verdict
+from dynamiccl.agent.report.verdict import outcome, rows_text, verdict
 from dynamiccl.traces.reasons import RunEnds
 from rich.console import Console
 
@@ -121,3 +121,19 @@ def test_a_view_has_no_arithmetic_of_its_own():
     show_summary(console, s)
     said = " ".join(console.file.getvalue().split())
     assert "A 251 ms against NCCL's default 325 ms" in said and "12.8 % shorter" in said
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"by_turns": True, "steps": [71, 86], "outcome": "kept"}, "certain after 16 steps"),
+        ({"by_turns": True, "steps": [71, 86], "outcome": "lost"}, "16 alternating steps"),
+        ({"by_turns": False, "steps": [71, 120], "outcome": "kept"}, "4 pairs"),
+        ({"steps": [71, 120], "outcome": "kept"}, "4 pairs"),  # of an earlier release
+    ],
+)
+def test_a_comparison_says_how_long_it_took(row, says):
+    told = outcome(
+        {"table": "A", "against": "default", "pairs": 4, "speedup": 1.2, "speedup_ci95": [1.1, 1.3]} | row
+    )
+    assert f": {says})" in told

@@ -77,7 +77,7 @@ class Told(live.Job):
     """``live.Job`` over ranks that answer from the recording: steps under the table before until all have switched,
     then those of the window, with their collectives."""
 
-    tries_few = False
+    tries_few = takes_turns = False
 
     def __init__(self, folder, trace, recorded, seed, monkeypatch):
         self.ranks_here = [Rank(0, known_of(trace)), Rank(1, np.zeros(0, COLL_DTYPE))]
@@ -188,7 +188,7 @@ class Jobs:
     def advance(self, n_steps):
         """The recording says itself when a table is in force."""
 
-    def window(self, configs, counted, rng, few):
+    def window(self, configs, counted, rng, few, turns):
         plan = self.plan
         window = self.job.window(
             self.reader.decisions(configs[0, : len(plan.configs)]), plan.n_steps, plan.discard
@@ -203,6 +203,8 @@ class Jobs:
 
 
 class Simulated(SimWindows):
+    takes_turns = False  # nor does a recorded job
+
     def measure(self, rows, plans):
         self.jobs.plan = plans[0]
         return super().measure(rows, plans)

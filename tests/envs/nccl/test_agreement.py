@@ -16,6 +16,7 @@ import pytest
 from dynamiccl.envs.nccl.agreement.agreement import Agreement
 from dynamiccl.envs.nccl.agreement.protocol import Switch
 from dynamiccl.envs.nccl.agreement.store import Proposal
+from dynamiccl.envs.nccl.plugin.bindings import Span
 from dynamiccl.traces.records import AgreementState
 from nccl_late import TELLS_LATE
 from paths import HELPERS
@@ -215,8 +216,10 @@ def test_a_rank_whose_plugin_refuses_a_switch_says_so_and_changes_no_further_tab
         raise ConnectionError("none")
 
     stub = SimpleNamespace(join=lambda: 1, part=lambda owner: None, switch=refuses)
-    agreement = Agreement(1, 2, stub, None, None, no_store, tell=lambda state, text: said.append(text))
-    agreement._do(Switch(7, 3, 0), Proposal(1, b"table", 1))
+    agreement = Agreement(
+        1, 2, stub, None, None, no_store, tell=lambda state, text, generation: said.append(text)
+    )
+    agreement._do(Switch(7, Span(3)), Proposal(1, b"table", 1))
     over.set()
     agreement.join()
     assert said == ["rank 1 could not change its table as the others did: [Errno 22] Invalid argument"]

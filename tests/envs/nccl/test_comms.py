@@ -10,7 +10,7 @@ from dynamiccl.envs.nccl.plugin.build import build_of
 from dynamiccl.envs.nccl.probe.probe import Probe
 from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.traces import records as rec
-from dynamiccl.traces.records import PROTOS, Decision, Rule, Table
+from dynamiccl.traces.records import PROTOS, TABLE_VERSION, Decision, Rule, Table
 from nccl_groups import Groups
 from nccl_late import tells
 from nccl_releases import REACH, Call, Communicator, choose
@@ -45,7 +45,7 @@ def test_what_nccl_has_done_with_the_plugin_is_told(tmp_path, release, abi, coun
     env = {**os.environ, "RELEASE": release, "DYNAMICCL_RUN": str(tmp_path / "of another node")}
     out = subprocess.check_output([sys.executable, "-c", REACH + COUNTED], env=env, text=True).splitlines()
     assert out == ["0 0 0 0 {}", f"2 5 {abi[0]} {abi[1]} {counts}", out[2]]
-    assert out[2] == f"{build_of()} table 4 tuner {abi[0]} profiler {abi[1]}"
+    assert out[2] == f"{build_of()} table {TABLE_VERSION} tuner {abi[0]} profiler {abi[1]}"
 
 
 @pytest.mark.parametrize("release", ["2.27.7", "2.28.9"])

@@ -22,7 +22,7 @@ def test_channels_are_left_alone_where_nccl_would_not_clip_them(plugin, algo, n_
     comm = Communicator(plugin.path, 42, 16, n_nodes, 0)
     for decision, others in ((Decision(algo, "simple", 8), 10), (Decision(None, None, 8), 50)):
         plugin.activate(encode_table(Table.of(1, {slot: decision})))
-        cost = offer(ring_ll=others, **{f"{algo}_simple": 20})
+        cost = offer(ring_ll128=others, **{f"{algo}_simple": 20})
         assert comm.get_coll_info("all_gather", MB, cost) == sets
         assert ALGOS[choose(cost)[0]] == algo
     comm.finalize()

@@ -44,6 +44,27 @@ def test_no_table_has_ll_over_nodes_where_that_can_hang(run, plugin, release):
         ]  # nobody is to try what is closed
 
 
+@pytest.mark.parametrize("release", RELEASES)
+def test_no_table_has_simple_over_nodes_where_nccl_runs_ll(run, plugin, release):
+    """The other direction of NVIDIA/nccl#2389: before, a table's Simple followed NCCL's own LL of the same message."""
+    plugin.activate(
+        encode_table(Table(3, (Rule(0, 0, "all_gather", 0, 2**40, Decision("ring", "simple", 4)),)))
+    )
+    for n_ranks, n_nodes in ((8, 1), (16, 2)):
+        drained(run)
+        comm = Communicator(plugin.path, 7, n_ranks, n_nodes, 0, release)
+        said = []
+        for others in (30, 5):  # NCCL's own choice is LL, then LL128
+            cost = offer(ring_ll=10, ring_ll128=others, ring_simple=20)
+            said.append((comm.get_coll_info("all_gather", others * MB, cost), choose(cost)))
+        comm.finalize()
+        closed = n_nodes > 1 and release != "2.22.3"
+        assert said == [(0, (1, 0)) if closed else (4, (1, 2)), (4, (1, 2))]
+        offered = drained(run)
+        offered = offered[offered["kind"] == rec.OFFER].view(rec.OFFER_DTYPE)[0]
+        assert offered["cost_us"][1].tolist() == [10, 30, -1 if closed else 20]
+
+
 MACHINE = """#include <string.h>
 #include <sys/syscall.h>
 #include <sys/utsname.h>

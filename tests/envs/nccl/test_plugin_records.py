@@ -22,7 +22,7 @@ def test_what_ran_is_in_the_ring(run, plugin, release):
     assert comm.profiler.mask == counts
     plugin.sample(True)
     assert comm.profiler.mask == counts + 64
-    cost = offer(ring_ll=10, ring_simple=30)
+    cost = offer(ring_ll=10, ring_ll128=30)
     comm.get_coll_info("reduce_scatter", 8 * 4000, cost)
     comm.get_coll_info("reduce_scatter", 8 * 4000, cost)  # the same message: no second offer
     handle = comm.start_coll("reduce_scatter", 6, 1000, "float32", 2, 16, "ring", "ll")
@@ -45,7 +45,7 @@ def test_what_ran_is_in_the_ring(run, plugin, release):
     offered = got[1:2].view(rec.OFFER_DTYPE)[0]
     assert (ALGOS[offered["algo"]], PROTOS[offered["proto"]]) == ("ring", "ll")
     assert (
-        np.array_equal(offered["cost_us"], offer(ring_ll=10, ring_simple=30)) and offered["n_bytes"] == 32000
+        np.array_equal(offered["cost_us"], offer(ring_ll=10, ring_ll128=30)) and offered["n_bytes"] == 32000
     )
     first, last = got[2], got[4]
     assert (first["n_bytes"], first["seq"], first["n_channels"], first["rank"]) == (8 * 4000, 6, 2, 3)

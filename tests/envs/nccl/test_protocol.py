@@ -6,8 +6,10 @@ import protocol_model
 import pytest
 from dynamiccl.envs.nccl.agreement import protocol
 from dynamiccl.envs.nccl.agreement.protocol import ABORT, CommVote, Decision, Vote, decide
+from dynamiccl.envs.nccl.plugin.bindings import Span
+from dynamiccl.traces.records import Trial
 from protocol_model import explore
-from protocol_scopes import CAPTURED, ONE, PARTS, SMALL, TWO
+from protocol_scopes import CAPTURED, ONE, PARTS, SMALL, TURN_PARTS, TURNS, TWO
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +79,7 @@ def smallest(votes, *more):
     decision, out = decide(votes, *more)
     low = {c: min(v.comms[c].limit for v in votes if c in v.comms) for c in decision.switches}
     return Decision(
-        decision.generation, {c: (low[c], until) for c, (_, until) in decision.switches.items()}
+        decision.generation, {c: span._replace(since=low[c]) for c, span in decision.switches.items()}
     ), out
 
 
@@ -120,9 +122,9 @@ def vote(rank, limit=10, n_ranks=2, identity="same", marks=None, comm=5, no_cloc
 
 
 def test_the_decision_is_the_largest_limit_and_a_trial_ends_some_steps_later():
-    decision, out = decide([vote(0, 12), vote(1, 15)], 3, 4, {})
-    assert decision == Decision(3, {5: (15, 25)}) and out == {}
-    assert decide([vote(0, 12), vote(1, 15)], 3, 0, {})[0].switches == {5: (15, 0)}
+    decision, out = decide([vote(0, 12), vote(1, 15)], 3, Trial(4), {})
+    assert decision == Decision(3, {5: Span(15, 25)}) and out == {}
+    assert decide([vote(0, 12), vote(1, 15)], 3, Trial(), {})[0].switches == {5: Span(15)}
 
 
 @pytest.mark.parametrize(
@@ -138,8 +140,108 @@ def test_the_decision_is_the_largest_limit_and_a_trial_ends_some_steps_later():
     ],
 )
 def test_who_is_not_of_one_mind_is_left_out_by_name(votes, for_good, words):
-    decision, out = decide(votes, 1, 0, {})
+    decision, out = decide(votes, 1, Trial(), {})
     if not words:
         assert 5 in decision.switches and not out
         return
     assert not decision.switches and words in out[5].why and out[5].for_good is for_good
+
+
+def rhythm(rank, limit, a_step, offset, comm=5, pace=4.0, n_ranks=2):
+    word = CommVote(n_ranks, 1, limit, pace, {16: 7}, "", a_step, offset)
+    return Vote(rank, 1, "same", {comm: word})
+
+
+def together(*votes):
+    """The words of one rank on several communicators."""
+    return replace(votes[0], comms={comm: word for one in votes for comm, word in one.comms.items()})
+
+
+def test_turns_begin_at_the_end_of_one_step_on_all_communicators():
+    """At or above the largest limit of each: rank 1 is 41 collectives ahead on the second."""
+    ranks = [
+        together(rhythm(0, 12, 4, 2), rhythm(0, 50, 3, -1, comm=6)),
+        together(rhythm(1, 15, 4, 2), rhythm(1, 91, 3, -1, comm=6)),
+    ]
+    decision, out = decide(ranks, 3, Trial(30, 2, 2, 1), {})
+    step, steps = 31, 32  # 3 * 31 - 1 is above 91; whole quads of two-step turns
+    assert decision.switches == {
+        5: Span(2 + 4 * step, 2 + 4 * (step + steps), 8, 4, 2, 1),
+        6: Span(-1 + 3 * step, -1 + 3 * (step + steps), 6, 3, 2, 1),
+    }
+    assert out == {}
+    monitor = decide(ranks, 3, Trial(30, 8, 1), {})[0].switches[5]
+    assert (monitor.length, monitor.until - monitor.since, monitor.one_of) == (4, 4 * 32, 8)
+
+
+@pytest.mark.parametrize(
+    ("others", "switched", "refused"),
+    [
+        ([(4, 2), (4, 2)], {5, 6}, False),
+        ([(0, 0), (4, 2)], {5}, True),  # one rank's steps differed
+        ([(4, 2), (4, 6)], {5}, True),  # the ranks count steps differently
+        ([(0, 0), (0, 0), 0.1], {5}, False),  # it is used in some steps only, and keeps its table
+    ],
+)
+def test_turns_are_refused_where_a_communicator_has_no_rhythm(others, switched, refused):
+    pace = others[2] if len(others) > 2 else 4.0
+    ranks = [together(rhythm(r, 12, 4, 2), rhythm(r, 9, *others[r], comm=6, pace=pace)) for r in range(2)]
+    decision, out = decide(ranks, 3, Trial(16, 2, 1), {})
+    assert set(decision.switches) == switched and (0 in out) == refused and set(out) <= {0}
+    if refused:
+        assert out[0].for_good and "tables cannot take turns" in out[0].why
+
+
+def test_turns_are_not_refused_before_all_ranks_have_voted():
+    """The round is lost, and there will be another."""
+    _, out = decide([rhythm(0, 12, 4, 2), rhythm(1, 12, 0, 0, comm=6, n_ranks=1)], 3, Trial(16, 2, 1), {})
+    assert 0 not in out and not out[5].for_good
+
+
+def test_few_calls_need_no_rhythm():
+    spans = decide([rhythm(0, 12, 0, 0), rhythm(1, 15, 4, 2)], 3, Trial(4, 8), {})[0].switches
+    assert spans == {5: Span(15, 31, 1, 0, 8)}
+
+
+@pytest.mark.slow
+def test_no_order_of_events_gives_a_turn_to_two_tables():
+    """Nor a step to a table that has not answered all of it; every answer is what was decided."""
+    assert explore(TURNS)[0] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TURN_PARTS)
+def test_no_order_of_events_gives_a_turn_to_two_tables_in_each_part_of_the_model(name):
+    assert explore(TURN_PARTS[name])[0] == ""
+
+
+#: What the plugin does wrong with turns, and a job in which it shows.
+TURN_MUTATIONS = {
+    "the length of a turn is the rank's own": TURNS,
+    "a lease begins at the rank's own limit": TURNS,
+    "turns are numbered by the absolute count": TURNS,
+    "each communicator has an order of its own": TURNS,
+    "a trial has no end": replace(TURNS, one_of=1),
+    "the table that stays is read at each answer": TURN_PARTS["a table comes to stay"],
+    "a mixed step is the base's": replace(TURNS, steps=((2,), (1,), (2,))),
+    "two steps' calls are a step": replace(TURNS, steps=((1,), (1,), (2,))),
+}
+
+
+@pytest.mark.parametrize("mutation", TURN_MUTATIONS)
+def test_a_mutation_of_the_turns_is_found(mutation):
+    scope = replace(TURN_MUTATIONS[mutation], mutations=frozenset({mutation}))
+    assert explore(scope)[0] != ""
+
+
+def below_the_limit(rhythms, trial):
+    spans = protocol_turns(rhythms, trial)
+    return {comm: span._replace(since=span.since - span.a_step) for comm, span in spans.items()}
+
+
+protocol_turns = protocol._turns
+
+
+def test_turns_that_begin_below_a_limit_are_found(monkeypatch):
+    monkeypatch.setattr(protocol, "_turns", below_the_limit)
+    assert "collective" in explore(TURNS)[0]

@@ -11,7 +11,7 @@ import time
 import pytest
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.plugin.build import job_env
-from dynamiccl.envs.nccl.shm import RunFolder, TableFile, decode_table, trial_steps_of
+from dynamiccl.envs.nccl.shm import RunFolder, TableFile, decode_table, trial_of
 from dynamiccl.traces.records import COLL_DTYPE, RECORD_BYTES, Table
 from test_shm import table_of
 
@@ -95,9 +95,9 @@ def test_how_long_a_trial_lasts_reaches_the_probe(tmp_path):
     assert probe.read() is None
     daemon.publish(Table(3, trial_steps=40))
     message = probe.read()[1]
-    assert trial_steps_of(message) == 40 and decode_table(message).trial_steps == 40
+    assert trial_of(message).trial_steps == 40 and decode_table(message).trial_steps == 40
     daemon.publish(table_of(4))
-    assert trial_steps_of(probe.read()[1]) == 0
+    assert trial_of(probe.read()[1]).trial_steps == 0
     with pytest.raises(OSError, match="Bad file descriptor"):
         probe.publish(table_of(5))  # rank 0 only reads
 

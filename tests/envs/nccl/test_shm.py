@@ -14,7 +14,7 @@ from dynamiccl.envs.nccl import rings
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import plugin_path
 from dynamiccl.envs.nccl.rings import Ring
-from dynamiccl.envs.nccl.shm import RunFolder, decode_table, encode_table, trial_steps_of
+from dynamiccl.envs.nccl.shm import RunFolder, decode_table, encode_table, trial_of
 from dynamiccl.traces.records import COLL, RECORD_BYTES, Decision, Rule, Table
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -276,7 +276,7 @@ def test_table_there_and_back(folder):
         folder.table.publish(table)
         found, message = folder.table.read()
         assert (found, message) == (generation, encode_table(table))
-        assert decode_table(message) == table and trial_steps_of(message) == trial_steps
+        assert decode_table(message) == table and trial_of(message).trial_steps == trial_steps
     with pytest.raises(ValueError, match="at most 126"):
         folder.table.publish(table_of(4, 127))
     assert folder.table.read()[0] == 3

@@ -11,10 +11,11 @@ from dynamiccl.envs.nccl.agreement import store as stores
 from dynamiccl.envs.nccl.agreement.lookout import BUSY_S, IDLE_S, Lookout
 from dynamiccl.envs.nccl.agreement.protocol import ABORT, Decision
 from dynamiccl.envs.nccl.agreement.store import Proposal, RoundStore
+from dynamiccl.envs.nccl.plugin.bindings import Span
 from paths import TOOLS
 
 RATES = TOOLS / "store_rates.py"
-DECIDED = Decision(3, {7: (100, 0)})
+DECIDED = Decision(3, {7: Span(100)})
 
 
 class Register:

@@ -7,23 +7,12 @@ import pytest
 from dynamiccl.envs.search.comparison import Comparison, LongSteps, SequentialTest, Terms
 from dynamiccl.envs.search.config import ALPHA, LEAST_PAIRS, SearchConfig
 from dynamiccl.envs.search.step_times import trimmed_mean, window_noise
-from step_series import LONG, all_series
+from step_series import LONG, all_series, most_of
 
 RULES = SearchConfig()
 PROFILE, STEPS, SWITCH = 12, RULES.window_steps[0], 2
 TABLE, DEFAULT = np.array([18]), np.array([0])
 TERMS = Terms(RULES.pairs, RULES.pairs_long_steps, LEAST_PAIRS, RULES.least_gain, known_gain=None)
-
-
-def most_of(n, level, sure=0.95):
-    """So many of ``n`` at a ``level`` each are not exceeded in ``sure`` of all cases (binomial)."""
-    below, k = (1 - level) ** n, 0
-    total = below
-    while total < sure:
-        k += 1
-        below *= (n - k + 1) / k * level / (1 - level)
-        total += below
-    return k
 
 
 def without_long_steps():

@@ -17,8 +17,8 @@ from dynamiccl.envs.search.interfaces import RUN, SEARCH, TRIAL, WATCH, Measured
 from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.search.step_guard import StepGuard
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
+from dynamiccl.envs.sim.mixes import Few
 from dynamiccl.envs.sim.noise import NoiseStream
-from dynamiccl.envs.sim.truth import Few
 from dynamiccl.traces.files import Trace
 from dynamiccl.traces.records import Decision, Slot
 from dynamiccl.traces.writer import TraceWriter

@@ -1,0 +1,200 @@
+"""Two tables take turns in a job: which steps count for which table, leases, refusals. No process runs."""
+
+import numpy as np
+import pytest
+from dynamiccl.envs.live import job as live
+from dynamiccl.envs.live.job import Job
+from dynamiccl.envs.live.pauses import Rhythm
+from dynamiccl.envs.live.turns import CURRENT, NOBODY, TRIAL, Lease, lease_steps, together
+from dynamiccl.envs.nccl.shm import decode_table
+from dynamiccl.traces.reasons import NotAgreeing
+from dynamiccl.traces.records import (
+    COLL_DTYPE,
+    FLAG_WHOLE,
+    MIXED,
+    STATE,
+    STATE_DTYPE,
+    STEP,
+    STEP_DTYPE,
+    AgreementState,
+    Decision,
+    Slot,
+)
+
+TABLE = {Slot(2, 1, "all_gather", 20): Decision("ring", "ll", 4)}
+ORDER = ((TRIAL, CURRENT, CURRENT, TRIAL), (CURRENT, TRIAL, TRIAL, CURRENT))
+
+
+class Ring:
+    """A rank that obeys: every poll is one step. A lease begins two steps after it was published.
+
+    ``odd``: steps of the job, by number, that are not whole. ``refuses``: so many turns are refused; ``drifts``: the
+    round after a lease of these numbers does not show its rhythm. ``all_own``: rank 0 is in each communicator.
+    """
+
+    name, pid, lost = "ring-1", 1, 0
+
+    def __init__(self, folder, odd=(), refuses=0, drifts=(), all_own=False):
+        self.folder, self.odd, self.refuses, self.drifts = folder, set(odd), refuses, drifts
+        self.all_own = all_own
+        self.step, self.stays, self.lease, self.leases = 0, 0, None, 0
+        self.tables, self.began = [], 0
+
+    def known(self):
+        return np.zeros(0, COLL_DTYPE)
+
+    def is_alive(self):
+        return True
+
+    def drain(self):
+        self.step += 1
+        records, found = [], self.folder.table.read()
+        table = decode_table(found[1]) if found else None
+        if table is not None and (not self.tables or self.tables[-1].generation != table.generation):
+            self.tables.append(table)
+            records += self._hears(table)
+        return np.concatenate([*records, self._row()])
+
+    def _hears(self, table):
+        said = []
+        if table.turn_steps and self.refuses:
+            self.refuses -= 1
+            return [state(AgreementState.NO_TURNS, NotAgreeing.NO_RHYTHM(rank=0), table.generation)]
+        if self.lease is not None:
+            is_steady = self.leases not in self.drifts
+            said.append(state(AgreementState.OPEN, "together", self.lease.generation * is_steady))
+        self.lease = table if table.turn_steps else None
+        if self.lease is not None and self.all_own:
+            said.append(state(AgreementState.OPEN, "together", self.lease.generation))
+        self.leases += table.turn_steps > 0
+        self.began, self.stays = self.step + 2, self.stays if table.turn_steps else table.generation
+        return said
+
+    def _row(self):
+        row = np.zeros(1, STEP_DTYPE)
+        row["kind"], row["step"], row["generation"] = STEP, self.step, self.stays
+        at = self.step - self.began
+        if self.lease is not None and 0 <= at < self.lease.trial_steps:
+            is_trial = ORDER[self.lease.swap][at // self.lease.turn_steps % 4]
+            row["generation"] = self.lease.generation if is_trial else self.stays
+            row["trial"], row["flags"] = self.lease.generation, FLAG_WHOLE
+            if self.step in self.odd:
+                row["generation"], row["flags"] = MIXED, 0
+        is_tried = self.lease is not None and row["generation"][0] == self.lease.generation
+        row["duration_ns"] = 8e6 if is_tried else 10e6
+        return row.view(COLL_DTYPE)
+
+
+def state(code, text, generation):
+    row = np.zeros(1, STATE_DTYPE)
+    row["kind"], row["code"], row["text"], row["generation"] = STATE, code, text.encode(), generation
+    return row.view(COLL_DTYPE)
+
+
+@pytest.fixture
+def job_of(folder, monkeypatch):
+    """Makes a job whose rank 0 is such a ring."""
+    monkeypatch.setattr(live, "POLL_S", 0.001)
+
+    def made(**how):
+        ring = Ring(folder, **how)
+        monkeypatch.setattr(folder, "rings", lambda: [ring])
+        job = Job(folder)
+        job.confirm({})
+        return job, ring
+
+    return made
+
+
+@pytest.mark.parametrize("turn_steps", [1, 2])
+def test_each_step_is_told_to_be_its_tables(job_of, turn_steps):
+    job, ring = job_of()
+    turns = job.alternate(TABLE, 40, turn_steps, discard=8)
+    assert len(turns.steps) == len(turns.arms) == 40
+    assert set(turns.durations_ms[turns.arms == TRIAL]) == {8.0}
+    assert set(turns.durations_ms[turns.arms == CURRENT]) == {10.0}
+    assert (turns.arms == TRIAL).sum() == (turns.arms == CURRENT).sum() == 20
+    first = np.repeat(ORDER[1], turn_steps).tolist()
+    assert turns.arms[: len(first)].tolist() == first and turns.step_ms == 8.0
+    leases = [table for table in ring.tables if table.turn_steps]
+    assert [(t.trial_steps, t.one_of, t.swap) for t in leases] == [(32, 2, 1), (16, 2, 0)], "arms are swapped"
+    assert ring.tables[-1].trial_steps == 0 and ring.tables[-1].rules == (), "what is confirmed is in force"
+
+
+def test_a_step_that_is_not_whole_counts_for_nobody(job_of):
+    job, _ = job_of(odd=[10, 14, 15])
+    turns = job.alternate(TABLE, 32)
+    assert len(turns.arms) == 32 and (turns.arms == NOBODY).sum() == 3
+    assert set(turns.steps[turns.arms == NOBODY]) == {10, 14, 15}
+
+
+def test_three_steps_in_a_row_that_are_not_whole_end_a_lease_and_the_next_goes_on(job_of):
+    job, ring = job_of(odd=[17, 18, 19])
+    turns = job.alternate(TABLE, 32)
+    assert len(turns.arms) == 32 and (turns.arms == NOBODY).sum() <= 3
+    assert sum(table.turn_steps > 0 for table in ring.tables) > 1
+
+
+def test_where_rank_0_is_in_all_communicators_no_round_follows_the_turns(job_of):
+    job, ring = job_of(all_own=True)
+    turns = job.alternate(TABLE, 40)
+    assert len(turns.arms) == 40 and (turns.arms >= 0).all()
+    assert ring.tables[-1].turn_steps == 1, "the trial ends by itself"
+    slow = job.alternate(TABLE, 40, give_up_ms=7.0)
+    assert slow.arms.tolist() == [CURRENT, TRIAL]
+    newest = decode_table(ring.folder.table.read()[1])
+    assert newest.turn_steps == 0, "a trial that is too slow does not go on"
+
+
+def test_turns_that_are_refused_once_are_asked_for_again(job_of):
+    """An evaluation among the last steps leaves no rhythm. Before: the job went on in windows for good."""
+    job, _ = job_of(refuses=1)
+    assert len(job.alternate(TABLE, 32).arms) == 32
+
+
+def test_turns_that_are_refused_twice_are_told_at_once(job_of):
+    job, ring = job_of(refuses=2)
+    assert job.alternate(TABLE, 32) is None and ring.step < 20
+    window = job.window(TABLE, 5)
+    assert len(window.steps) == 5, "windows go on"
+
+
+def test_a_job_whose_steps_are_never_whole_takes_no_turns(job_of):
+    job, ring = job_of(odd=range(10_000))
+    assert job.alternate(TABLE, 64) is None
+    assert sum(table.turn_steps > 0 for table in ring.tables) == 2
+
+
+def test_a_lease_whose_ranks_lost_their_rhythm_counts_for_nobody(job_of):
+    """Rank 0's own steps look whole: another rank's vote says otherwise."""
+    job, _ = job_of(drifts=[2])
+    turns = job.alternate(TABLE, 64)
+    assert (turns.arms[:32] >= 0).all() and (turns.arms[32:] == NOBODY).all()
+    job, _ = job_of(drifts=[1, 2, 3, 4])
+    assert job.alternate(TABLE, 64) is None
+
+
+@pytest.mark.parametrize("discard", [0, 4])
+def test_a_trial_step_that_is_too_slow_ends_the_turns_and_is_kept(job_of, discard):
+    """Also in the first quad: the step tells that the table is slow, and not that the job takes no turns. Steps that do
+    not count, which may connect an algorithm, end nothing."""
+    job, _ = job_of()
+    turns = job.alternate(TABLE, 32, discard=discard, give_up_ms=7.0)
+    assert turns.arms.tolist() == [CURRENT, TRIAL] and turns.durations_ms.tolist() == [10.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("remaining", "waited", "quad", "steps"),
+    [(64, 3, 4, 32), (64, 12, 4, 48), (10, 3, 4, 12), (64, 3, 8, 32)],
+)
+def test_a_lease_is_short_or_four_rounds(remaining, waited, quad, steps):
+    assert lease_steps(remaining, waited, quad) == steps
+
+
+def test_only_whole_quads_of_a_lease_are_kept():
+    lease = Lease(5, 8, 4, Rhythm())
+    row = np.zeros(1, STEP_DTYPE)[0]
+    row["trial"], row["generation"], row["flags"], row["duration_ns"] = 5, 5, FLAG_WHOLE, 1e6
+    for _ in range(6):
+        assert lease.add(row, 0.0) is None
+    assert len(together([lease], {5}, 0, 99).steps) == 4 and not lease.is_whole

@@ -1,0 +1,78 @@
+"""A search whose job takes turns: what it plans, what long steps decide, and what it does where turns are refused."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from dynamiccl.agent.policies.rule import ExpectedImprovement
+from dynamiccl.envs.search.belief.prior import Prior
+from dynamiccl.envs.search.comparison import LongSteps
+from dynamiccl.envs.search.config import SearchConfig
+from dynamiccl.envs.search.interfaces import REFERENCE, SEARCH, TABLE, TRIAL
+from dynamiccl.envs.search.search import Search
+from dynamiccl.envs.sim.family import STANDARD
+from dynamiccl.envs.sim.jobs import draw_jobs
+from dynamiccl.envs.sim.noise import NoiseStream
+from dynamiccl.envs.sim.windows import OneJob, SimWindows
+
+DEFAULT, CHOSEN = np.zeros(1, np.int64), np.ones(1, np.int64)
+
+
+def steps(*long):
+    """A hundred steps of 10 ms, some of which take so many times as long."""
+    ms = np.full(100, 10.0)
+    ms[: len(long)] *= long
+    return ms
+
+
+@pytest.mark.parametrize(
+    ("default", "table", "by_turns", "by_windows"),
+    [
+        ((), (), True, False),  # in windows one long step is assumed of the table alone
+        ((3, 3), (3, 3), True, False),  # the job's own
+        ((), (3,), False, False),  # 2 % of the table's steps, and it gains 1 %
+        ((3, 3), (3,), True, True),
+    ],
+)
+def test_a_small_gain_waits_for_long_steps_in_windows_and_counts_those_seen_in_turns(
+    default, table, by_turns, by_windows
+):
+    long_steps = LongSteps()
+    long_steps.add(DEFAULT, steps(*default), 10.0)
+    long_steps.add(CHOSEN, steps(*table), 10.0)
+    assert long_steps.allows(CHOSEN, DEFAULT, 0.01, by_turns=True) is by_turns
+    assert long_steps.allows(CHOSEN, DEFAULT, 0.01) is by_windows
+
+
+def played(refused=0, n_windows=60):
+    """A search by the rule and its plans; the first ``refused`` plans with turns run as plain windows."""
+    jobs = draw_jobs(STANDARD.only("plain"), np.random.default_rng(11), 1)
+    windows = OneJob(SimWindows(jobs, NoiseStream(0, np.zeros(1), jobs.width)), SearchConfig().profile_steps)
+    search, policy, state, plans = Search(*windows.begin(), Prior.load()), ExpectedImprovement(), None, []
+    while len(plans) < n_windows:
+        plan = search.plan()
+        if plan is None:
+            state = search.ask(policy, state)
+            continue
+        plans.append((plan, search.is_over))
+        runs = plan
+        if plan.turns and refused:
+            refused -= 1
+            runs = replace(plan, turns=0, others=0)
+        search.record(plan, windows.measure(runs))
+    return search, plans
+
+
+def test_every_table_that_is_tried_at_all_calls_takes_turns_with_the_current_one():
+    _, plans = played()
+    tried = [plan for plan, _ in plans if plan.kind in (SEARCH, TABLE, TRIAL) and not plan.one_of]
+    assert tried and all(plan.turns for plan in tried)
+    assert not any(plan.kind == REFERENCE for plan, _ in plans)
+
+
+def test_a_job_that_refuses_turns_goes_on_in_windows_and_is_asked_again_after_the_verdict():
+    _, plans = played(refused=1)
+    first = next(i for i, (plan, _) in enumerate(plans) if plan.turns)
+    rest = plans[first + 1 :]
+    assert not any(plan.turns for plan, is_over in rest if not is_over)
+    assert any(plan.turns for plan, is_over in rest if is_over)

@@ -1,0 +1,30 @@
+"""What a part of the protocol is sent, made of the words that ``protocol_model.py`` keeps in its worlds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynamiccl.envs.nccl.agreement import protocol
+from dynamiccl.envs.nccl.agreement.protocol import CommVote, Decision, Vote
+from protocol_scopes import Scope
+
+MARKS = {16: 1}
+
+
+def thawed(scope: Scope, number: int, request: Any, result: Any) -> Any:
+    match request:
+        case protocol.Limit():
+            return _words(scope, result)
+        case protocol.Gather():
+            return [Vote(rank, number, "", _words(scope, limits), "", full) for rank, limits, full in result]
+        case protocol.Settle() | protocol.Await():
+            return result and Decision(result[0], dict(result[1]))
+    return result
+
+
+def _words(scope: Scope, limits: Any) -> dict[int, CommVote]:
+    votes = {}
+    for comm, limit, a_step, offset in limits:
+        n_ranks, no_clock = len(scope.members[comm]), "told late" if limit < 0 else ""
+        votes[comm] = CommVote(n_ranks, 1, max(limit, 0), 1.0, MARKS, no_clock, a_step, offset)
+    return votes
