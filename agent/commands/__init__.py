@@ -52,7 +52,7 @@ Headroom = Annotated[
     Option(
         min=1,
         max=64,
-        help="Minimum channels per communicator (NCCL_MIN_CTAS); a tuner cannot use more. Costs memory.",
+        help="Channels that NCCL prepares per communicator (NCCL_MIN_CTAS): the most for a table. Costs memory.",
     ),
 ]
 # An emulated cluster for a job without GPUs; see :func:`emulation`.

@@ -24,20 +24,24 @@ from .verdict import verdict
 #: Metric, the key of :func:`state` that it shows, what it is.
 METRICS = (
     ("dynamiccl_tuner_up", "state", "1 while a tuner of the run lives"),
-    ("dynamiccl_tuner_died", "tuner_died", "1 while the job lives and its tuner has ended without a reason"),
+    ("dynamiccl_tuner_died", "tuner_died", "1 while the job runs and its tuner has ended without a reason"),
     ("dynamiccl_steps_total", "step", "Optimizer steps of the job that were seen"),
     ("dynamiccl_step_seconds", "step_ms", "Step time under the current table, else in the last window"),
     ("dynamiccl_windows_total", "window", "Measuring windows that were run"),
-    ("dynamiccl_table_kept", "kept", "1 while a table is used, 0 while NCCL decides"),
-    ("dynamiccl_table_rows", "decisions", "Rows of the table that was decided for"),
-    ("dynamiccl_gain_ratio", "gain", "Part of the step that the table saves, by what confirmed it"),
+    ("dynamiccl_table_kept", "kept", "1 while a kept table is current, 0 under NCCL's default"),
+    ("dynamiccl_table_rows", "decisions", "Rows of the kept table that set something"),
+    (
+        "dynamiccl_gain_ratio",
+        "gain",
+        "Share of the step time that the kept table saves, as the comparison measured it",
+    ),
     (
         "dynamiccl_search_cost_seconds",
         "cost_s",
-        "What the job lost by the search against its default, below 0: won",
+        "Time that the search cost the job, compared with the default. Negative: it gained",
     ),
     ("dynamiccl_lost_records_total", "records_lost", "Records of the job that were lost"),
-    ("dynamiccl_mismatches_total", "mismatches", "Collectives that two ranks were seen to run differently"),
+    ("dynamiccl_mismatches_total", "mismatches", "Collectives that two ranks ran in different ways"),
 )
 #: The file beside a report with its step times in short.
 SPARKS_FILE = "steps.json"
