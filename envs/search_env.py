@@ -31,8 +31,8 @@ class SearchEnv(gym.Env[Array, Array]):
 
     ## Action Space ``MultiDiscrete([pair, channels, what])``, see :mod:`dynamiccl.traces.spaces` and
     ``search.interfaces``: the last number says what comes next. 0: the next slot's turn, or the window after the
-    last slot. 1: the window at once. 2: a comparison with the current table. 3: the end of the search. A masked config runs as AUTO
-    (after the verdict: as the current table has it) and is reported in ``info["masked"]``.
+    last slot. 1: the window at once. 2: a comparison with the current table. 3: the end of the search. A masked
+    config runs as AUTO (after the verdict: as the current table has it) and is reported in ``info["masked"]``.
 
     ## Observation Space ``Box(-4, 4, (observation.N_OBSERVATION,), float32)``: the slot's fingerprint, the
     quantities of the turn, the figures of each config, and the mask (the last ``N_CONFIGS`` entries).
