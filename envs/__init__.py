@@ -1,1 +1,1 @@
-"""What is decided about: spaces, rewards, the search and its environments."""
+"""The decision problem: spaces, rewards, the search and its environments."""

@@ -26,28 +26,27 @@ class SearchEnv(gym.Env[Array, Array]):
     ## Description
     One episode is the search over a whole job, one step the decision for one slot and what comes next. In a window
     some optimizer steps run under all decisions at once; a comparison alternates a table with the current one until it
-    is sure which is faster. After the verdict each turn may try another config of one slot, compared with the current
+    is certain which is faster. After the verdict each turn may try another config of one slot against the current
     table.
 
     ## Action Space ``MultiDiscrete([pair, channels, what])``, see :mod:`dynamiccl.traces.spaces` and
-    ``search.interfaces``: what comes next is 0, another slot's turn (after the last slot the window), 1, the window
-    at once, 2, a comparison with the current table, or 3, the end of the search. A masked config runs as AUTO (after
-    the verdict: as the current table has it) and is reported in ``info["masked"]``.
+    ``search.interfaces``: the last number says what comes next. 0: the next slot's turn, or the window after the
+    last slot. 1: the window at once. 2: a comparison with the current table. 3: the end of the search. A masked
+    config runs as AUTO (after the verdict: as the current table has it) and is reported in ``info["masked"]``.
 
-    ## Observation Space ``Box(-4, 4, (observation.N_OBSERVATION,), float32)``: the slot's fingerprint, context, what
-    is believed of its configs, mask (the last ``N_CONFIGS`` entries).
+    ## Observation Space ``Box(-4, 4, (observation.N_OBSERVATION,), float32)``: the slot's fingerprint, the
+    quantities of the turn, the figures of each config, and the mask (the last ``N_CONFIGS`` entries).
 
-    ## Rewards Default steps, divided by 100, by measured step times alone. Up to the verdict: what the steps billed
-    since the turn before saved against the job's own default. After it: what they saved against the current table,
-    so that trials earn nothing by the gain that is there already, and cost what they are slower. At the end: what the
-    current table saves from the verdict to the job's step :data:`HORIZON`, by :data:`REWARD_PAIRS` more windows of
-    it and of the default. So the sooner a good table is confirmed the better, and who goes on trying for nothing
-    loses.
+    ## Rewards Default steps saved, divided by 100. Measured step times alone decide them. Up to the verdict a turn
+    earns the time that its billed steps saved, compared with the job's default. After it the comparison is with the
+    current table, so a trial that is slower costs and a trial that is equal earns nothing. The end pays what the
+    current table saves from the verdict to the job's step :data:`HORIZON`. :data:`REWARD_PAIRS` more windows of it and
+    of the default measure this. An early verdict earns more, and fruitless trials cost.
 
     ## Episode End
-    Terminated where nothing is left to try after the verdict. Truncated where the job is over, or its ranks change no
-    table any more: then the table earns nothing for steps to come, and ``info["ended"]`` says why. What it came to:
-    ``info["table"]`` (configs by slot, 0 beyond the job's slots), ``info["steps"]``.
+    Terminated if nothing is left to try after the verdict. Truncated if the job is over, or if its ranks change tables
+    no more: then the table earns nothing for later steps, and ``info["ended"]`` says why. ``info["table"]`` holds the
+    result (configs by slot, 0 beyond the job's slots), ``info["steps"]`` the steps that it took.
     """
 
     def __init__(self, config: SearchConfig | None = None, prior: Prior | None = None) -> None:

@@ -52,7 +52,7 @@ Headroom = Annotated[
     Option(
         min=1,
         max=64,
-        help="Minimum channels per communicator (NCCL_MIN_CTAS); a tuner cannot use more. Costs memory.",
+        help="Channels that NCCL prepares per communicator (NCCL_MIN_CTAS): the most for a table. Costs memory.",
     ),
 ]
 # An emulated cluster for a job without GPUs; see :func:`emulation`.
@@ -181,17 +181,37 @@ def results(where: str | Path) -> Path:
 
 def run_folder(where: str) -> Path:
     """Returns a run folder from its path, or from the folder of a run's results. Raises ValueError."""
+    from ...envs.nccl.run_folder import TABLE
     from ..report.outputs import run_of
 
     path = results(where)
     if not path.exists():
         raise ValueError(f"{where}: there is no run here: it has ended, or has another folder")
     run = run_of(path)
+    if run is None and not (path / TABLE).is_file():
+        raise ValueError(f"{where}: this folder holds no run: give the folder of one run{_runs_inside(path)}")
     if run is None:
         return path
     if not run.exists():
-        raise ValueError(f"{where}: this run has ended; the folder holds its results")
+        raise ValueError(f"{where}: this run has ended{_or_elsewhere(path)}; the folder holds its results")
     return run.resolve()
+
+
+def _runs_inside(folder: Path) -> str:
+    """Names a run below a folder, as the cure of an error; empty if there is none."""
+    from ..report.runs import find_runs
+
+    found = find_runs([folder])
+    return f", such as {found[-1]}" if found else ""
+
+
+def _or_elsewhere(out: Path) -> str:
+    """Names the node of a run that was started on another one: from here nobody can see whether it has ended."""
+    from ...traces.here import host
+    from ..report.summary import read_object
+
+    began_on = read_object(out / "trace" / "header.json").get("host")
+    return "" if began_on in (None, host()) else f", or runs on {began_on}: use this command there"
 
 
 def one_thread() -> None:

@@ -18,7 +18,8 @@ def stop(
     """End tuning for good and restore NCCL's default on all ranks. The job continues.
 
     The tuner of the run ends. Without a tuner the table is withdrawn too. `dynamiccl tune --attach RUN --again` starts
-    again. The exit status is 0 once the job runs under the default, and 1 if it does not within --wait seconds.
+    again. The exit status is 0 once the job runs under the default, and 1 if it does not within --wait seconds. Give
+    the command on the node of rank 0: it exits with 1 on another one.
 
     \b
     dynamiccl stop runs/tune/latest
@@ -31,6 +32,10 @@ def stop(
     if json:
         what = {"had_tuner": found.had_tuner, "job_runs": found.job_runs, "in_force": found.in_force}
         print(json_module.dumps({"run": str(path), **what}))
+    elif not found.has_rank_0:
+        print(
+            "no rank 0 was seen on this node: run this command on its node, with that node's results folder"
+        )
     elif not found.has_begun:
         print("no table has been used yet: the job stays under NCCL's default")
     elif found.in_force:

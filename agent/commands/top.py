@@ -59,6 +59,8 @@ def top(
     if json:
         print(json_module.dumps(found, indent=1))
         return
+    if not found and metrics is not None:
+        return  # a node before its first run: the file is written, and an alert for old metrics stays silent
     if not found:
         places = ", ".join(map(str, runs or [ROOT]))
         fail(f"no run in {places}: give a folder of runs, or start a run with dynamiccl tune")
@@ -104,6 +106,11 @@ def _grid(heads: list[str], rows: list[dict[str, Any]]) -> Table:
     return grid(heads, cells, _NUMBERS, no_wrap=True, box=box.SIMPLE)
 
 
+def _name(out: Path) -> str:
+    """The short name of a run: with its job's folder where a scheduler started several tasks."""
+    return f"{out.parent.name}/{out.name}" if out.name.startswith("task-") else out.name
+
+
 def _row(r: dict[str, Any]) -> list[Any]:
     from ..report.terminal import sparkline
     from ..report.verdict import PHASES, ms, seconds, side
@@ -116,7 +123,7 @@ def _row(r: dict[str, Any]) -> list[Any]:
         gain = f"{100 * r['gain']:.1f} % ({100 * r['gain_ci95'][0]:.1f} to {100 * r['gain_ci95'][1]:.1f})"
     in_force = f"{r['in_force'] or 'a table'}, {r['decisions']} rows" if r["kept"] else side(r["in_force"])
     return [
-        f"{Path(r['run']).name}{' (emulated)' if r['emulated'] else ''}",
+        f"{_name(Path(r['run']))}{' (emulated)' if r['emulated'] else ''}",
         r["state"],
         r["step"],
         PHASES.get(r["phase"], r["phase"]),

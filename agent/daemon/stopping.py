@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...envs.live.locks import is_locked
-from ...envs.nccl.run_folder import STATUS, STOP, TUNER
+from ...envs.nccl.run_folder import NCCL, STATUS, STOP, TUNER
 from ...envs.nccl.shm import RunFolder, decode_table
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class Stopped(NamedTuple):
     job_runs: bool
     in_force: bool  # a step was seen under the default, or no table has changed anything yet
     has_begun: bool = True  # a table may have changed something
+    has_rank_0: bool = True  # False: no process of rank 0 was seen here, and its node's tuner decides
 
     @property
     def is_over(self) -> bool:
@@ -47,6 +48,8 @@ def end_tuning(run: Path, wait_s: float) -> Stopped:
     had_table = folder.table.generation() > 0
     (run / STOP).touch()
     had_tuner = is_locked(run / TUNER)
+    if not (run / STATUS).exists() and not _has_rank_0(folder):
+        return Stopped(had_tuner, job_runs=True, in_force=False, has_rank_0=False)
     if not (run / STATUS).exists() and _is_untouched(folder, had_table):
         return Stopped(had_tuner, job_runs=True, in_force=True, has_begun=False)
     from ...envs.live.job import Job  # imports pandas, which takes seconds
@@ -59,6 +62,14 @@ def end_tuning(run: Path, wait_s: float) -> Stopped:
         job.confirm({})
     in_force = _runs_default(job, folder, end)
     return Stopped(had_tuner, job.is_alive(), in_force)
+
+
+def _has_rank_0(folder: RunFolder) -> bool:
+    """Whether rank 0 was seen on this node, or no rank yet. Its probe leaves NCCL's release at its first step."""
+    rings = folder.rings()
+    return (
+        not rings or (folder.path / NCCL).exists() or any(ring.name.startswith("ring-0-") for ring in rings)
+    )
 
 
 def _is_untouched(folder: RunFolder, had_table: bool) -> bool:

@@ -24,39 +24,62 @@ from .verdict import verdict
 #: Metric, the key of :func:`state` that it shows, what it is.
 METRICS = (
     ("dynamiccl_tuner_up", "state", "1 while a tuner of the run lives"),
-    ("dynamiccl_tuner_died", "tuner_died", "1 while the job lives and its tuner has ended without a reason"),
+    ("dynamiccl_tuner_died", "tuner_died", "1 while the job runs and its tuner has ended without a reason"),
     ("dynamiccl_steps_total", "step", "Optimizer steps of the job that were seen"),
     ("dynamiccl_step_seconds", "step_ms", "Step time under the current table, else in the last window"),
     ("dynamiccl_windows_total", "window", "Measuring windows that were run"),
-    ("dynamiccl_table_kept", "kept", "1 while a table is used, 0 while NCCL decides"),
-    ("dynamiccl_table_rows", "decisions", "Rows of the table that was decided for"),
-    ("dynamiccl_gain_ratio", "gain", "Part of the step that the table saves, by what confirmed it"),
+    ("dynamiccl_table_kept", "kept", "1 while a kept table is current, 0 under NCCL's default"),
+    ("dynamiccl_table_rows", "decisions", "Rows of the kept table that set something"),
+    (
+        "dynamiccl_gain_ratio",
+        "gain",
+        "Share of the step time that the kept table saves, as the comparison measured it",
+    ),
     (
         "dynamiccl_search_cost_seconds",
         "cost_s",
-        "What the job lost by the search against its default, below 0: won",
+        "Time that the search cost the job, compared with the default. Negative: it gained",
     ),
     ("dynamiccl_lost_records_total", "records_lost", "Records of the job that were lost"),
-    ("dynamiccl_mismatches_total", "mismatches", "Collectives that two ranks were seen to run differently"),
+    ("dynamiccl_mismatches_total", "mismatches", "Collectives that two ranks ran in different ways"),
 )
 #: The file beside a report with its step times in short.
 SPARKS_FILE = "steps.json"
 #: Bytes of a run's log that are read from its end.
 _TAIL = 1 << 18
+#: A folder of runs holds runs, or folders of a scheduler's jobs that hold runs.
+_LEVELS = 3
 
 
 def find_runs(where: Iterable[Path] = ()) -> list[Path]:
-    """Folders of results: those given, or in those given, by default in ``runs/tune``; the newest last."""
+    """Folders of results: those given, or in those given, by default in ``runs/tune``; the newest last.
+
+    A job of a scheduler with several tasks has a folder for each of them, one level further down.
+    """
     found: dict[Path, float] = {}
     for root in list(where) or [ROOT]:
-        inside = [
-            root,
-            *(p for p in (root.iterdir() if root.is_dir() else ()) if p.is_dir() and not p.is_symlink()),
-        ]
-        for path in inside:
-            with contextlib.suppress(OSError):
-                found[path] = (path / "trace" / "header.json").stat().st_mtime
+        level = [root]
+        for _ in range(_LEVELS):
+            runs = {path: began for path in level if (began := _began(path)) is not None}
+            found |= runs
+            level = [
+                inside for path in level if path == root or path not in runs for inside in _folders(path)
+            ]
     return sorted(found, key=lambda path: found[path])
+
+
+def _began(out: Path) -> float | None:
+    """When a run began, in seconds since 1970; None for a folder that holds no run."""
+    with contextlib.suppress(OSError):
+        return (out / "trace" / "header.json").stat().st_mtime
+    return None
+
+
+def _folders(path: Path) -> list[Path]:
+    """The folders in a folder, without links such as ``latest``."""
+    with contextlib.suppress(OSError):
+        return [inside for inside in path.iterdir() if inside.is_dir() and not inside.is_symlink()]
+    return []
 
 
 def state(out: Path) -> dict[str, Any]:

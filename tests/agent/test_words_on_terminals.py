@@ -17,8 +17,9 @@ from dynamiccl.agent.report.verdict import verdict
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.live.job_ends import FEWEST_STEPS
 from dynamiccl.envs.live.reader import Reader
+from dynamiccl.envs.nccl.probe.probe import Probe
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.traces.reasons import NotTuning, RunEnds, names
+from dynamiccl.traces.reasons import NotAgreeing, NotTuning, RunEnds, names
 from dynamiccl.traces.records import AgreementState
 
 #: A locale of which Python reads and writes ASCII alone: nothing makes it UTF-8.
@@ -134,6 +135,17 @@ print(open(word).read())
 """
 
 
+def test_the_probe_tells_of_gloo_in_every_state_without_a_switch(tmp_path):
+    """Before: after three fruitless rounds the last line of `apply` named NCCL's profiler."""
+    probe = Probe(str(tmp_path))
+    probe._backend = "gloo"
+    for state in (AgreementState.WAITING, AgreementState.LOSING, AgreementState.SHUT):
+        probe._tell(state, NotAgreeing.NOTHING_COUNTED())
+        assert (tmp_path / "agreement").read_text() == NotTuning.OTHER_BACKEND(backend="gloo"), state
+    probe._tell(AgreementState.OPEN, "")
+    assert (tmp_path / "agreement").read_text() == ""
+
+
 def test_the_probe_tells_of_gloo_at_the_first_step(run):
     done = subprocess.run([sys.executable, "-c", FIRST_STEP], env={**os.environ, "DYNAMICCL_RUN": str(run.path),
                           "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)  # fmt: skip
@@ -143,11 +155,20 @@ def test_the_probe_tells_of_gloo_at_the_first_step(run):
 @pytest.mark.parametrize("asked", [0, 7], ids=["before the first collective", "before the first step"])
 def test_stop_before_the_first_table_answers_at_once(run, monkeypatch, asked):
     """Before: 33 s, and exit status 1: it waited for a step under the empty table."""
-    monkeypatch.setattr(RunFolder, "rings", lambda self: [SimpleNamespace(calls=lambda: (asked, 0))])
+    ring = SimpleNamespace(name="ring-0-5", calls=lambda: (asked, 0))
+    monkeypatch.setattr(RunFolder, "rings", lambda self: [ring])
     begun = time.monotonic()
     done = invoke(["stop", str(run.path), "--wait", "30"])
     assert done.exit_code == 0 and "no table has been used yet" in done.stdout
     assert (run.path / "stop").exists() and time.monotonic() - begun < 10
+
+
+def test_stop_on_a_node_without_rank_0_does_not_say_that_it_is_done(run, monkeypatch):
+    """Before: "the job stays under NCCL's default" and status 0, under a table of the node of rank 0."""
+    ring = SimpleNamespace(name="ring-8-5", calls=lambda: (7, 5))
+    monkeypatch.setattr(RunFolder, "rings", lambda self: [ring])
+    done = invoke(["stop", str(run.path)])
+    assert done.exit_code == 1 and "no rank 0 was seen on this node" in done.stdout
 
 
 def test_top_imports_no_tables():

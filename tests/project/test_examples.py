@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from dynamiccl.agent.report.outputs import claim
 from dynamiccl.agent.report.runs import METRICS
 from paths import DATA, ROOT
 
@@ -84,6 +85,30 @@ def test_the_batch_script_is_valid_shell_with_options_of_sbatch():
     options = re.findall(r"^#SBATCH --([a-z-]+)=\S+$", script.read_text(), re.M)
     known = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "signal", "output"}
     assert set(options) == known
+
+
+def test_the_batch_script_shows_the_run_that_tuned(tmp_path, monkeypatch):
+    """Before: it asked for a folder that no run has, for all nodes at once, and hid the error."""
+    monkeypatch.chdir(tmp_path)
+    facts = {
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_ID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "n",
+    }
+    for task in "01":
+        for name, value in {**facts, "SLURM_PROCID": task}.items():
+            monkeypatch.setenv(name, value)
+        os.close(claim(None)[1])
+    (tmp_path / "runs/tune/77.1/task-1/table.json").touch()
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    stubs = 'srun() { :; }; scontrol() { echo node0; }; dynamiccl() { echo "$#" "$@"; }'
+    (tmp_path / "venv/bin/activate").write_text(stubs)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    script = ["bash", EXAMPLES / "slurm" / "two_nodes.sbatch"]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "2 show runs/tune/77.1/task-1\n"), done.stderr
 
 
 @pytest.mark.parametrize("name", ["jobset.yaml", "pytorchjob.yaml"])

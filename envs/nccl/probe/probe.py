@@ -23,7 +23,7 @@ from ....traces.records import RECORD_BYTES, STATE, UNSET, AgreementState
 from ..agreement.agreement import Agreement
 from ..agreement.mailbox import TableMailbox
 from ..plugin.bindings import Plugin, name_where_no_path_is_taken, take_slots_back
-from ..run_folder import WORD
+from ..run_folder import NCCL, WORD
 from ..steps import clock as step_clock
 from ..steps.steps import Steps
 from ..steps.words import say
@@ -136,7 +136,7 @@ class Probe:
         self._rank, self._backend = dist.get_rank(), dist.get_backend()
         release = _nccl(self._torch)
         if self._rank == 0:
-            _note(self._run / "nccl", release)
+            _note(self._run / NCCL, release)
         if self._plugin is None:
             self._tell(AgreementState.SHUT, NotAgreeing.NO_PLUGIN(rank=self._rank))
             return
@@ -152,9 +152,9 @@ class Probe:
         """A word of the agreement: for the daemon, and for the user where it is not what he expects."""
         if state is None and self._default_group() is None:
             return  # the job has left its group: nothing is wrong with this rank
-        waits = state in (AgreementState.WAITING, AgreementState.SHUT)
+        is_no_switch = state in (AgreementState.WAITING, AgreementState.LOSING, AgreementState.SHUT)
         if (
-            waits
+            is_no_switch
             and self._backend in _ASK_NO_TUNER
             and not (self._plugin is not None and self._plugin.tuners())
         ):

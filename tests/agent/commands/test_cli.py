@@ -146,6 +146,21 @@ def test_a_run_that_is_over_is_said_to_be_over(tmp_path, words):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "says"), [("", "give the folder of one run, such as {}/task-1"), ("task-1", "or runs on node7")]
+)
+def test_stop_answers_for_no_run_that_it_cannot_see(tmp_path, name, says):
+    """Before: for a folder of two runs "the job stays under NCCL's default", status 0 and a file in it. For a run of
+    another node, in a folder that the nodes share, "this run has ended"."""
+    out = tmp_path / "task-1"
+    (out / "trace").mkdir(parents=True)
+    (out / "trace" / "header.json").write_text('{"host": "node7"}')
+    (out / "run").symlink_to(tmp_path / "elsewhere")
+    done = run("stop", str(tmp_path / name))
+    assert done.exit_code == 2 and says.format(tmp_path) in done.stderr, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["task-1"]
+
+
 def test_a_run_folder_that_is_gone_is_of_a_run_that_has_ended(tmp_path):
     gone = run("stop", str(tmp_path / "gone"))
     assert gone.exit_code == 2 and "gone: there is no run here: it has ended" in gone.stderr

@@ -39,6 +39,23 @@ def test_the_state_of_runs(runs):
     assert live["state"] == "tuning" and live["gain"] is None and live["phase"] == "search"
 
 
+def test_runs_of_a_job_with_several_tasks_are_found_and_told_apart(tmp_path):
+    """Before: metrics of runs/tune had no run that Slurm started with one task per node."""
+    for job in ("77.0", "78.0"):
+        write_run(tmp_path / job / "task-1" / "trace", search=4, final=6)
+    (tmp_path / "latest").symlink_to("78.0/task-1")
+    assert len(find_runs([tmp_path])) == 2
+    text = invoke(["top", str(tmp_path), "--once"]).stdout
+    assert "77.0/task-1" in text and "78.0/task-1" in text
+
+
+def test_metrics_before_the_first_run_are_a_file_without_runs(tmp_path):
+    """Before: an error, so that the unit failed on every new node."""
+    done = invoke(["top", str(tmp_path), "--once", "--metrics", str(tmp_path / "d.prom")])
+    assert done.exit_code == 0 and "dynamiccl_tuner_up{" not in (tmp_path / "d.prom").read_text()
+    assert invoke(["top", str(tmp_path), "--once"]).exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("held", "ended", "died"),
     [
