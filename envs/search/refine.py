@@ -2,10 +2,11 @@
 
 Exploring learns of all slots at once and ends as soon as a gain is proven. It mostly leaves a slot whose best config is
 a little faster than the one chosen. Such a difference is too small for one window, but not for a comparison: a *trial*
-is the current table with a slot (or more) changed, as the policy says, and its windows take turns with windows of the
-current table. The comparison is the same as everywhere. Monitoring sees the windows between the trials.
+is the current table with a slot (or more) changed, as the policy says. It takes turns with the current table: at each
+step where the job can, else in windows. The comparison is the same as everywhere. Monitoring sees the steps of the
+current table.
 
-A trial's window ends with its first step that is clearly slower: a trial that loses costs a step or two.
+A trial ends with its first step that is clearly slower: a trial that loses costs a step or two.
 """
 
 from __future__ import annotations
