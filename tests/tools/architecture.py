@@ -30,7 +30,7 @@ def picture():
 
 
 def section():
-    text = "An arrow is an import. One that a longer way of arrows already shows is left out."
+    text = "An arrow is an import. The drawing leaves out an arrow if a path of other arrows has the same start and end."
     return f"{TITLE}\n\n{text}\n\n{picture()}\n"
 
 
