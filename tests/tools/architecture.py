@@ -30,7 +30,7 @@ def picture():
 
 
 def section():
-    text = "An arrow is an import. The drawing leaves out an arrow if a path of other arrows has the same start and end."
+    text = "An arrow is an import. The drawing leaves out an arrow if other arrows form a path between its ends."
     return f"{TITLE}\n\n{text}\n\n{picture()}\n"
 
 
