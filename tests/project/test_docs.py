@@ -155,7 +155,7 @@ def test_every_test_that_a_page_names_exists(path):
         *(
             "disk of `OUT` full",
             "`/dev/shm` full",
-            "clock set",
+            "somebody sets the system clock",
             "versions differ",
             "step skipped",
             "rank, or a whole job, frozen",

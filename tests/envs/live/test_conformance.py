@@ -177,6 +177,8 @@ class Jobs:
             vector=lambda: np.concatenate([p.vector() for p in prints]), share=share, own_pair=own
         )
         self.calls = np.zeros((1, SLOTS))
+        self.which = np.zeros(1, int)
+        self.works = SimpleNamespace(replicated=np.zeros(1, bool))
         self.noise = SimpleNamespace(calls=lambda us, n, rng: np.full((1, SLOTS), np.nan))
 
     def __len__(self):

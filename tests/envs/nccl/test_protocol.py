@@ -189,7 +189,7 @@ def test_turns_are_refused_where_a_communicator_has_no_rhythm(others, switched, 
     decision, out = decide(ranks, 3, Trial(16, 2, 1), {})
     assert set(decision.switches) == switched and (0 in out) == refused and set(out) <= {0}
     if refused:
-        assert out[0].for_good and "tables cannot take turns" in out[0].why
+        assert out[0].for_good and "tables cannot alternate" in out[0].why
 
 
 def test_turns_are_not_refused_before_all_ranks_have_voted():
