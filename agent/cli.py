@@ -175,6 +175,10 @@ def run(words: Sequence[str]) -> None:
         print(f"dynamiccl {version('dynamiccl')}")
     else:
         near = difflib.get_close_matches(words[0], NAMES, 1)
+        inside = [name for name in NAMES if name.startswith(f"{words[0]} ")]
+        if inside:
+            print(f"error: give one of its commands: {', '.join(inside)}", file=sys.stderr)
+            raise SystemExit(2)
         cure = f"did you mean {near[0]}?" if near else "dynamiccl --help lists them"
         print(f"error: there is no command {words[0]}: {cure}", file=sys.stderr)
         raise SystemExit(2)

@@ -139,7 +139,7 @@ class NotAgreeing(Reason):
     )
     NO_RHYTHM = (
         "the last steps of a communicator of rank {rank} had different numbers of collectives, or its ranks count "
-        "steps differently: tables cannot alternate at each step"
+        "steps differently: tables cannot alternate step by step"
     )
     NO_ROOM = "no room for another table: the {n} communicators of a rank hold all tables that there are"
     NOT_SWITCHED = "rank {rank} could not change its table as the others did: {error}"

@@ -70,11 +70,20 @@ def tune(
         int | None, Option(min=1, group=SEARCH, help="Most exploring windows. Default: 12, or 2 a slot.")
     ] = None,
     verify: Annotated[
-        int, Option(min=2, group=SEARCH, help="Pairs that end a comparison unless it promises a gain.")
+        int,
+        Option(
+            min=2,
+            group=SEARCH,
+            help="Pairs of windows that end a comparison without a promise; half of their steps if alternating.",
+        ),
     ] = 10,
     window_steps: Annotated[
         int | None,
-        Option(min=1, group=SEARCH, help="Steps per window. Default: 5 to 10, depending on the noise."),
+        Option(
+            min=1,
+            group=SEARCH,
+            help="Steps per window where tables cannot alternate. Default: 5 to 10, by the noise.",
+        ),
     ] = None,
     headroom: Headroom = None,
     attach: Annotated[

@@ -30,7 +30,9 @@ def picture():
 
 
 def section():
-    text = "An arrow is an import. The drawing leaves out an arrow if other arrows form a path between its ends."
+    text = (
+        "An arrow is an import. The drawing leaves out an arrow if other arrows form a path between its ends."
+    )
     return f"{TITLE}\n\n{text}\n\n{picture()}\n"
 
 

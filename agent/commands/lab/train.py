@@ -19,7 +19,8 @@ def train(
     resume: Annotated[bool, Option(help="Continue from the last checkpoint in the folder of --out.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train the LSTM policy by RecurrentPPO on whole simulated jobs. The reward is measured step time. Takes an hour.
+    """Train the LSTM policy by RecurrentPPO on whole simulated jobs. The reward is measured step time.
+    Takes 20 to 60 minutes.
 
     It starts as the rule and learns to save more time. With --runs it learns from your own recorded jobs. Every fifth
     run is only used to judge: the last line gives the gain on these runs.
