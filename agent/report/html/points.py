@@ -40,9 +40,12 @@ def binned(steps: Array, times: Array, most: int) -> tuple[Array, Array]:
     return np.repeat(places, 2), ends.to_numpy(float).ravel()
 
 
-def as_dots(steps: Array, times: Array) -> tuple[Array, Array]:
-    """The points as one path, whose parts have no length: markers would be an element each."""
-    places = np.repeat(steps, 3)
+def as_dashes(steps: Array, times: Array, length: float) -> tuple[Array, Array]:
+    """The points as one path of dashes, each so many steps long: markers would be an element each."""
+    half = length / 2
+    places = np.repeat(steps, 3).astype(float)
+    places[0::3] -= half
+    places[1::3] += half
     heights = np.repeat(times, 3)
     heights[2::3] = np.nan
     return places, heights

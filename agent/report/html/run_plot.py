@@ -16,7 +16,7 @@ import numpy as np
 from ..losses import Losses, binned_losses
 from ..verdict import DEFAULT, OWN, ms, side
 from .course import Band, Course, Mark
-from .points import as_dots, binned, trial_spans
+from .points import as_dashes, binned, trial_spans
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -112,8 +112,9 @@ def _step_times(axes: Axes, course: Course, size: Size) -> None:
     # Where two tables take turns, these are a second band of step times.
     tried = course.on_trial
     points = binned(course.steps[tried], shown[tried], size.points // 2)
-    dots = as_dots(*points)
-    axes.plot(*dots, color=COLOURS["slot-1"], linewidth=2, solid_capstyle="round")
+    a_pixel = len(course.steps) / size.width  # in steps; a path without length is not drawn
+    dashes = as_dashes(*points, max(a_pixel, 0.5))
+    axes.plot(*dashes, color=COLOURS["slot-1"], linewidth=2)
     trials = trial_spans(course, size.points // 2)
     strip = 0, _STRIP * top
     axes.broken_barh(trials, strip, color=COLOURS["slot-1"], linewidth=0)

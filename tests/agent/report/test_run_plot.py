@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from dynamiccl.agent.report.html import run_plot
 from dynamiccl.agent.report.html.course import Band, course_of, in_words
-from dynamiccl.agent.report.html.points import as_dots, binned, sparks, trial_spans
+from dynamiccl.agent.report.html.points import as_dashes, binned, sparks, trial_spans
 from dynamiccl.agent.report.html.report import write_report
 from dynamiccl.agent.report.runs import state
 from dynamiccl.agent.report.summary import RunSummary
@@ -79,9 +79,13 @@ def test_turns_are_two_bands_of_step_times_and_a_mixed_step_is_no_table():
     assert [band.table for band in course.bands] == ["default", "A"] and course.bands[1].first == 2700
     assert course.on_trial[2500:2600].sum() == 51 and course.on_trial[2550]
     points = binned(course.steps[course.on_trial], course.ms[course.on_trial], 2000)
-    places, heights = as_dots(*points)
-    assert len(places) == len(heights) and np.isnan(heights[2::3]).all()
-    assert (heights[0::3] == points[1]).sum() == 51, "each step of the trial is a dot"
+    places, heights = as_dashes(*points, 2.0)
+    assert np.isnan(heights[2::3]).all() and (heights[0::3] == points[1]).sum() == 51
+    lengths = places[1::3] - places[0::3]
+    assert np.nanmin(lengths) == np.nanmax(lengths) == 2.0, "each step of the trial is a dash"
+    svg = run_plot.draw(course, run_plot.SIZES[0])
+    (path,) = re.findall(rf' d="([^"]*)"[^>]*stroke: {run_plot.COLOURS["slot-1"]}', svg)
+    assert path.count("L") >= 51, "and is drawn: a path without length would not be"
 
 
 def test_an_earlier_releases_verdict_is_the_summarys():
