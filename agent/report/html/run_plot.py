@@ -111,9 +111,11 @@ def _step_times(axes: Axes, course: Course, size: Size) -> None:
     axes.plot(*line, color=COLOURS["ink"], linewidth=0.7)
     # Where two tables take turns, these are a second band of step times.
     tried = course.on_trial
-    points = binned(course.steps[tried], shown[tried], size.points // 2)
+    most = size.points // 2
+    points = binned(course.steps[tried], shown[tried], most)
     a_pixel = len(course.steps) / size.width  # in steps; a path without length is not drawn
-    dashes = as_dashes(*points, max(a_pixel, 0.5))
+    length = max(a_pixel, 0.5)
+    dashes = as_dashes(*points, length)
     axes.plot(*dashes, color=COLOURS["slot-1"], linewidth=2)
     trials = trial_spans(course, size.points // 2)
     strip = 0, _STRIP * top
