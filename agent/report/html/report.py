@@ -31,7 +31,7 @@ _IN_HEADER = ("cluster", "emulated", "bytes_scale", "compute_scale", "stage", "n
 
 _COURSE = (
     "Each step of the lowest recorded rank. The background shows the current table, a dashed line a switch to another "
-    "one, a solid line a verdict. Orange below: steps on trial under another table."
+    "one, a solid line a verdict. Orange: steps on trial under another table, their times and where they are."
 )
 _LOSS = (
     "A table changes the time of a collective, and at most the order of its sums: the loss stays what it was."
