@@ -28,9 +28,9 @@ from dynamiccl.traces.files import Trace
 from rich.console import Console
 
 OUT = ROOT / "agent" / "pictures"
-MOST_BYTES = 170_000
+MOST_BYTES = 150_000
 #: Widths in pixels at which the report is shown, and how much of it.
-WIDTHS = {360: 1400, 1280: 1000}
+WIDTHS = {360: 1400, 1280: 880}
 
 
 def recorder(width=80):
