@@ -30,7 +30,7 @@ from rich.console import Console
 OUT = ROOT / "agent" / "pictures"
 MOST_BYTES = 150_000
 #: Widths in pixels at which the report is shown, and how much of it.
-WIDTHS = {360: 1400, 1280: 880}
+WIDTHS = {360: 1400, 1280: 780}
 
 
 def recorder(width=80):
