@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -162,8 +161,8 @@ class Outcome:
         found: dict[str, Any] = dict.fromkeys(_VERDICT)
         state = search.state
         logs_of_default = state.comparisons.default_logs
-        of_windows = math.sqrt(2) * state.noise.of_window
-        same = SequentialTest(of_windows, ALPHA, logs_of_default)
+        of_pair = state.noise.of_pair
+        same = SequentialTest(of_pair, ALPHA, logs_of_default)
         if same.n:
             found["aa_speedup_ci95"] = speedups(*same.interval)
         rejected = state.comparisons.last_rejected
@@ -181,7 +180,7 @@ class Outcome:
             found |= self._step_times(chain[0], chain[-1])
         deviations = [test.deviation for test in tests]
         quads = state.quads_a_pair
-        known = state.noise.of_quads(1) if quads else of_windows
+        known = state.noise.of_quads(1) if quads else of_pair
         largest = max([known, *deviations])
         gain = detectable_gain(largest, search.config.pairs, quads)
         return found | {"detectable": gain}

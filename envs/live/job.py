@@ -24,11 +24,12 @@ from ...traces.reasons import NotTuning, names
 from ...traces.records import AgreementState, Decision, Decisions, Slot, Table
 from ..nccl.run_folder import CONFIRMED
 from ..nccl.shm import RunFolder, decode_table, encode_table
+from ..search.interfaces import QUAD
 from .job_ends import JobEnded
 from .obedience import Disobeyed, slot_of
 from .pauses import Attempt, Cut, LastRound, Rhythm
 from .reader import Reader, log
-from .turns import ALIKE_STEPS, MOST_FAILED, QUAD, Lease, Turns, lease_steps, together
+from .turns import ALIKE_STEPS, MOST_FAILED, Lease, Turns, lease_steps, together
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,8 +1,8 @@
 """Two tables take turns in a running job: the trial's turns and the current table's, step by step, in short leases.
 
 A lease is one agreed trial. All that it needs was decided when it began, so it goes on without a message; each new one
-finds out anew where the job's steps end. A step counts for a table only if that table answered all of it, and a lease
-only if the round after it has shown that the steps of all ranks were alike.
+finds out anew where the job's steps end. A step counts for a table only if that table answered all of it. Where a
+communicator is without rank 0, a lease counts only if the round after it has shown that its steps were alike.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from .pauses import ODD_STEPS, UNSEEN_S, Cut, Rhythm
 
 Array = np.ndarray[Any, Any]
 
-#: Turns of a quad: A B B A, in the next lease B A A B.
-QUAD = 4
 #: Steps of a lease, or four times those that go by until one begins.
 LEASE_STEPS, LEASE_ROUNDS = 32, 4
-#: So many leases in a row without a rhythm, and the job takes no turns.
+#: So many tries in a row without a rhythm, and the job takes no turns.
 MOST_FAILED = 2
-#: Steps that are waited for between the two, as an evaluation may have been in the way: four alike are a rhythm.
+#: Steps that are waited for after one of them, as an evaluation may have been in the way: four alike are a rhythm.
 ALIKE_STEPS = 5
 CURRENT, TRIAL, NOBODY = 0, 1, -1
 

@@ -149,10 +149,10 @@ class LiveWindows:
         events = self.job.take_events()
         if not len(events):
             return events
-        is_turns = isinstance(window, Turns)
-        generations = window.generations if isinstance(window, Turns) else (window.generation,)
-        others = (is_few or is_turns) & ~events["table_generation"].isin(generations)
-        return events[events["step"].isin(window.steps) & ~others]
+        mine = events[events["step"].isin(window.steps)]
+        if isinstance(window, Turns):
+            return mine[mine["table_generation"].isin(window.generations)]
+        return mine[mine["table_generation"] == window.generation] if is_few else mine
 
     def _calls(self, events: pd.DataFrame) -> Array:
         """Median time of each slot's calls, us; NaN where no kernel was sampled."""

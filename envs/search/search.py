@@ -234,9 +234,7 @@ class Search:
         state.long_steps.add(plan.configs, seen.step_ms, usual_ms)
         if plan.kind != WATCH or not plan.configs.any():
             self._learn(plan, seen, steps, is_aborted)
-        is_guilty = is_aborted and state.guard.abort(plan.configs)
-        state.milestones.aborted += is_aborted
-        state.running.ran(plan, is_aborted)
+        is_guilty = self._ran(plan, is_aborted)
         window = Window(plan, seen, steps, ms, is_aborted, is_guilty)
         return self._recorded(window, (saved - anyway) / 100.0)
 
@@ -270,12 +268,18 @@ class Search:
         long_steps.add(plan.configs, seen.tried, usual_ms)
         long_steps.add(self.confirmed, seen.current, current_ms)
         self._learn_turns(plan, seen, quads, is_aborted)
-        is_guilty = is_aborted and state.guard.abort(plan.configs)
-        state.milestones.aborted += is_aborted
-        state.running.ran(plan, is_aborted)
+        is_guilty = self._ran(plan, is_aborted)
         beside = TimedWindow(current_ms, seen.first_step, seen.last_step)
         window = Window(plan, seen, steps, ms, is_aborted, is_guilty, quads, beside)
         return self._recorded(window, (saved - anyway) / 100.0)
+
+    def _ran(self, plan: Plan, is_aborted: bool) -> bool:
+        """A measurement is over. Whether its configs were aborted before, and are guilty now."""
+        state = self.state
+        is_guilty = is_aborted and state.guard.abort(plan.configs)
+        state.milestones.aborted += is_aborted
+        state.running.ran(plan, is_aborted)
+        return is_guilty
 
     def _learn_turns(self, plan: Plan, seen: Measured, quads: Quads, is_aborted: bool) -> None:
         """The belief learns by how much the two tables differ, and the times of the calls."""

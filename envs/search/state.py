@@ -277,7 +277,7 @@ class State:
         """Standard deviation of the log ratio of two windows, or of a table that is tried by turns."""
         if self.turns.is_possible:
             return self.noise.of_quads(self.noise.quads)
-        return self.noise.of_window * math.sqrt(2)
+        return self.noise.of_pair
 
     @property
     def quads_a_pair(self) -> float:

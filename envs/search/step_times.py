@@ -182,6 +182,11 @@ class NoiseEstimate:
         if self._apart:
             self._quad = deviation_of(np.array(self._apart))
 
+    @property
+    def of_pair(self) -> float:
+        """Standard deviation of the log ratio of two windows."""
+        return self.of_window * math.sqrt(2)
+
     def of_quads(self, n: int) -> float:
         """Standard deviation of the mean log ratio of so many quads."""
         return self._quad / math.sqrt(n)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from dynamiccl.envs.bench.job_suites import JobSuite
-from dynamiccl.envs.bench.scores import Scores
+from dynamiccl.envs.bench.scores import Scores, bootstrap
 from dynamiccl.envs.bench.submissions import rows_of
 
 ROUNDS = 4000
@@ -25,25 +25,26 @@ def read(path):
     return found, Scores.of(found["scores"])
 
 
-def interval(values):
-    low, high = np.percentile(values, [2.5, 97.5])
+def interval(bounds):
+    low, high = bounds
     return f"[{low:.2f}, {high:.2f}]"
+
+
+def ratio(first, second):
+    """The sum of ``second`` over that of ``first``. Sums of lost steps may lie on both sides of 0, which a ratio of
+    gains does not: so this is not :func:`bootstrap` over ``first``."""
+    draws = np.random.default_rng(0).integers(0, len(first), (ROUNDS, len(first)))
+    many = second[draws].sum(axis=1) / first[draws].sum(axis=1)
+    return f"x {second.sum() / first.sum():.2f} {interval(np.percentile(many, [2.5, 97.5]))}"
 
 
 def line(title, before, after):
     """One row; ``before`` and ``after`` are scores of the same jobs."""
-    n = len(before.lost)
-    draws = np.random.default_rng(0).integers(0, n, (ROUNDS, n))
-
-    def ratio(first, second):
-        many = second[draws].sum(axis=1) / first[draws].sum(axis=1)
-        return f"x {second.sum() / first.sum():.2f} {interval(many)}"
-
     gap = after.lost - before.lost
-    told = [f"{title:12} {n:4} jobs", f"lost {before.lost.mean():6.1f} -> {after.lost.mean():6.1f}"]
+    told = [f"{title:12} {len(gap):4} jobs", f"lost {before.lost.mean():6.1f} -> {after.lost.mean():6.1f}"]
     told += [
         ratio(before.lost, after.lost),
-        f"difference {gap.mean():+.1f} {interval(gap[draws].mean(axis=1))}",
+        f"difference {gap.mean():+.1f} {interval(bootstrap(gap, rounds=ROUNDS))}",
     ]
     told += [f"verdict {np.median(before.verdict):.0f} -> {np.median(after.verdict):.0f}"]
     told += [ratio(before.verdict, after.verdict)]
