@@ -26,8 +26,19 @@ class LiveEnv(SearchEnv):
     no more is tried.
     """
 
-    def __init__(self, job: Any, config: SearchConfig | None = None, **windows: Any) -> None:
-        super().__init__(config)
+    def __init__(
+        self,
+        job: Any = None,
+        config: SearchConfig | None = None,
+        render_mode: str | None = None,
+        **windows: Any,
+    ) -> None:
+        if job is None:
+            raise ValueError(
+                'dynamiccl/Live-v0 tunes a running job: gymnasium.make("dynamiccl/Live-v0", job=JOB), where JOB is a '
+                "dynamiccl.envs.live.job.Job"
+            )
+        super().__init__(config, render_mode=render_mode)
         self.job, self.options = job, windows
 
     def open(self, options: dict[str, Any]) -> Windows:

@@ -26,6 +26,7 @@ def _register(registry: ModuleType) -> None:
     registry.register("dynamiccl/Sim-v0", "dynamiccl.envs.sim_env:SimEnv")
     registry.register("dynamiccl/Replay-v0", "dynamiccl.envs.replay_env:ReplayEnv")
     registry.register("dynamiccl/Live-v0", "dynamiccl.envs.live_env:LiveEnv", nondeterministic=True)
+    registry.register("dynamiccl/SimAgainstRule-v0", "dynamiccl.agent.train.against:sim_against_rule")
 
 
 class _OnceImported:

@@ -22,17 +22,23 @@ class ReplayEnv(SearchEnv):
 
     ## Arguments
     ``trace``: a folder, or a :class:`dynamiccl.traces.files.Trace`; ``min_share``: slots with a smaller share of the
-    step are left out; ``config``: how the search is run. Raises TraceError when the trace cannot be read or holds
-    nothing to tune.
+    step are left out; ``config``: how the search is run. Raises ValueError without a trace, TraceError when the trace
+    cannot be read or holds nothing to tune.
     """
 
     def __init__(
         self,
-        trace: Trace | str | os.PathLike[str],
+        trace: Trace | str | os.PathLike[str] | None = None,
         min_share: float = 0.01,
         config: SearchConfig | None = None,
+        render_mode: str | None = None,
     ) -> None:
-        super().__init__(config)
+        if trace is None:
+            raise ValueError(
+                'dynamiccl/Replay-v0 plays a recorded run: gymnasium.make("dynamiccl/Replay-v0", trace=FOLDER); '
+                "dynamiccl demo leaves runs/demo/trace"
+            )
+        super().__init__(config, render_mode=render_mode)
         self.trace = trace if isinstance(trace, Trace) else Trace.read(trace)
         self.min_share = min_share
         self.recorded = replay.load(self.trace, min_share)

@@ -7,12 +7,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from ..traces.spaces import N_CHANNELS, N_PAIRS
+from ..traces.spaces import decision_of
 from .live.job_ends import JobEnded, Stopped, Withdrawn
 from .search import observation
 from .search.belief.prior import Prior
-from .search.config import DISCARD, HORIZON, REWARD_PAIRS, SearchConfig
-from .search.interfaces import N_WHAT, WATCH, Plan, Windows, action_space, choices_of
+from .search.config import DISCARD, MASKED_PRICE, REWARD_PAIRS, SearchConfig
+from .search.interfaces import N_ACTIONS, WATCH, Plan, Windows, action_space, actions_of, choices_of
 from .search.search import Search
 from .search.step_times import trimmed_mean
 from .sim.workloads import MANY_SLOTS
@@ -20,7 +20,7 @@ from .sim.workloads import MANY_SLOTS
 Array = np.ndarray[Any, Any]
 
 
-class SearchEnv(gym.Env[Array, Array]):
+class SearchEnv(gym.Env[Array, np.int64]):
     """Base of the environments; a subclass has :meth:`open`.
 
     ## Description
@@ -29,33 +29,50 @@ class SearchEnv(gym.Env[Array, Array]):
     is certain which is faster. After the verdict each turn may try another config of one slot against the current
     table.
 
-    ## Action Space ``MultiDiscrete([pair, channels, what])``, see :mod:`dynamiccl.traces.spaces` and
-    ``search.interfaces``: the last number says what comes next. 0: the next slot's turn, or the window after the
-    last slot. 1: the window at once. 2: a comparison with the current table. 3: the end of the search. A masked
-    config runs as AUTO (after the verdict: as the current table has it) and is reported in ``info["masked"]``.
+    ## Action Space ``Discrete(392)``: config * 7 + what comes next, see ``search.interfaces.actions_of`` and
+    :mod:`dynamiccl.traces.spaces`. What comes next is 0: the next slot's turn, or the window after the last slot. 1:
+    the window at once. 2: a comparison with the current table. 3: the end of the search. With
+    ``SearchConfig(more_choices=True)`` also 4: the window at once, and three times as long. After the verdict 5: a look
+    at the default; 6: another search.
+
+    :meth:`action_masks` and ``info["action_mask"]`` say what may be chosen. A masked action keeps what the current
+    table has in this slot and gives the next slot its turn. It costs 0.01 (one default step), and is counted in
+    ``info["n_masked"]``.
 
     ## Observation Space ``Box(-4, 4, (observation.N_OBSERVATION,), float32)``: the slot's fingerprint, the
-    quantities of the turn, the figures of each config, and the mask (the last ``N_CONFIGS`` entries).
+    quantities of the turn, the figures of each config, and which configs may be chosen. ``observation.decode`` gives
+    them names.
 
-    ## Rewards Default steps saved, divided by 100. Measured step times alone decide them. Up to the verdict a turn
-    earns the time that its billed steps saved, compared with the job's default. After it the comparison is with the
-    current table, so a trial that is slower costs and a trial that is equal earns nothing. The end pays what the
-    current table saves from the verdict to the job's step :data:`HORIZON`. :data:`REWARD_PAIRS` more windows of it and
-    of the default measure this. An early verdict earns more, and fruitless trials cost.
+    ## Rewards Default steps saved, divided by 100, as soon as they are known. Measured step times alone decide them. A
+    turn earns what its billed steps saved, compared with the current table: a trial that is slower costs, one that is
+    equal earns nothing. When the current table changes, a turn earns by how much the measured saving of a step has
+    changed, for all steps that are left of a job of :data:`HORIZON` steps. At the end the account is settled: in
+    :data:`REWARD_PAIRS` more windows of the table and of the default the saving is measured once more, because those
+    that confirmed it were lucky ones, and the difference is paid. An early verdict earns more, and fruitless trials
+    cost.
 
     ## Episode End
     Terminated if nothing is left to try after the verdict. Truncated if the job is over, or if its ranks change tables
     no more: then the table earns nothing for later steps, and ``info["ended"]`` says why. ``info["table"]`` holds the
     result (configs by slot, 0 beyond the job's slots), ``info["steps"]`` the steps that it took.
+
+    ## Rendering
+    ``render_mode="ansi"``: :meth:`render` returns a line about the search.
     """
 
-    def __init__(self, config: SearchConfig | None = None, prior: Prior | None = None) -> None:
+    metadata = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012
+
+    def __init__(
+        self, config: SearchConfig | None = None, prior: Prior | None = None, render_mode: str | None = None
+    ) -> None:
         self.config = config or SearchConfig()
         self.prior = prior or Prior.load()
+        self.render_mode = render_mode
         self.observation_space = observation.observation_space()
         self.action_space = action_space()
         self.search: Search | None = None
         self._is_over = True
+        self._n_masked = 0
 
     def open(self, options: dict[str, Any]) -> Windows:
         """Windows of the job of a new episode."""
@@ -71,24 +88,26 @@ class SearchEnv(gym.Env[Array, Array]):
         confirm = self.windows.confirm
         self.search = Search(job, default, self.prior, self.config, on_confirmed=confirm)
         self._is_over = False
+        self._n_masked = 0
         seen = self.search.observe()
         return seen, self._info(False)
 
-    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         """One turn, and the windows that come of it. Raises ValueError before the first :meth:`reset`."""
         search = self.search
         if search is None or self._is_over:
             raise ValueError("the episode is over or has not begun: call reset()")
-        numbers = np.asarray(action, np.int64)
-        config, what = choices_of(numbers.reshape(3))
+        config, what = choices_of(np.asarray(action).reshape(()))
         masked = not search.decide(int(config), int(what))
-        reward, ended = 0.0, dict[str, Any]()
+        self._n_masked += masked
+        reward = -MASKED_PRICE if masked else 0.0
+        ended = dict[str, Any]()
         try:
             while not search.is_done and (plan := search.plan()) is not None:
                 measured = self.windows.measure(plan)
                 reward += search.record(plan, measured)
             if search.is_done:
-                reward += worth(search, self.windows) / 100
+                reward += settled(search, self.windows) / 100
         except JobEnded as error:
             ended = {"ended": str(error)}
             if isinstance(error, (Stopped, Withdrawn)):  # the job is to run as if nobody had tuned it
@@ -100,20 +119,28 @@ class SearchEnv(gym.Env[Array, Array]):
         return seen, reward, is_done, bool(ended), info
 
     def action_masks(self) -> Array:
-        """Which entries of the three parts of an action may be chosen, as sb3-contrib's MaskablePPO asks.
-
-        Returns a bool array of 7 + 8 + 4 entries. An entry is False if no open config has it. The parts are masked
-        apart, so a pair and a channel count that are both open can still be closed together: such an action runs as a
-        masked one. ``info["mask"]`` has the open configs themselves. Raises ValueError before the first :meth:`reset`.
-        """
+        """(N_ACTIONS,) bool: what may be chosen, as sb3-contrib's MaskablePPO asks. Raises ValueError before the first
+        :meth:`reset`."""
         if self.search is None:
             raise ValueError("no episode has begun: call reset()")
-        slot = self.search.turn % self.search.n_slots
-        is_open = self.search.open[slot].reshape(N_PAIRS, N_CHANNELS)
-        pairs = is_open.any(axis=1)
-        channels = is_open.any(axis=0)
-        what = np.ones(N_WHAT, bool)
-        return np.concatenate([pairs, channels, what])
+        configs = np.flatnonzero(self.search.open[self.search.turn % self.search.n_slots])
+        what = np.flatnonzero(self.search.what_open)
+        masks = np.zeros(N_ACTIONS, bool)
+        masks[actions_of(configs[:, None], what)] = True
+        return masks
+
+    def render(self) -> str | None:  # type: ignore[override]
+        """A line about the search, in the mode ``ansi``."""
+        if self.render_mode is None or self.search is None:
+            return None
+        search = self.search
+        table = [
+            f"slot {slot}: {decision_of(search.confirmed[slot])}" for slot in np.flatnonzero(search.confirmed)
+        ]
+        where = "after the verdict" if search.is_over else "before the verdict"
+        gain = 1 - float(np.exp(-search.gain[0]))
+        rows = ", ".join(table) or "empty"
+        return f"step {search.steps}, {where}: the current table saves {gain:.2%} of a step; it is {rows}"
 
     def _info(self, masked: bool) -> dict[str, Any]:
         assert self.search is not None
@@ -121,32 +148,32 @@ class SearchEnv(gym.Env[Array, Array]):
         # As long for one job as for another: many run side by side.
         table = np.zeros(max(MANY_SLOTS, s.n_slots), np.int64)
         table[: s.n_slots] = s.confirmed
-        slot = s.turn % s.n_slots
         return {
-            "slot": slot,
+            "slot": s.turn % s.n_slots,
             "masked": masked,
-            "mask": s.open[slot],
+            "n_masked": self._n_masked,
+            "action_mask": self.action_masks().astype(np.int8),  # as Discrete.sample() wants it
             "steps": s.steps,
             "table": table,
             "lost": s.lost,
         }
 
 
-def worth(search: Search, windows: Windows) -> float:
-    """Default steps that the current table saves from the verdict to the job's step :data:`HORIZON`, by windows that
-    decide nothing: those that confirmed it were lucky ones, and the lower bound of its gain can be bought with time."""
+def settled(search: Search, windows: Windows) -> float:
+    """Default steps by which the reward has counted the current table too low, by windows that decide nothing: those
+    that confirmed it were lucky ones, and the lower bound of its gain can be bought with time."""
+    counted, n_steps = search.valued
     if not search.confirmed.any():
         return 0.0
-    n_steps = search.state.noise.window_steps
     none = np.zeros_like(search.confirmed)
-    under_default = Plan(WATCH, none, n_steps, DISCARD)
-    under_table = Plan(WATCH, search.confirmed, n_steps, DISCARD)
+    length = search.state.noise.window_steps
+    under_default = Plan(WATCH, none, length, DISCARD)
+    under_table = Plan(WATCH, search.confirmed, length, DISCARD)
     default_ms = table_ms = 0.0
     for _ in range(REWARD_PAIRS):
         default = windows.measure(under_default)
         table = windows.measure(under_table)
         default_ms += trimmed_mean(default.step_ms)
         table_ms += trimmed_mean(table.step_ms)
-    remaining = max(HORIZON - search.marks.verdict, 0)
     saved = float(1 - table_ms / default_ms)
-    return remaining * saved
+    return n_steps * (saved - counted)

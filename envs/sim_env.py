@@ -26,8 +26,10 @@ class SimEnv(SearchEnv):
     ``family``: what jobs are drawn from; ``config``: how the search is run.
     """
 
-    def __init__(self, family: JobFamily = STANDARD, config: SearchConfig | None = None) -> None:
-        super().__init__(config)
+    def __init__(
+        self, family: JobFamily = STANDARD, config: SearchConfig | None = None, render_mode: str | None = None
+    ) -> None:
+        super().__init__(config, render_mode=render_mode)
         self.family = family
 
     def open(self, options: dict[str, Any]) -> Windows:

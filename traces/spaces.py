@@ -1,4 +1,4 @@
-"""What may be decided about one slot: an action ``[pair, channels]``, its config's number, its decision.
+"""What may be decided about one slot: a config's number, and the decision that it stands for.
 
 Functions work on a batch of ``n`` slots.
 """
@@ -41,14 +41,6 @@ def config_of(decision: Decision) -> int:
         pair = 1 + PAIRS.index(wanted)
     channels = CHANNELS.index(decision.n_channels)
     return pair * N_CHANNELS + channels
-
-
-def config_index(actions: Array) -> Array:
-    """Actions ``[pair, channels, ...]`` -> index of the config in ``0 .. N_CONFIGS - 1``, shape (...)."""
-    actions = np.asarray(actions)
-    pairs = actions[..., 0]
-    channels = actions[..., 1]
-    return np.asarray(pairs * N_CHANNELS + channels)
 
 
 def pair_of(configs: Array, own: Array) -> Array:

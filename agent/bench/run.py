@@ -2,8 +2,8 @@
 
 To enter, write a policy: any object with ``predict(observation, state, episode_start, deterministic)`` that returns
 ``(actions, state)``, as in stable-baselines3. It is asked as it is beside a job, one turn at a time: (1, N_OBSERVATION)
-float32 in, (1, 3) int64 ``[pair, channels, what]`` out. ``envs.search.observation.decode`` gives it as plain arrays;
-``envs.search.interfaces.actions_of`` turns config indices, and what comes next, into actions. Then, where
+float32 in, (1,) int64 out: an action of the environments. ``envs.search.observation.decode`` gives an observation as
+plain arrays; ``envs.search.interfaces.actions_of`` turns config indices, and what comes next, into actions. Then, where
 ``my_module.py`` lies::
 
     dynamiccl bench --policy my_module:MyPolicy --policy random --suite held-out

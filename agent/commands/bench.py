@@ -40,7 +40,7 @@ def bench(
     """Compare policies on a suite of whole simulated jobs. Each job is tuned as by `dynamiccl tune --policy X`.
 
     A policy is any object with predict(observation, state, episode_start, deterministic) -> (action, state), asked one
-    turn at a time: observations are (1, N_OBSERVATION), actions (1, 3) int64: (pair, channels, what). The module
+    turn at a time: observations are (1, N_OBSERVATION), actions (1,) int64, as in dynamiccl/Sim-v0. The module
     dynamiccl.envs.search.observation says what an observation holds; its decode(observation) gives plain arrays.
 
     \b

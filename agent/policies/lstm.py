@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ...envs.search.interfaces import N_WHAT, actions_of
-from ...envs.search.observation import CONTEXT, FIGURES, N_PER_CONFIG, decode
-from ...traces.fingerprint import N_FEATURES
+from ...envs.search.interfaces import actions_of
+from ...envs.search.observation import FIGURES, N_CONTEXT, N_PER_CONFIG, decode, expand
 from ...traces.spaces import N_CONFIGS
 from .rule import ExpectedImprovement
 
@@ -23,24 +22,24 @@ Array = np.ndarray[Any, Any]
 
 #: Layout of the weights file; an older or newer file is refused.
 FORMAT = 6
-#: Entries of an observation that concern no single config.
-N_CONTEXT = N_FEATURES + len(CONTEXT)
+#: What may come next of which the policy chooses: what the rule knows. The others are not learned yet.
+N_NEXT = 4
 #: Inputs of the LSTM: those, the figures of the config that was chosen last, and the largest of any open config.
 N_READ = N_CONTEXT + 2 * N_PER_CONFIG
 #: Index of the figure that marks the config of the last round.
 LAST = list(FIGURES).index("last")
 #: This part of the step is one unit of a score: with ten of them between two configs the lesser is hardly ever drawn.
 TEMPER = 1e-3
-#: Units by which the rule's choice of what comes next leads: any other is drawn once in about 1,000 turns.
-SURE = 7.0
+#: Units by which the rule's choice of what comes next leads: in training any other is drawn once in about 150 turns.
+SURE = 5.0
 
 
 def rule_scores(observations: Array, rule: ExpectedImprovement | None = None) -> Array:
-    """The rule's scores (n, N_CONFIGS, N_WHAT) of each config and of what comes after it, from observations
+    """The rule's scores (n, N_CONFIGS, N_NEXT) of each config and of what comes after it, from observations
     (n, N_OBSERVATION); -inf if masked. The rule does what has the largest."""
     rule = rule or ExpectedImprovement()
     scores, what = rule.decide(decode(observations))
-    is_next = what[:, :, None] == np.arange(N_WHAT)
+    is_next = what[:, :, None] == np.arange(N_NEXT)
     units = scores / TEMPER
     units = units[:, :, None] + SURE * is_next
     return np.asarray(units, np.float32)
@@ -48,7 +47,7 @@ def rule_scores(observations: Array, rule: ExpectedImprovement | None = None) ->
 
 def figures_of(observations: Array) -> Array:
     """(n, N_OBSERVATION) -> (n, N_PER_CONFIG, N_CONFIGS)."""
-    figures = np.asarray(observations[:, N_CONTEXT:-N_CONFIGS])
+    figures = np.asarray(expand(observations)[:, N_CONTEXT:-N_CONFIGS])
     return figures.reshape(-1, N_PER_CONFIG, N_CONFIGS)
 
 
@@ -59,7 +58,7 @@ class LstmPolicy:
 
     ``weights`` (float32): ``lstm_x`` (N_READ, 4h), ``lstm_h`` (h, 4h), ``lstm_b`` (4h) in torch's gate order i, f, g,
     o; ``body_w`` (h + N_CONTEXT, m), ``body_b`` (m); ``head_z`` (m, d), ``head_e`` (N_CONFIGS, d), ``head_s``
-    (N_PER_CONFIG, d), ``head_u`` (N_PER_CONFIG), ``head_v`` (d), ``head_what`` (m, N_WHAT).
+    (N_PER_CONFIG, d), ``head_u`` (N_PER_CONFIG), ``head_v`` (d), ``head_what`` (m, N_NEXT).
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class LstmPolicy:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
     def scores(self, observations: Array, state: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-        """Scores (n, N_CONFIGS, N_WHAT), -inf where masked, and the next LSTM state (h, c), each (n, hidden)."""
+        """Scores (n, N_CONFIGS, N_NEXT), -inf where masked, and the next LSTM state (h, c), each (n, hidden)."""
         w, k = self.weights, self.hidden
         context = observations[:, :N_CONTEXT]
         figures = figures_of(observations)
@@ -161,7 +160,7 @@ class LstmPolicy:
         if not deterministic:  # the largest of score + Gumbel noise is a draw from the softmax
             scores = scores + self.rng.gumbel(size=scores.shape)
         flat = scores.reshape(len(rows), -1)
-        chosen, what = np.divmod(flat.argmax(axis=1), N_WHAT)
+        chosen, what = np.divmod(flat.argmax(axis=1), N_NEXT)
         actions = actions_of(chosen, what)
         if np.ndim(observation) != 2:
             actions = actions[0]

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
 from sb3_contrib.common.recurrent.type_aliases import RNNStates
-from stable_baselines3.common.distributions import MultiCategoricalDistribution
+from stable_baselines3.common.distributions import CategoricalDistribution
 from torch import nn
 
-from ...envs.search.interfaces import N_WHAT, action_space
-from ...envs.search.observation import N_OBSERVATION, N_PER_CONFIG
-from ...traces.spaces import N_CHANNELS, N_CONFIGS
-from ..policies.lstm import LAST, N_CONTEXT, N_READ, rule_scores
+from ...envs.search.interfaces import N_ACTIONS, N_WHAT
+from ...envs.search.observation import BLANK, KEPT, N_CONTEXT, N_OBSERVATION, N_PER_CONFIG
+from ...traces.spaces import N_CONFIGS
+from ..policies.lstm import LAST, N_NEXT, N_READ, rule_scores
 
 Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
@@ -28,9 +28,18 @@ States = tuple[Tensor, Tensor]
 GAIN = 3.0
 
 
+_BLANK = torch.as_tensor(BLANK)
+_KEPT = torch.as_tensor(KEPT)
+
+
+def expand(obs: Tensor) -> Tensor:
+    """``observation.expand`` for tensors."""
+    return _BLANK.repeat(len(obs), 1).index_copy(1, _KEPT, obs)
+
+
 def figures_of(obs: Tensor) -> Tensor:
     """(n, N_OBSERVATION) -> (n, N_PER_CONFIG, N_CONFIGS)."""
-    return obs[:, N_CONTEXT:-N_CONFIGS].unflatten(1, (N_PER_CONFIG, N_CONFIGS))
+    return expand(obs)[:, N_CONTEXT:-N_CONFIGS].unflatten(1, (N_PER_CONFIG, N_CONFIGS))
 
 
 def read(obs: Tensor) -> Tensor:
@@ -42,57 +51,50 @@ def read(obs: Tensor) -> Tensor:
 def rule_of(obs: Tensor) -> Tensor:
     """``lstm.rule_scores`` for tensors, nothing of which is learned; rows of zeros (padding) have no mask."""
     scores = torch.as_tensor(rule_scores(obs.numpy())).clamp(min=-1e8)
-    return scores.masked_fill(~(obs[:, -N_CONFIGS:] > 0.5).any(dim=1)[:, None, None], 0.0)
+    is_padding = (obs == 0).all(dim=1)
+    return scores.masked_fill(is_padding[:, None, None], 0.0)
 
 
-class TurnDistribution(MultiCategoricalDistribution):
-    """One categorical over every config with everything that may come next, spoken to in actions ``[pair, channels,
-    what]``.
+class TurnDistribution(CategoricalDistribution):
+    """One categorical over every config with each of the N_NEXT that may come next, in the environment's actions."""
 
-    Independent categoricals, one an entry, could not say "ring with 8 channels or NVLS with 16".
-    """
-
-    distribution: torch.distributions.Categorical  # type: ignore[assignment]
+    distribution: torch.distributions.Categorical
 
     def __init__(self) -> None:
-        super().__init__([*action_space().nvec.tolist()])
+        super().__init__(N_ACTIONS)
 
     def proba_distribution_net(self, latent_dim: int) -> nn.Module:
         """Nothing: the latent vector that comes here already is the scores."""
         return nn.Identity()
 
     def proba_distribution(self, action_logits: Tensor) -> TurnDistribution:
-        """Set the scores, (n, N_CONFIGS, N_WHAT)."""
+        """Set the scores, (n, N_CONFIGS, N_NEXT)."""
         self.distribution = torch.distributions.Categorical(
             logits=action_logits.flatten(1), validate_args=False
         )
         return self
 
     def log_prob(self, actions: Tensor) -> Tensor:
-        """Of actions (n, 3), shape (n,)."""
-        at = (actions[:, 0] * N_CHANNELS + actions[:, 1]) * N_WHAT + actions[:, 2]
+        """Of actions (n,), shape (n,)."""
+        configs, what = actions // N_WHAT, actions % N_WHAT
+        at = configs * N_NEXT + what
         return cast(Tensor, self.distribution.log_prob(at))  # type: ignore[no-untyped-call]
 
-    def entropy(self) -> Tensor:
-        """Shape (n,)."""
-        return cast(Tensor, self.distribution.entropy())  # type: ignore[no-untyped-call]
-
     def sample(self) -> Tensor:
-        """Actions (n, 3)."""
+        """Actions (n,)."""
         return self._actions(self.distribution.sample())  # type: ignore[no-untyped-call]
 
     def mode(self) -> Tensor:
-        """The likeliest actions, (n, 3)."""
+        """The likeliest actions, (n,)."""
         return self._actions(self.distribution.logits.argmax(dim=1))
 
     @staticmethod
     def _actions(at: Tensor) -> Tensor:
-        configs = at // N_WHAT
-        return torch.stack([configs // N_CHANNELS, configs % N_CHANNELS, at % N_WHAT], dim=1)
+        return at // N_NEXT * N_WHAT + at % N_NEXT
 
 
 class TurnHead(nn.Module):
-    """(LSTM output beside an observation) -> what is added to the rule's scores, (n, N_CONFIGS, N_WHAT).
+    """(LSTM output beside an observation) -> what is added to the rule's scores, (n, N_CONFIGS, N_NEXT).
 
     ``v . relu(Z z + e_c + S' f_c) + u . f_c + (W z)_what``: what is believed of a config (``f_c``, the N_PER_CONFIG
     figures of ``observation``) acts on its score the same way for every config, so that it need not be learned 56
@@ -107,10 +109,10 @@ class TurnHead(nn.Module):
         self.s = nn.Parameter(0.3 * torch.randn(N_PER_CONFIG, depth))
         self.u = nn.Parameter(torch.zeros(N_PER_CONFIG))
         self.v = nn.Parameter(torch.zeros(depth))
-        self.what = nn.Parameter(torch.zeros(width, N_WHAT))
+        self.what = nn.Parameter(torch.zeros(width, N_NEXT))
 
     def forward(self, latent: Tensor) -> Tensor:
-        """``latent`` (n, hidden + N_OBSERVATION) -> (n, N_CONFIGS, N_WHAT)."""
+        """``latent`` (n, hidden + N_OBSERVATION) -> (n, N_CONFIGS, N_NEXT)."""
         obs = latent[:, -N_OBSERVATION:]
         z, f = torch.tanh(self.body(latent[:, : N_CONTEXT - N_OBSERVATION])), figures_of(obs)
         hidden = self.z(z)[:, None, :] + self.e + f.transpose(1, 2) @ self.s
@@ -119,14 +121,14 @@ class TurnHead(nn.Module):
 
 
 class _Extractor(nn.Module):
-    """What SB3 calls ``mlp_extractor``: actor and critic on top of the LSTM. See :class:`MaskedLstmPolicy`."""
+    """What SB3 calls ``mlp_extractor``: actor and critic on top of an LSTM each. See :class:`MaskedLstmPolicy`."""
 
     def __init__(self, hidden: int, width: int, depth: int) -> None:
         super().__init__()
-        self.latent_dim_pi, self.latent_dim_vf = N_CONFIGS * N_WHAT, width
+        self.latent_dim_pi, self.latent_dim_vf = N_CONFIGS * N_NEXT, width
         self.policy_net = TurnHead(hidden, width, depth)
         self.value_net = nn.Sequential(
-            nn.Linear(N_READ, 2 * width), nn.Tanh(), nn.Linear(2 * width, width), nn.Tanh()
+            nn.Linear(hidden + N_READ, 2 * width), nn.Tanh(), nn.Linear(2 * width, width), nn.Tanh()
         )
 
 
@@ -134,27 +136,43 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
     """Recurrent policy over the turns of a job: observation -> LSTM; its output beside the observation ->
     :class:`TurnHead`.
 
-    The critic has no LSTM. ``head_width``, ``head_depth`` size the head.
+    The critic has an LSTM of its own (Ni et al. 2022). ``head_width``, ``head_depth`` size the head;
+    ``recurrent_rate``: by what the learning rate is multiplied for the LSTMs, whose gradients are small.
     """
 
-    def __init__(self, *args: Any, head_width: int = 64, head_depth: int = 24, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        head_width: int = 64,
+        head_depth: int = 24,
+        recurrent_rate: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
         self.head_width, self.head_depth = head_width, head_depth
+        self.recurrent_rate = recurrent_rate
         kwargs.setdefault("lstm_hidden_size", 64)
         kwargs.setdefault("ortho_init", False)
-        kwargs |= {"enable_critic_lstm": False, "shared_lstm": False}
+        kwargs |= {"enable_critic_lstm": True, "shared_lstm": False}
         super().__init__(*args, **kwargs)
 
     def _build(self, lr_schedule: Any) -> None:
         self.action_dist = TurnDistribution()
-        self.features_dim = N_READ  # the LSTM's input
+        self.features_dim = N_READ  # the LSTMs' input
         super()._build(lr_schedule)
+
+    def rates(self) -> list[dict[str, Any]]:
+        """Groups of parameters for an optimizer, each with what its learning rate is multiplied by, ``times``."""
+        recurrent, others = list[Any](), list[Any]()
+        for name, parameter in self.named_parameters():
+            (recurrent if name.startswith("lstm_") else others).append(parameter)
+        return [{"params": others, "times": 1.0}, {"params": recurrent, "times": self.recurrent_rate}]
 
     def _build_mlp_extractor(self) -> None:
         extractor = _Extractor(self.lstm_output_dim, self.head_width, self.head_depth)
         self.mlp_extractor = extractor  # type: ignore[assignment]
 
     def scores(self, obs: Tensor, states: States, starts: Tensor) -> tuple[Tensor, States]:
-        """Masked scores (n, N_CONFIGS, N_WHAT) of observations (n, N_OBSERVATION) in sequences, and the next states."""
+        """Masked scores (n, N_CONFIGS, N_NEXT) of observations (n, N_OBSERVATION) in sequences, and the next states."""
         obs = obs.float()
         out, states = self._process_sequence(read(obs), states, starts, self.lstm_actor)
         learned = cast(_Extractor, self.mlp_extractor).policy_net(torch.cat([out, obs], dim=1))
@@ -184,10 +202,11 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
     def forward(  # type: ignore[override]
         self, obs: Tensor, lstm_states: RNNStates, episode_starts: Tensor, deterministic: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, RNNStates]:
-        """Actions (n, 3), values (n, 1), log-probabilities (n,) and the next states."""
+        """Actions (n,), values (n, 1), log-probabilities (n,) and the next states."""
         distribution, states = self.get_distribution(obs, cast(States, lstm_states.pi), episode_starts)
+        values, of_critic = self._values(obs, cast(States, lstm_states.vf), episode_starts)
         actions = distribution.get_actions(deterministic=deterministic)
-        return actions, self.predict_values(obs), distribution.log_prob(actions), RNNStates(states, states)
+        return actions, values, distribution.log_prob(actions), RNNStates(states, of_critic)
 
     def get_distribution(  # type: ignore[override]
         self, obs: Tensor, lstm_states: States, episode_starts: Tensor
@@ -197,19 +216,26 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
         return TurnDistribution().proba_distribution(scores), states
 
     def predict_values(  # type: ignore[override]
-        self, obs: Tensor, lstm_states: States | None = None, episode_starts: Tensor | None = None
+        self, obs: Tensor, lstm_states: States, episode_starts: Tensor
     ) -> Tensor:
-        """(n, 1); the critic has no memory."""
-        seen = cast(_Extractor, self.mlp_extractor).value_net(read(obs.float()))
-        return self.value_net(seen)  # type: ignore[no-any-return]
+        """(n, 1), from the states of the critic."""
+        return self._values(obs, lstm_states, episode_starts)[0]
+
+    def _values(self, obs: Tensor, states: States, starts: Tensor) -> tuple[Tensor, States]:
+        """Values (n, 1) and the critic's next states."""
+        seen = read(obs.float())
+        out, states = self._process_sequence(seen, states, starts, cast(nn.LSTM, self.lstm_critic))
+        found = cast(_Extractor, self.mlp_extractor).value_net(torch.cat([out, seen], dim=1))
+        return self.value_net(found), states
 
     def evaluate_actions(  # type: ignore[override]
         self, obs: Tensor, actions: Tensor, lstm_states: RNNStates, episode_starts: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Values (n, 1), log-probabilities (n,) and entropies (n,) of ``actions`` (n, 3) in padded sequences."""
+        """Values (n, 1), log-probabilities (n,) and entropies (n,) of ``actions`` (n,) in padded sequences."""
         distribution, _ = self.get_distribution(obs, cast(States, lstm_states.pi), episode_starts)
         logs = distribution.log_prob(actions)
-        return self.predict_values(obs), logs, distribution.entropy()
+        values, _ = self._values(obs, cast(States, lstm_states.vf), episode_starts)
+        return values, logs, distribution.entropy()
 
     def _parts(self) -> dict[str, tuple[Tensor, float, bool]]:
         """Weights by the name that they have at run time: the parameter, by what it is multiplied there, and whether it

@@ -23,14 +23,11 @@ from stable_baselines3.common.evaluation import evaluate_policy
 
 from ...envs.replay_env import ReplayEnv
 from ...envs.search.config import SearchConfig
-from ...envs.search_env import SearchEnv
 from ...envs.sim_env import SimEnv
 from ...traces.header import git
 from ..policies.lstm import LstmPolicy
-from ..policies.rule import ExpectedImprovement
+from .against import AgainstBaseline
 from .recurrent import MaskedLstmPolicy
-
-Array = np.ndarray[Any, Any]
 
 #: Called after each rollout with (turns done, turns in all, newest row of the learning curve).
 Progress = Callable[[int, int, dict[str, Any]], None]
@@ -43,7 +40,7 @@ class Settings:
     """Everything that shapes the weights, beside the environment itself."""
 
     seed: int = 0
-    turns: int = 240_000  #: of all environments together
+    turns: int = 120_000  #: of all environments together
     envs: int = 24  #: side by side
     rollout: int = 192  #: turns of each of them between two updates
     batch: int = 1024
@@ -55,57 +52,22 @@ class Settings:
     hidden: int = 64
     head_width: int = 64
     head_depth: int = 24
+    recurrent_rate: float = 5.0  #: by what ``rate`` is multiplied for the LSTMs
 
 
-class AgainstRule(gym.Wrapper[Array, Array, Array, Array]):
-    """An episode is paid what it earned beyond the rule's on the same job with the same noise.
+class _TwoRates(RecurrentPPO):
+    """RecurrentPPO with another learning rate for the LSTMs."""
 
-    Jobs differ by hundreds of times more than policies do; what a policy changes is seen only beside another one on the
-    same job (a baseline by roll-out, as in Kool et al. 2019). The rule is measured like the policy: no truth is told.
-    It plays along turn by turn: environments in lock-step need not wait for whole episodes of it.
-    """
+    def _setup_model(self) -> None:
+        super()._setup_model()
+        policy = cast(MaskedLstmPolicy, self.policy)
+        rate = self.lr_schedule(1.0)
+        policy.optimizer = policy.optimizer_class(policy.rates(), lr=rate, **policy.optimizer_kwargs)  # type: ignore[call-arg]
 
-    def __init__(self, env: SearchEnv, beside: SearchEnv, most: float = float("inf")) -> None:
-        """``beside``: the same environment once more, for the rule; ``most``: that an episode is paid, or costs."""
-        super().__init__(env)
-        self.beside = beside
-        self.most = most
-        self.rule = ExpectedImprovement()
-        self.rng = np.random.default_rng()
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Array, dict[str, Any]]:
-        """The next job, for both."""
-        if seed is not None:
-            self.rng = np.random.default_rng(seed)
-        job = int(self.rng.integers(2**31))
-        self.own = self.earned = 0.0
-        self.is_over = False
-        self.seen, _ = self.beside.reset(seed=job, options=options)
-        return self.env.reset(seed=job, options=options)
-
-    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        """A turn of both; the last one is paid less what the rule has earned."""
-        observation, reward, ended, cut, info = self.env.step(action)
-        before = self.own
-        self.own += float(reward)
-        self._play_along()
-        now = self.own
-        if ended or cut:
-            while not self.is_over:
-                self._play_along()
-            beyond = max(self.own - self.earned, -self.most)
-            now = min(beyond, self.most)
-        return observation, now - before, ended, cut, info
-
-    def _play_along(self) -> None:
-        if self.is_over:
-            return
-        action, _ = self.rule.predict(self.seen)
-        self.seen, reward, ended, cut, _ = self.beside.step(action)
-        self.earned += float(reward)
-        self.is_over = ended or cut
+    def _update_learning_rate(self, optimizers: Any) -> None:
+        super()._update_learning_rate(optimizers)
+        for group in self.policy.optimizer.param_groups:
+            group["lr"] *= group["times"]
 
 
 class Training:
@@ -122,17 +84,18 @@ class Training:
         made = iter(range(settings.envs))
         config = SearchConfig()
 
-        def one() -> gym.Env[Array, Array]:
+        def one() -> gym.Env[Any, Any]:
             make = partial(ReplayEnv, runs[next(made) % len(runs)]) if runs else SimEnv
             env = make(config=config)
             beside = make(config=config)
-            return AgainstRule(env, beside, MOST)
+            return AgainstBaseline(env, beside, most=MOST)
 
         s = settings
         # One process: beside two cores more of them wait for each other.
         jobs = make_vec_env(one, s.envs, s.seed)
-        shape = {"lstm_hidden_size": s.hidden, "head_width": s.head_width, "head_depth": s.head_depth}
-        self.model = RecurrentPPO(
+        shape: dict[str, Any] = {"lstm_hidden_size": s.hidden}
+        shape |= {name: getattr(s, name) for name in ("head_width", "head_depth", "recurrent_rate")}
+        self.model = _TwoRates(
             MaskedLstmPolicy,
             jobs,
             learning_rate=s.rate,
@@ -241,8 +204,8 @@ def gained(policy: LstmPolicy, runs: Sequence[Path], times: int = 3) -> float:
     return 100 * float(np.mean(means))
 
 
-def _against_rule(run: Path) -> AgainstRule:
-    return AgainstRule(ReplayEnv(run), ReplayEnv(run))
+def _against_rule(run: Path) -> AgainstBaseline:
+    return AgainstBaseline(ReplayEnv(run), ReplayEnv(run))
 
 
 def commit_of_checkout() -> str:

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ...traces.spaces import N_CONFIGS
 from ..search.config import HORIZON
-from ..search.interfaces import N_WHAT, Measured, Plan, Policy, action_space, choices_of
+from ..search.interfaces import N_ACTIONS, Measured, Plan, Policy, choices_of
 from ..search.search import Search
 from ..sim.jobs import Jobs
 from ..sim.noise import RandomNumbers
@@ -30,7 +29,6 @@ AFTER = 1000
 LONGER = 3000
 #: A decision may take so many seconds of a processor.
 LIMIT_S = 1.0
-_MOST = action_space().nvec
 
 
 class AccountedWindows(SimWindows):
@@ -66,7 +64,7 @@ class PlayedJobs:
     """What a policy did on ``n`` jobs and what came of it."""
 
     scores: Scores
-    decisions: list[list[int]]  # of each job: every turn, as :func:`number` gives it
+    decisions: list[list[int]]  # of each job: of every turn the action
     decision_us: float  # mean time of one
 
 
@@ -78,7 +76,7 @@ class AskedPolicy:
         self.states, self.spent_s = dict[int, Any](), 0.0
 
     def next(self, job: int, search: Search) -> int:
-        """What the policy decides, as :func:`number` gives it. Raises ValueError when the answer is no action or takes
+        """The policy's action. Raises ValueError when the answer is no action or takes
         longer than the limit; what the policy raises passes through."""
         observation, start = search.observe()[None], np.array([job not in self.states])
         begin, processor = time.perf_counter(), time.thread_time()
@@ -103,7 +101,7 @@ class ReplayedDecisions:
         if job >= len(self.left) or not self.left[job]:
             raise ValueError("the record has too few decisions")
         decision = int(self.left[job].pop())
-        if not 0 <= decision < N_CONFIGS * N_WHAT:
+        if not 0 <= decision < N_ACTIONS:
             raise ValueError(f"{decision} is no decision")
         return decision
 
@@ -138,8 +136,8 @@ def play(
             # Where the watch has begun a new search, its first windows come before the policy's turn.
             while one.plan() is None:
                 decisions[i].append(player.next(i, one))
-                what, config = divmod(decisions[i][-1], N_CONFIGS)
-                one.decide(config, what)
+                config, what = choices_of(np.array(decisions[i][-1]))
+                one.decide(int(config), int(what))
         is_over = np.array([s.is_over for s in search.searches])
         fresh = np.flatnonzero(is_over & np.isinf(until))
         ledger.end(fresh, search.tables[fresh])
@@ -165,15 +163,8 @@ def _at_work(search: SimSearch, ledger: LossAccount) -> Array:
 
 
 def number(action: Any) -> int:
-    """One action, (3,) or (1, 3), as a number: what comes next times N_CONFIGS, and the config. Raises ValueError when
-    it is none."""
+    """One action, () or (1,). Raises ValueError when it is none."""
     one = np.asarray(action)
-    if (
-        one.size != 3
-        or not np.issubdtype(one.dtype, np.integer)
-        or (one < 0).any()
-        or (one.ravel() >= _MOST).any()
-    ):
-        raise ValueError(f"an action is three integers below {_MOST.tolist()}, not {action!r}")
-    config, what = choices_of(one.reshape(3))
-    return int(what * N_CONFIGS + config)
+    if one.size != 1 or not np.issubdtype(one.dtype, np.integer) or not 0 <= one.ravel()[0] < N_ACTIONS:
+        raise ValueError(f"an action is one integer from 0 to {N_ACTIONS - 1}, not {action!r}")
+    return int(one.ravel()[0])

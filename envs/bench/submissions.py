@@ -14,15 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from ..search.interfaces import Policy
+from ...traces.spaces import N_CONFIGS
+from ..search.interfaces import Policy, actions_of
 from .job_arena import ReplayedDecisions, play
 from .job_suites import JobSuite
 from .scores import Scores, summary
 
 Array = np.ndarray[Any, Any]
 
-#: Layout of a submission.
-FORMAT = 5
+#: Layout of a submission. One of the layout before is read too: it has a decision in a byte, what comes next first.
+FORMAT, BEFORE = 6, 5
 #: A figure that comes out again may differ by so much, in its own unit: the last digits of another machine.
 SAME = 2e-5
 #: More turns than this no search takes.
@@ -30,25 +31,30 @@ MOST_TURNS = 20_000
 
 
 def pack(decisions: Sequence[Sequence[int]]) -> str:
-    """Decisions of each job as text: their number and they themselves as bytes, compressed, base64."""
+    """Decisions of each job as text: how many, and the actions in two bytes each, compressed, base64."""
     lengths = np.array([len(job) for job in decisions], "<u4")
-    jobs = [np.asarray(job, np.uint8) for job in decisions]
-    flat = np.concatenate(jobs or [np.zeros(0, np.uint8)])
+    jobs = [np.asarray(job, "<u2") for job in decisions]
+    flat = np.concatenate(jobs or [np.zeros(0, "<u2")])
     data = lengths.tobytes() + flat.tobytes()
     return base64.b64encode(zlib.compress(data, 9)).decode()
 
 
-def unpack(text: str, n: int) -> list[list[int]]:
+def unpack(text: str, n: int, layout: int = FORMAT) -> list[list[int]]:
     """Inverse of :func:`pack` for ``n`` jobs. Raises ValueError when it is not that."""
+    size = 1 if layout == BEFORE else 2
     try:
         # Never more than what can be wanted: a few bytes may unpack to gigabytes.
-        most = n * (MOST_TURNS + 4) + 1
+        most = n * (size * MOST_TURNS + 4) + 1
         compressed = base64.b64decode(text, validate=True)
         data = zlib.decompressobj().decompress(compressed, most)
     except (binascii.Error, zlib.error) as error:
         raise ValueError(f"the decisions cannot be unpacked: {error}") from error
     lengths = np.frombuffer(data[: 4 * n], "<u4") if len(data) >= 4 * n else np.zeros(0, int)
-    flat = np.frombuffer(data[4 * n :], np.uint8)
+    rest = data[4 * n :]
+    flat = np.frombuffer(rest[: len(rest) - len(rest) % size], f"<u{size}").astype(np.int64)
+    if layout == BEFORE:
+        what, configs = np.divmod(flat, N_CONFIGS)
+        flat = actions_of(configs, what)
     if len(lengths) != n or int(lengths.sum()) != len(flat):
         raise ValueError(f"{len(flat)} decisions, not as many as {n} jobs say that they have")
     ends = np.cumsum(lengths)
@@ -91,8 +97,8 @@ def claimed(submission: Mapping[str, Any], suite: JobSuite) -> Scores:
     Raises ValueError, with the reason, when it is of another format or suite or does not agree with itself.
     """
     try:
-        if submission["format"] != FORMAT:
-            raise ValueError(f"format {submission['format']}, this version reads {FORMAT}")
+        if submission["format"] not in (FORMAT, BEFORE):
+            raise ValueError(f"format {submission['format']}, this version reads {BEFORE} and {FORMAT}")
         if submission["digest"] != suite.digest:
             raise ValueError(
                 f"made on {submission['suite']} {submission['digest']}, this is {suite.name} {suite.digest}"
@@ -122,7 +128,7 @@ def replay(submission: Mapping[str, Any], suite: JobSuite, check: int | None = N
     scores = claimed(submission, suite)
     n = len(scores.gain)
     try:
-        decisions = unpack(submission["decisions"], n)
+        decisions = unpack(submission["decisions"], n, submission["format"])
         picked = np.arange(n)
         if check is not None and check < n:
             drawn = np.random.default_rng(seed).choice(n, check, replace=False)

@@ -27,6 +27,7 @@ class SearchConfig:
     comparisons: int = 4  # of one search, at most
     least_gain: float = 0.001  # part of the step below which a table is not worth a comparison
     trials: int = 250  # trial windows after the verdict, at most
+    more_choices: bool = False  # a policy may ask for longer windows, looks at the default and another search
     passes: int = 2  # rounds over all slots without a trial after which a policy has nothing left to try
     reveal: float = (
         0.5  # noise of a window, in windows, when its worth is predicted: more windows will follow
@@ -49,6 +50,12 @@ BUDGET_STEPS = 4000
 HORIZON = 20_000
 #: Pairs of windows after an episode that measure the table's worth for the reward.
 REWARD_PAIRS = 10
+#: What a masked action costs, in the unit of the reward, which is 100 default steps.
+MASKED_PRICE = 0.01
+#: Searches of the same job that a policy may ask for: each is one more chance for luck.
+MOST_SEARCHES = 10
+#: A window that a policy wants longer has this many times as many quads, or steps.
+LONGER = 3
 
 # -- windows -----------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import numpy as np
 from .change import Regimes
 from .comparison import ADOPTED, Comparison, TimedWindow
 from .config import DISCARD, MOST_FRUITLESS
-from .interfaces import COMPARE, GO_ON, LEAVE, PROFILE, REFERENCE, SEARCH, TABLE, Plan
+from .interfaces import COMPARE, GO_ON, LEAVE, PROFILE, REFERENCE, RUN_LONGER, SEARCH, TABLE, Plan
 from .state import Changed, Look, NewSearch, Next, State, Verdict, Window
 from .step_times import Quads, trimmed_mean
 
@@ -20,6 +20,8 @@ Array = np.ndarray[Any, Any]
 class Explore:
     """The phase before the verdict."""
 
+    more_choices = (RUN_LONGER,)
+
     def __init__(self, state: State, before: Array, first_log: float | None = None) -> None:
         """``before`` (s,): configs that are tried first; ``first_log``: log(default / table) of a pair of them that was
         measured already, so that their comparison comes at once."""
@@ -28,6 +30,7 @@ class Explore:
         self.turn = state.n_slots if self.choices.any() else 0
         self.comparison: Comparison | None = None  # that is running
         self._idle = 0  # windows in a row under one table
+        self._is_long = False  # the policy wants a longer window
         if first_log is not None:
             comparison = self.compare(before)
             if not comparison.takes_turns:
@@ -52,7 +55,7 @@ class Explore:
             return state.window(REFERENCE, comparison.reference)
         if self.turn < state.n_slots:
             return None
-        return state.tried(SEARCH, self.choices)
+        return state.tried(SEARCH, self.choices, is_long=self._is_long)
 
     # -- the policy's turns ------------------------------------------------------------------------------------
 
@@ -74,14 +77,14 @@ class Explore:
             is_exploring=is_exploring,
         )
 
-    def decide(self, config: int, what: int, is_open: bool) -> Next:
-        """What the slot runs in the next window; a config that is not open runs as AUTO."""
+    def decide(self, config: int, what: int) -> Next:
+        """What the slot runs in the next window."""
         state, slot = self._state, self.turn
-        choice = config if is_open else 0
-        is_same = self.choices[slot] == choice and state.account.rounds > 0
+        is_same = self.choices[slot] == config and state.account.rounds > 0
         self._idle = self._idle if is_same else 0
-        self.choices[slot] = choice
+        self.choices[slot] = config
         self.turn += 1
+        self._is_long = what == RUN_LONGER
         if what == LEAVE:
             return self._verdict()
         if what != GO_ON:
@@ -198,6 +201,7 @@ class Remeasure:
     """The phase after a change of the job: some default steps tell what to do."""
 
     turn = 0
+    more_choices = ()
 
     def __init__(self, state: State, regimes: Regimes, changed: Changed) -> None:
         self._state, self._regimes, self._changed = state, regimes, changed
@@ -216,7 +220,7 @@ class Remeasure:
         risk = self._state.guard.risk(self.turn)
         return Look(self.turn, 0, risk, belief.outlook(self.turn), idle=0.0, is_exploring=False)
 
-    def decide(self, config: int, what: int, is_open: bool) -> Next:
+    def decide(self, config: int, what: int) -> Next:
         """The policy has no turn here: its choice changes nothing."""
         return None
 

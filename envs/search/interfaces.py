@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 
 from ...traces.records import PAIRS
-from ...traces.spaces import N_CHANNELS, N_PAIRS, config_index
+from ...traces.spaces import N_CHANNELS, N_CONFIGS
 
 Array = np.ndarray[Any, Any]
 
@@ -36,8 +36,13 @@ QUAD = len(PATTERN)
 #: comparison with the current table; the end of the search, or after the verdict of all trials. Slots without a turn
 #: run the config with the best posterior mean; after the verdict that of the current table.
 GO_ON, RUN, COMPARE, LEAVE = range(4)
+#: Three more, masked unless ``SearchConfig.more_choices``: the window at once, and longer; after the verdict a look at
+#: the default, and a new search.
+RUN_LONGER, LOOK, SEARCH_AGAIN = range(4, 7)
 #: Their number.
-N_WHAT = 4
+N_WHAT = 7
+#: Actions of a policy: each config with each of what may come next.
+N_ACTIONS = N_CONFIGS * N_WHAT
 
 
 def arms_of(n_steps: int, turn_steps: int | Array) -> Array:
@@ -143,9 +148,9 @@ def warm_up_families(own_pair: Array) -> Array:
 class Policy(Protocol):
     """Decides: the ``predict`` of stable-baselines3. One episode is the search on one job, one step is one turn.
 
-    ``observation`` is (N_OBSERVATION,) or (n, N_OBSERVATION) of :mod:`observation`; the action is ``[pair, channels,
-    what]``, int64, (3,) or (n, 3). ``state`` is what the last call for the same jobs returned (None at first),
-    ``episode_start`` (n,) is True if a search begins.
+    ``observation`` is (N_OBSERVATION,) or (n, N_OBSERVATION) of :mod:`observation`; the action is a number below
+    N_ACTIONS, int64, () or (n,), see :func:`actions_of`. ``state`` is what the last call for the same jobs returned
+    (None at first), ``episode_start`` (n,) is True if a search begins.
     """
 
     def predict(
@@ -158,19 +163,16 @@ class Policy(Protocol):
         """The action and the state to pass next time."""
 
 
-def action_space() -> gym.spaces.MultiDiscrete:
-    """``[pair, channels, what]`` of one slot: indices into AUTO + PAIRS and into CHANNELS; one of GO_ON, RUN, COMPARE,
-    LEAVE."""
-    return gym.spaces.MultiDiscrete([N_PAIRS, N_CHANNELS, N_WHAT])
+def action_space() -> gym.spaces.Discrete:
+    """A config of one slot and what comes next, as one number: see :func:`actions_of`."""
+    return gym.spaces.Discrete(N_ACTIONS)
 
 
 def actions_of(configs: Array, what: Array | int = GO_ON) -> Array:
-    """Indices of configs (...) and what comes next, as actions (..., 3) int64."""
-    pair, channels = np.divmod(np.asarray(configs, np.int64), N_CHANNELS)
-    return np.stack(np.broadcast_arrays(pair, channels, np.asarray(what, np.int64)), axis=-1)
+    """Indices of configs (...) and what comes next, as actions (...) int64."""
+    return np.asarray(np.asarray(configs, np.int64) * N_WHAT + what)
 
 
 def choices_of(actions: Array) -> tuple[Array, Array]:
     """The inverse of :func:`actions_of`: indices of configs (...), what comes next (...)."""
-    actions = np.asarray(actions)
-    return config_index(actions), actions[..., 2]
+    return np.divmod(np.asarray(actions, np.int64), N_WHAT)

@@ -47,6 +47,10 @@ class VisitSchedule:
         longer = min(2 * self.gap, LONGEST * self.usual)
         self.gap = longer if is_calm and self.gap >= self.usual else self.usual
 
+    def be_next(self, now: int) -> None:
+        """The default is looked at now, as if its time had come."""
+        self.last = now - math.ceil(self.gap)
+
     def be_early(self) -> None:
         """The table may not gain: visit as often as at first."""
         self.gap = self.early
@@ -237,6 +241,7 @@ class Monitor:
     """The phase in which nothing is tried: windows of the current table, now and then one of the default."""
 
     turn = 0
+    more_choices = ()
 
     def __init__(
         self, state: State, chosen: Array, levels: Sequence[float] = (), default_ms: float | None = None
@@ -244,6 +249,7 @@ class Monitor:
         """``chosen`` (s,): configs that the policy saw last; ``levels``: see :class:`Watch`; ``default_ms``: of a
         default window that was just measured."""
         self._state, self._chosen = state, chosen
+        self.is_looked_at = False  # a policy wants to see the default now
         current = state.current
         calls = state.default_calls.logs
         self._regime = Regime(state.default_ms_now, calls, current.configs, tuple(current.comparisons))
@@ -279,6 +285,11 @@ class Monitor:
         """The default is due."""
         return self.watch.wants_default(self._state.account.steps)
 
+    def look_at_default(self) -> None:
+        """A policy wants to see the default now."""
+        self.is_looked_at = True
+        self.watch.schedule.be_next(self._state.account.steps)
+
     def plan(self) -> Plan:
         """A window of the current table, or of the default. A checkpoint aborts none of them."""
         state = self._state
@@ -304,13 +315,14 @@ class Monitor:
         outlook = belief.outlook(self.turn, belief.saving(others)[1] ** 2)
         return Look(self.turn, int(self._chosen[self.turn]), risk, outlook, idle=0.0, is_exploring=False)
 
-    def decide(self, config: int, what: int, is_open: bool) -> Next:
+    def decide(self, config: int, what: int) -> Next:
         """The policy has no turn here: its choice changes nothing."""
         return None
 
     def record(self, window: Window) -> Next:
         """See :class:`state.Phase`."""
         state, seen = self._state, window.seen
+        self.is_looked_at = False
         is_default = bool(not state.current.is_default and not window.plan.configs.any())
         account = state.account
         account.since_verdict += seen.billed

@@ -13,7 +13,8 @@ import gymnasium as gym
 import numpy as np
 
 from ...traces.fingerprint import N_FEATURES
-from ...traces.spaces import N_CONFIGS
+from ...traces.records import PAIRS
+from ...traces.spaces import N_CHANNELS, N_CONFIGS
 
 Array = np.ndarray[Any, Any]
 
@@ -59,10 +60,33 @@ FIGURES = {
     "risk": 1.0,
 }
 N_PER_CONFIG = len(FIGURES)
-N_OBSERVATION = N_FEATURES + len(CONTEXT) + N_PER_CONFIG * N_CONFIGS + N_CONFIGS
+#: Entries of an observation that concern no single config.
+N_CONTEXT = N_FEATURES + len(CONTEXT)
+#: Entries of an observation with all configs; :data:`KEPT` of them can change and are what a policy gets.
+N_EXPANDED = N_CONTEXT + N_PER_CONFIG * N_CONFIGS + N_CONFIGS
 #: Scales as arrays, for encoding and decoding at once.
 _CONTEXT_SCALES = np.array(list(CONTEXT.values()))
 _FIGURE_SCALES = np.array(list(FIGURES.values()))[:, None]
+#: Configs that are never open: AUTO with a channel count is another name for NCCL's own pair, and CollNet takes no
+#: count (``nccl_model.arms``).
+_COLLNET_ROW = N_CHANNELS * (1 + PAIRS.index(("collnet_direct", "simple")))
+NEVER_OPEN = (*range(1, N_CHANNELS), *range(_COLLNET_ROW + 1, _COLLNET_ROW + N_CHANNELS))
+
+
+def _kept() -> Array:
+    """Indices of the entries that can change: of AUTO nothing is learned, and it is always open."""
+    by_config = np.ones((N_PER_CONFIG + 1, N_CONFIGS), bool)
+    by_config[:, list(NEVER_OPEN)] = False
+    names = list(FIGURES)
+    by_config[[names.index("learned"), names.index("worth"), N_PER_CONFIG], 0] = False
+    return np.concatenate([np.arange(N_CONTEXT), N_CONTEXT + np.flatnonzero(by_config)])
+
+
+KEPT = _kept()
+N_OBSERVATION = len(KEPT)
+#: What the other entries are: 0, but for AUTO, which is open.
+BLANK = np.zeros(N_EXPANDED, np.float32)
+BLANK[N_EXPANDED - N_CONFIGS] = 1.0
 #: More remaining slots than this are not the last one. The entry ``slots`` is clipped at 32, so that the number of
 #: remaining slots comes out too low by up to a half; this bound tells one from two for up to 63 slots.
 _ONE_SLOT = 1.01
@@ -130,7 +154,7 @@ class Seen:
 
 
 def observation_space() -> gym.spaces.Box:
-    """Fingerprint, context, figures per config, and in the last ``N_CONFIGS`` entries what may be chosen (0 / 1)."""
+    """Fingerprint, context, figures of each config, and which configs may be chosen (0 / 1), see :func:`expand`."""
     return gym.spaces.Box(-LIMIT, LIMIT, (N_OBSERVATION,), np.float32)
 
 
@@ -140,12 +164,20 @@ def encode(features: Array, context: Context, figures: Array, open_: Array) -> A
     scaled = np.array(context.values, np.float64) * _CONTEXT_SCALES
     shown = np.where(open_, figures * _FIGURE_SCALES, 0.0)
     parts = np.concatenate([features, scaled, shown.ravel(), open_])
-    return np.clip(parts, -LIMIT, LIMIT).astype(np.float32)
+    return np.clip(parts[KEPT], -LIMIT, LIMIT).astype(np.float32)
+
+
+def expand(observations: Array) -> Array:
+    """Observations (n, N_OBSERVATION) with the entries that never change, (n, N_EXPANDED) float32: N_CONTEXT, then
+    N_PER_CONFIG times N_CONFIGS, then the mask of N_CONFIGS."""
+    whole = np.tile(BLANK, (len(observations), 1))
+    whole[:, KEPT] = observations
+    return whole
 
 
 def decode(observations: Array) -> Seen:
     """The inverse of :func:`encode`, of (n, N_OBSERVATION) or one observation."""
-    x = np.atleast_2d(np.asarray(observations, np.float64))
+    x = expand(np.atleast_2d(np.asarray(observations))).astype(np.float64)
     ends = np.cumsum([N_FEATURES, len(CONTEXT), N_PER_CONFIG * N_CONFIGS])
     features, scaled, figures, open_ = np.split(x, ends, axis=1)
     quantities = (scaled / _CONTEXT_SCALES).T

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from .comparison import ADOPTED, Comparison, TimedWindow
-from .config import SLOWER, SLOWER_LOG
-from .interfaces import COMPARE, LEAVE, RUN, TRIAL, Plan
+from .config import MOST_SEARCHES, SLOWER, SLOWER_LOG
+from .interfaces import COMPARE, LEAVE, LOOK, RUN, RUN_LONGER, SEARCH_AGAIN, TRIAL, Plan
 from .monitor import Monitor
-from .state import Changed, Look, Next, State, Watching, Window
+from .state import Changed, Look, NewSearch, Next, State, Watching, Window
 from .step_times import Quads
 
 Array = np.ndarray[Any, Any]
@@ -47,6 +47,7 @@ class Refine:
         self._reference: TimedWindow | None = None  # the window of the current table just before
         self._wanted = state.current.configs.copy()  # (s,) what the policy has chosen for the next trial
         self._turns = self._passed = 0  # turns of that trial; turns in a row of which no trial came
+        self._is_long = False  # the policy wants a longer trial
         self._noise = state.pair_noise
         self._compared: dict[bytes, Comparison] = {}  # of each trial with the current table
         self._monitor = Monitor(state, chosen, levels, default_ms)
@@ -56,8 +57,8 @@ class Refine:
         policy's turn."""
         state = self._state
         if self.trial is None:
-            return None
-        plan = state.tried(TRIAL, self.trial, self._compared.get(self.trial.tobytes()))
+            return self._monitor.plan() if self._monitor.is_looked_at else None
+        plan = state.tried(TRIAL, self.trial, self._compared.get(self.trial.tobytes()), self._is_long)
         if plan.one_of:
             return plan
         if plan.turns and self._monitor.wants_default:
@@ -69,6 +70,14 @@ class Refine:
         return self._monitor.plan()
 
     # -- the policy's turns ------------------------------------------------------------------------------------
+
+    @property
+    def more_choices(self) -> tuple[int, ...]:
+        """See :class:`state.Phase`. There is nothing to look at while the default is the current table."""
+        state = self._state
+        look = () if state.current.is_default else (LOOK,)
+        again = (SEARCH_AGAIN,) if state.milestones.asked_again < MOST_SEARCHES else ()
+        return (RUN_LONGER, *look, *again)
 
     def look(self) -> Look:
         """See :class:`state.Phase`."""
@@ -96,16 +105,24 @@ class Refine:
                 risk[configs[self.turn]] = 1.0
         return risk
 
-    def decide(self, config: int, what: int, is_open: bool) -> Next:
+    def decide(self, config: int, what: int) -> Next:
         """What the slot runs in the next trial. The current table and tables that lost are not tried; a policy that has
         tried nothing in ``passes`` rounds over the slots is done."""
         state = self._state
         current = state.current.configs
         n_slots = state.n_slots
-        self._wanted[self.turn] = config if is_open else current[self.turn]
+        if what == SEARCH_AGAIN:
+            state.search_again()
+            return NewSearch(current.copy(), None)
+        if what == LOOK:
+            self._monitor.look_at_default()
+            self.trials_left -= 1
+            return None
+        self._wanted[self.turn] = config
         self._turns += 1
         self.turn = (self.turn + 1) % n_slots
-        if what in (RUN, COMPARE) or self._turns == n_slots:
+        self._is_long = what == RUN_LONGER
+        if what in (RUN, COMPARE, RUN_LONGER) or self._turns == n_slots:
             has_lost = state.comparisons.has_lost(self._wanted)
             is_new = not has_lost and not np.array_equal(self._wanted, current)
             self.trial = self._wanted if is_new else None

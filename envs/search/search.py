@@ -21,15 +21,33 @@ from . import observation
 from .belief.prior import Prior
 from .change import Regimes
 from .comparison import Comparison, TimedWindow
-from .config import ABORT, SearchConfig
+from .config import ABORT, HORIZON, SearchConfig
 from .explore import Explore, Remeasure
-from .interfaces import GO_ON, LEAVE, PROFILE, SEARCH, TRIAL, WATCH, Job, Measured, Plan, Policy, choices_of
+from .interfaces import (
+    COMPARE,
+    GO_ON,
+    LEAVE,
+    N_WHAT,
+    PROFILE,
+    RUN,
+    SEARCH,
+    TRIAL,
+    WATCH,
+    Job,
+    Measured,
+    Plan,
+    Policy,
+    choices_of,
+)
 from .monitor import Monitor
 from .refine import Refine
 from .state import Changed, LastWindow, Milestones, NewSearch, Next, Phase, State, Verdict, Watching, Window
 from .step_times import Quads, trimmed_mean
 
 Array = np.ndarray[Any, Any]
+
+#: What may always come next; a phase may have more, see ``SearchConfig.more_choices``.
+WHAT = (GO_ON, RUN, COMPARE, LEAVE)
 
 
 class Search:
@@ -49,6 +67,8 @@ class Search:
         self.state = State(job, config or SearchConfig(), prior, on_confirmed)
         self.last: Window | None = None  # the last window
         self._regimes = Regimes()
+        #: What the reward has counted the current table for: part of a default step saved in each of so many steps.
+        self.valued = 0.0, 0
         before = np.zeros(self.n_slots, np.int64)
         if first is not None and self.state.config.budget:
             slots = np.arange(self.n_slots)
@@ -188,14 +208,22 @@ class Search:
             last_long=state.last.long,
         )
 
+    @property
+    def what_open(self) -> Array:
+        """(N_WHAT,) bool: what may come next."""
+        allowed = [*WHAT, *self.phase.more_choices] if self.config.more_choices else WHAT
+        return np.isin(np.arange(N_WHAT), allowed)
+
     def decide(self, config: int, what: int = GO_ON) -> bool:
-        """The policy's choice for the slot whose turn it is, and what comes next. A config that is not open runs as
-        AUTO, after the verdict as the current table does. Returns whether it was open."""
-        is_open = bool(self.open[self.turn, config])
+        """The policy's choice for the slot whose turn it is, and what comes next. Returns whether both may be chosen:
+        else the slot runs what the current table has, and the next slot's turn comes."""
+        slot = self.turn
+        is_open = bool(self.open[slot, config] and self.what_open[what])
+        if not is_open:
+            config, what = int(self.confirmed[slot]), GO_ON
         if not self.config.budget:  # nothing may be tried, whatever the policy wants
-            is_open = False
-            what = LEAVE
-        self._enter(self.phase.decide(config, what, is_open))
+            config, what = int(self.confirmed[slot]), LEAVE
+        self._enter(self.phase.decide(config, what))
         return is_open
 
     def ask(self, policy: Policy, state: Any = None) -> Any:
@@ -226,8 +254,7 @@ class Search:
         steps, is_aborted = _measuring_steps(plan, seen.step_ms, limit_ms)
         ms = trimmed_mean(steps)
         saved = seen.billed - seen.billed_ms / default_ms
-        by_current = 1 - math.exp(-self.gain[0])
-        anyway = seen.billed * by_current if self.is_over else 0.0
+        anyway = seen.billed * self._saved_by_current
         # The job's own long steps, such as checkpoints, are not charged to the search. An aborted step is.
         state.account.lost -= saved if is_aborted else seen.billed * (1 - ms / default_ms)
         usual_ms = default_ms if is_aborted else ms
@@ -236,7 +263,7 @@ class Search:
             self._learn(plan, seen, steps, is_aborted)
         is_guilty = self._ran(plan, is_aborted)
         window = Window(plan, seen, steps, ms, is_aborted, is_guilty)
-        return self._recorded(window, (saved - anyway) / 100.0)
+        return self._recorded(window, saved - anyway)
 
     def _record_turns(self, plan: Plan, seen: Measured) -> float:
         """Take in a measurement by turns."""
@@ -253,8 +280,8 @@ class Search:
         gain = self.gain[0]
         in_default_steps = seen.billed_ms / default_ms
         saved = seen.billed - in_default_steps
-        by_current = 1 - math.exp(-gain)  # saved in a step
-        anyway = seen.billed * by_current if self.is_over else 0.0
+        by_current = self._saved_by_current
+        anyway = seen.billed * by_current
         if is_aborted:
             state.account.lost -= saved
         else:
@@ -271,7 +298,7 @@ class Search:
         is_guilty = self._ran(plan, is_aborted)
         beside = TimedWindow(current_ms, seen.first_step, seen.last_step)
         window = Window(plan, seen, steps, ms, is_aborted, is_guilty, quads, beside)
-        return self._recorded(window, (saved - anyway) / 100.0)
+        return self._recorded(window, saved - anyway)
 
     def _ran(self, plan: Plan, is_aborted: bool) -> bool:
         """A measurement is over. Whether its configs were aborted before, and are guilty now."""
@@ -313,10 +340,26 @@ class Search:
         configs = np.where(seen.obeyed, plan.configs, 0)
         return configs, calls
 
-    def _recorded(self, window: Window, reward: float) -> float:
+    @property
+    def _saved_by_current(self) -> float:
+        """Part of a default step that the current table saves in each step, as far as its comparisons tell."""
+        return 1 - math.exp(-self.gain[0])
+
+    @property
+    def steps_left(self) -> int:
+        """Of a job of :data:`HORIZON` steps."""
+        return max(HORIZON - self.steps, 0)
+
+    def _recorded(self, window: Window, saved: float) -> float:
+        """Go on after a window that saved so many default steps; the reward."""
         self.last = window
+        before = self.confirmed.copy()
+        by_current = self._saved_by_current
         self._enter(self.phase.record(window))
-        return reward
+        if not np.array_equal(before, self.confirmed):
+            saved += self.steps_left * (self._saved_by_current - by_current)
+            self.valued = self._saved_by_current, self.steps_left
+        return saved / 100.0
 
     def _learn(self, plan: Plan, seen: Measured, steps: Array, is_aborted: bool) -> None:
         state = self.state

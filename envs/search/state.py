@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +20,9 @@ from .config import (
     CARRIED_TURN_STEPS,
     CHECK_QUADS,
     LEAST_PAIRS,
+    LONGER,
     MORE,
+    MOST_FRUITLESS,
     SAFE_PAIRS,
     TRIAL_ALPHA,
     TURN_STEPS,
@@ -44,6 +46,7 @@ class Milestones:
     reopened: int = 0  # searches after a change of the job
     returned: int = 0  # of them, into regimes that were tuned before
     fruitless: int = 0  # searches in a row that left no table, or one that was dropped
+    asked_again: int = 0  # searches that a policy wanted after the verdict
     dropped: int = 0  # tables after the verdict
     refined: int = 0  # slots changed for the better after it
 
@@ -263,14 +266,28 @@ class State:
         discard = self.running.discard(configs)
         return Plan(kind, configs.copy(), self.noise.window_steps, discard, limit)
 
-    def tried(self, kind: str, configs: Array, comparison: Comparison | None = None) -> Plan:
+    def tried(
+        self, kind: str, configs: Array, comparison: Comparison | None = None, is_long: bool = False
+    ) -> Plan:
         """A measurement of these configs (s,): by turns with the current table if the job can, else a window; one at
-        few calls first if they are risky. A ``comparison`` is checked after half as many quads more each time."""
+        few calls first if they are risky. A ``comparison`` is checked after half as many quads more each time.
+        ``is_long``: it is LONGER."""
         current, plan = self.current.configs, self.window(kind, configs)
+        if is_long:
+            plan = replace(plan, n_steps=LONGER * plan.n_steps)
         if kind != TABLE:
             plan = self.guard.before(plan, current)
         quads = self.noise.quads if comparison is None else comparison.quads_until_check
+        quads = LONGER * quads if is_long else quads
         return plan if plan.one_of else self.turns.plan(plan, current, quads)
+
+    def search_again(self) -> None:
+        """A policy wants another search of the same job. One that found nothing lowers the level of the next."""
+        marks = self.milestones
+        marks.fruitless = 0 if self.current.configs.any() else min(marks.fruitless + 1, MOST_FRUITLESS)
+        marks.asked_again += 1
+        self.account.rounds = 0
+        self.comparisons.in_search = 0
 
     @property
     def pair_noise(self) -> float:
@@ -383,6 +400,10 @@ class Phase(Protocol):
     """One phase of a search."""
 
     @property
+    def more_choices(self) -> tuple[int, ...]:
+        """What may come next beside GO_ON, RUN, COMPARE and LEAVE, if ``SearchConfig.more_choices``."""
+
+    @property
     def turn(self) -> int:
         """The slot that the policy decides for next; the number of slots: none."""
 
@@ -392,8 +413,8 @@ class Phase(Protocol):
     def look(self) -> Look:
         """For the observation of the slot whose turn it is."""
 
-    def decide(self, config: int, what: int, is_open: bool) -> Next:
-        """The policy's choice for that slot; one that is not open is replaced."""
+    def decide(self, config: int, what: int) -> Next:
+        """The policy's choice for that slot, and what comes next."""
 
     def record(self, window: Window) -> Next:
         """Take in a window that was planned."""

@@ -1,0 +1,148 @@
+"""What could a policy win by a choice? Fixed alternatives of each choice on the same jobs under two noises.
+
+  python tests/tools/headroom.py play ROWS.csv --jobs 40 [--worlds lasting,alternating,many] [--suite standard]
+  python tests/tools/headroom.py show ROWS.csv
+
+``play`` appends a row per job, alternative and noise, and goes on where it stopped. ``show`` prints, for each choice
+and world: what every alternative loses beside the rule as it is, and the *headroom*: for each job the alternative that
+lost least under one noise is judged under the other. What a pick gains on its own noise is luck as well.
+"""
+
+import argparse
+import csv
+from pathlib import Path
+
+import numpy as np
+from dynamiccl.agent.policies.rule import ExpectedImprovement
+from dynamiccl.envs.bench.job_arena import AccountedWindows, play
+from dynamiccl.envs.bench.job_suites import JobSuite
+from dynamiccl.envs.bench.scores import LossAccount, bootstrap
+from dynamiccl.envs.search.belief.prior import Prior
+from dynamiccl.envs.search.config import SearchConfig
+from dynamiccl.envs.search.search import Search
+from dynamiccl.envs.sim.noise import NoiseStream
+from dynamiccl.envs.sim.windows import SimSearch
+
+FIELDS = ("suite", "world", "job", "arm", "noise", "lost", "verdict", "gain", "harsh", "slower")
+RULE, TOLD = "rule", "told"
+#: Each choice: its alternatives, as settings of the search. The rule as it is, is an alternative of all.
+CHOICES = {
+    "quads of a try": {"one quad": {"try_quads": (1, 1)}, "three quads": {"try_quads": (3, 3)}},
+    "looks at the default": {"few looks": {"watch_share": 0.002}, "many looks": {"watch_share": 0.03}},
+    "searching again": {"eager again": {"change": 0.015}, "seldom again": {"change": 0.06}},
+    "trials after the verdict": {"no trials": {"trials": 0}, "60 trials": {"trials": 60}},
+    "the best table is told": {TOLD: {}},
+}
+ARMS = {RULE: {}} | {name: change for arms in CHOICES.values() for name, change in arms.items()}
+#: Jobs that are played side by side.
+BATCH = 8
+#: Steps of the watch after a verdict: regimes come back in them.
+AFTER = 4_000
+
+
+class ToldSearch(SimSearch):
+    """The best tables come first, with a comparison at once."""
+
+    def __init__(self, windows, prior, config, tables):
+        self.windows = windows
+        begun = zip(*windows.begin(config.profile_steps), tables, strict=True)
+        self.searches = [Search(job, seen, prior, config, table[: len(job.share)]) for job, seen, table in begun]
+
+
+def opened(suite, rows, noise, arm):
+    """A search on each of the jobs, by one alternative, and their bill."""
+    jobs = suite.jobs.take(rows)
+    ledger = LossAccount(jobs, suite.best_us[rows])
+    windows = AccountedWindows(jobs, NoiseStream(noise, rows, jobs.width), ledger)
+    config = SearchConfig(**ARMS[arm])
+    told = suite.best[rows] if arm == TOLD else np.zeros_like(suite.best[rows])
+    return ToldSearch(windows, Prior.load(), config, told), ledger
+
+
+def rows_of(suite, world, first, last):
+    return np.flatnonzero(suite.strata == world)[first:last]
+
+
+def play_all(path, name, worlds, n_jobs):
+    """Append the rows that are missing."""
+    suite = JobSuite.load(name)
+    done = set()
+    if path.exists():
+        with path.open() as file:
+            done = {(r["suite"], int(r["job"]), r["arm"], int(r["noise"])) for r in csv.DictReader(file)}
+    for first in range(0, n_jobs, BATCH):
+        for world in worlds:
+            for noise in (0, 1):
+                for arm in ARMS:
+                    rows = rows_of(suite, world, first, min(first + BATCH, n_jobs))
+                    rows = np.array([r for r in rows if (name, int(r), arm, noise) not in done], int)
+                    if len(rows):
+                        scores = play(ExpectedImprovement(), *opened(suite, rows, noise, arm), after=AFTER).scores
+                        append(path, name, world, rows, arm, noise, scores)
+                print(f"{name} {world}: jobs {first} to {first + BATCH}, noise {noise}", flush=True)
+
+
+def append(path, name, world, rows, arm, noise, scores):
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file)
+        if is_new:
+            writer.writerow(FIELDS)
+        for k, row in enumerate(rows):
+            figures = scores.lost[k], scores.verdict[k], scores.gain[k]
+            told = [f"{value:.5f}" for value in figures]
+            writer.writerow([name, world, int(row), arm, noise, *told, int(scores.is_harsh[k]), int(scores.is_harmed[k])])
+
+
+def table(path, world):
+    """Lost steps by alternative, (jobs, noises), of the jobs that every alternative has played under both noises."""
+    found = {}
+    with path.open() as file:
+        for r in csv.DictReader(file):
+            if world in (r["world"], ""):
+                found.setdefault((r["suite"], r["job"]), {})[r["arm"], int(r["noise"])] = float(r["lost"])
+    whole = [one for one in found.values() if len(one) == 2 * len(ARMS)]
+    return {arm: np.array([[one[arm, 0], one[arm, 1]] for one in whole]) for arm in ARMS}
+
+
+def told(values):
+    low, high = bootstrap(values)
+    return f"{values.mean():+.0f} [{low:+.0f}, {high:+.0f}]"
+
+
+def show(path, worlds):
+    for world in worlds:
+        lost = table(path, world)
+        rule = lost[RULE]
+        if not len(rule):
+            continue
+        again = told(rule[:, 1] - rule[:, 0])
+        print(f"\n{world}: {len(rule)} jobs, the rule loses {rule.mean():.0f}; under the other noise {again}")
+        for choice, arms in CHOICES.items():
+            names = [RULE, *arms]
+            many = np.stack([lost[name] for name in names])  # (alternatives, jobs, noises)
+            means = ", ".join(f"{name} {told((lost[name] - rule).mean(axis=1))}" for name in arms)
+            best = many.argmin(axis=0)
+            own = np.take_along_axis(many, best[None], 0)[0] - rule
+            carried = np.take_along_axis(many, best[None, :, ::-1], 0)[0] - rule
+            print(f"  {choice}: {means}")
+            if len(arms) > 1:
+                print(f"    best for each job, own noise {told(own.mean(axis=1))}; headroom {told(carried.mean(axis=1))}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["play", "show"])
+    parser.add_argument("rows", type=Path, help="the file of rows")
+    parser.add_argument("--jobs", type=int, default=40, help="of each world")
+    parser.add_argument("--worlds", default="lasting,alternating,many")
+    parser.add_argument("--suite", default="standard")
+    args = parser.parse_args()
+    worlds = args.worlds.split(",")
+    if args.what == "play":
+        play_all(args.rows, args.suite, worlds, args.jobs)
+    show(args.rows, worlds)
+
+
+if __name__ == "__main__":
+    main()
