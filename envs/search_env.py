@@ -9,9 +9,10 @@ import numpy as np
 
 from ..traces.spaces import decision_of
 from .live.job_ends import JobEnded, Stopped, Withdrawn
+from .picture import picture
 from .search import observation
 from .search.belief.prior import Prior
-from .search.config import DISCARD, MASKED_PRICE, REWARD_PAIRS, SearchConfig
+from .search.config import DISCARD, HORIZON, MASKED_PRICE, REWARD_PAIRS, SearchConfig
 from .search.interfaces import N_ACTIONS, WATCH, Plan, Windows, action_space, actions_of, choices_of
 from .search.search import Search
 from .search.step_times import trimmed_mean
@@ -52,15 +53,16 @@ class SearchEnv(gym.Env[Array, np.int64]):
     cost.
 
     ## Episode End
-    Terminated if nothing is left to try after the verdict. Truncated if the job is over, or if its ranks change tables
-    no more: then the table earns nothing for later steps, and ``info["ended"]`` says why. ``info["table"]`` holds the
+    Terminated if nothing is left to try after the verdict. Truncated if the job is over, which it is after
+    :data:`HORIZON` steps at the latest, or if its ranks change tables no more: then the table earns nothing for later steps, and ``info["ended"]`` says why. ``info["table"]`` holds the
     result (configs by slot, 0 beyond the job's slots), ``info["steps"]`` the steps that it took.
 
     ## Rendering
-    ``render_mode="ansi"``: :meth:`render` returns a line about the search.
+    ``render_mode="ansi"``: :meth:`render` returns a line about the search; ``"rgb_array"``: a picture of what is
+    believed of each setting, see :mod:`picture`.
     """
 
-    metadata = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012
+    metadata = {"render_modes": ["ansi", "rgb_array"], "render_fps": 1}  # noqa: RUF012
 
     def __init__(
         self, config: SearchConfig | None = None, prior: Prior | None = None, render_mode: str | None = None
@@ -104,12 +106,15 @@ class SearchEnv(gym.Env[Array, np.int64]):
         ended = dict[str, Any]()
         try:
             while not search.is_done and (plan := search.plan()) is not None:
+                if not search.steps_left:
+                    raise JobEnded(f"the job has run its {HORIZON:,} steps")
                 measured = self.windows.measure(plan)
                 reward += search.record(plan, measured)
             if search.is_done:
                 reward += settled(search, self.windows) / 100
         except JobEnded as error:
             ended = {"ended": str(error)}
+            reward -= search.valued[0] * search.steps_left / 100  # steps that will not come
             if isinstance(error, (Stopped, Withdrawn)):  # the job is to run as if nobody had tuned it
                 search.withdraw()
         is_done = search.is_done
@@ -129,18 +134,18 @@ class SearchEnv(gym.Env[Array, np.int64]):
         masks[actions_of(configs[:, None], what)] = True
         return masks
 
-    def render(self) -> str | None:  # type: ignore[override]
-        """A line about the search, in the mode ``ansi``."""
-        if self.render_mode is None or self.search is None:
-            return None
+    def render(self) -> Any:
+        """A line about the search (``ansi``), or its :func:`picture.picture` (``rgb_array``)."""
         search = self.search
-        table = [
-            f"slot {slot}: {decision_of(search.confirmed[slot])}" for slot in np.flatnonzero(search.confirmed)
-        ]
+        if self.render_mode is None or search is None:
+            return None
+        if self.render_mode == "rgb_array":
+            return picture(search)
+        rows = [f"slot {i}: {decision_of(search.confirmed[i])}" for i in np.flatnonzero(search.confirmed)]
+        table = ", ".join(rows) or "empty"
         where = "after the verdict" if search.is_over else "before the verdict"
         gain = 1 - float(np.exp(-search.gain[0]))
-        rows = ", ".join(table) or "empty"
-        return f"step {search.steps}, {where}: the current table saves {gain:.2%} of a step; it is {rows}"
+        return f"step {search.steps}, {where}: the current table saves {gain:.2%} of a step; it is {table}"
 
     def _info(self, masked: bool) -> dict[str, Any]:
         assert self.search is not None

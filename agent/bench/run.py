@@ -1,4 +1,4 @@
-"""Runs entrants of the benchmark, each in a process of its own, and keeps what they decided.
+"""Runs entrants of the benchmark, some jobs at a time in a process of their own, and keeps what they decided.
 
 To enter, write a policy: any object with ``predict(observation, state, episode_start, deterministic)`` that returns
 ``(actions, state)``, as in stable-baselines3. It is asked as it is beside a job, one turn at a time: (1, N_OBSERVATION)
@@ -18,17 +18,18 @@ import importlib.metadata
 import json
 import multiprocessing
 import signal
-import time
 import traceback
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+from joblib import Parallel, delayed, parallel_config
+
 from ...envs.bench.job_suites import JobSuite
-from ...envs.bench.submissions import enter
+from ...envs.bench.submissions import PlayedPart, play_part, rows_of, submission
 from ..policies.choosing import CLASSICAL, DEFAULT, make_chooser
 
 #: Entrants that read the truth and search nothing.
@@ -36,8 +37,12 @@ READERS = ("oracle", "static-best")
 #: On the board without a rank: ``aa`` is the default policy under other noise (what lies between it and that policy is
 #: luck), and those that read the truth.
 UNRANKED = ("aa", *READERS)
-#: Seconds between two signs of life while entrants play.
-WAIT_S = 10.0
+#: Jobs that an entrant plays at a time.
+PART_JOBS = 20
+#: Where jobs are played: on this machine, or on a Ray cluster. The names that joblib has for them; each part has a
+#: process of its own, so here a thread is enough to wait for it.
+LOCAL, RAY = "local", "ray"
+_BACKENDS = {LOCAL: "threading", RAY: "ray"}
 #: The board's entrants that play.
 ENTRANTS = ("lstm", "aa", DEFAULT, *CLASSICAL)
 
@@ -47,12 +52,33 @@ def enter_one(name: str, suite: str | JobSuite, jobs: int | None = None) -> dict
 
     What the policy raises, or is refused for, passes through; ValueError where there is no such policy or suite.
     """
-    seed = 1 if name == "aa" else 0  # of the noise that it meets: all the same, but for ``aa``
-    policy = make_chooser(DEFAULT if name == "aa" else name, seed)
     suite = JobSuite.load(suite) if isinstance(suite, str) else suite
+    parts = [_played(name, suite, rows) for rows in parts_of(suite, jobs)]
+    return _signed(name, suite, parts)
+
+
+def parts_of(suite: JobSuite, jobs: int | None) -> list[list[int]]:
+    """The jobs of a run in parts of PART_JOBS. They are the same for any number of workers, so that results are."""
+    rows = rows_of(suite, jobs).tolist()
+    return [rows[i : i + PART_JOBS] for i in range(0, len(rows), PART_JOBS)]
+
+
+def _seed_of(name: str) -> int:
+    """Of the noise that an entrant meets: all the same, but for ``aa``."""
+    return 1 if name == "aa" else 0
+
+
+def _played(name: str, suite: JobSuite, rows: Sequence[int]) -> PlayedPart:
+    seed = _seed_of(name)
+    policy = make_chooser(DEFAULT if name == "aa" else name, seed)
+    return play_part(policy, suite, rows, seed)
+
+
+def _signed(name: str, suite: JobSuite, parts: Sequence[PlayedPart]) -> dict[str, Any]:
+    """The submission, with who played."""
     head = {"entrant": name, "version": importlib.metadata.version("dynamiccl")}
     head["command"] = f"dynamiccl bench --policy {name} --suite {suite.name}"
-    return head | enter(policy, suite, seed, jobs)
+    return head | submission(parts, suite, _seed_of(name))
 
 
 def run(
@@ -62,24 +88,55 @@ def run(
     folder: Path,
     processes: int = 2,
     limit_s: float = 1800.0,
-    on_wait: Callable[[float, int], object] = lambda seconds, remaining: None,
+    on_part: Callable[[int, int], object] = lambda done, total: None,
+    backend: str = LOCAL,
 ) -> Iterator[dict[str, Any]]:
     """Yield the submission of each entrant as they come, or ``{"entrant", "failed"}``; they are left in ``folder``.
 
-    One that fails, or takes longer than ``limit_s``, does not stop the others. ``on_wait`` is called every WAIT_S
-    seconds with the seconds so far and the number of entrants that still play.
+    The jobs are played in parts by so many processes of this machine (``local``), or of a Ray cluster (``ray``). An
+    entrant that fails, or takes longer than ``limit_s`` for a part, does not stop the others. ``on_part`` is called
+    after each part with their number so far and in all. Raises ValueError where Ray is asked for and not installed.
     """
-    pool, begun = ThreadPoolExecutor(processes), time.monotonic()
-    playing = {pool.submit(_play_apart, name, suite, jobs, limit_s) for name in names}
-    try:
-        while playing:
-            done, playing = wait(playing, WAIT_S, FIRST_COMPLETED)
-            for one in done:
-                yield _left_in(folder, one.result())
-            if not done:
-                on_wait(time.monotonic() - begun, len(playing))
-    finally:
-        pool.shutdown(cancel_futures=True)
+    loaded = JobSuite.load(suite)
+    rows = parts_of(loaded, jobs)
+    total = len(names) * len(rows)
+    parts = {name: list[PlayedPart]() for name in names}
+    failed = set[str]()
+    tasks = (
+        delayed(_play_apart)(name, suite, some, limit_s)
+        for name in names
+        for some in rows
+        if name not in failed
+    )
+    done = 0
+    with parallel_config(_known(backend), n_jobs=processes):
+        # Ray's backend hands all results over at its end.
+        form = "list" if backend == RAY else "generator_unordered"
+        for name, result in Parallel(return_as=form)(tasks):
+            done += 1
+            on_part(done, total)
+            if name in failed:
+                continue
+            if isinstance(result, str):
+                failed.add(name)
+                yield {"entrant": name, "failed": result}
+                continue
+            parts[name].append(result)
+            if len(parts[name]) == len(rows):
+                yield _left_in(folder, _signed(name, loaded, parts[name]))
+
+
+def _known(backend: str) -> str:
+    """joblib's name of a backend, of which it knows now. Raises ValueError."""
+    if backend not in _BACKENDS:
+        raise ValueError(f"no backend {backend!r}: known are {', '.join(_BACKENDS)}")
+    if backend == RAY:
+        try:
+            from ray.util.joblib import register_ray
+        except ImportError as error:
+            raise ValueError("--backend ray needs Ray: pip install 'dynamiccl[ray]'") from error
+        register_ray()
+    return _BACKENDS[backend]
 
 
 def _left_in(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
@@ -90,17 +147,17 @@ def _left_in(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _play_apart(*entry: Any) -> dict[str, Any]:
-    """:func:`_attempt` in a process of its own, which may die."""
+def _play_apart(name: str, *entry: Any) -> tuple[str, PlayedPart | str]:
+    """An entrant, and what :func:`_attempt` returns, in a process of its own, which may die."""
     try:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
-            return alone.submit(_attempt, *entry).result()
+            return name, alone.submit(_attempt, name, *entry).result()
     except BrokenProcessPool:
-        return {"entrant": entry[0], "failed": "its process died"}
+        return name, "its process died"
 
 
-def _attempt(name: str, suite: str, jobs: int | None, limit_s: float) -> dict[str, Any]:
-    """What :func:`enter_one` returns, or why it failed: a guest's policy may raise anything, or never end."""
+def _attempt(name: str, suite: str, rows: Sequence[int], limit_s: float) -> PlayedPart | str:
+    """Some jobs of an entrant, or why it failed: a guest's policy may raise anything, or never end."""
 
     def give_up(_number: int, _frame: object) -> None:
         raise TimeoutError(f"gave no result in {limit_s:.0f} s")
@@ -108,12 +165,12 @@ def _attempt(name: str, suite: str, jobs: int | None, limit_s: float) -> dict[st
     signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
-        return enter_one(name, suite, jobs)
+        return _played(name, JobSuite.load(suite), rows)
     except ValueError as error:  # says all by itself
-        return {"entrant": name, "failed": str(error)}
+        return str(error)
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(place.filename).name}, line {place.lineno}"
-        return {"entrant": name, "failed": f"{type(error).__name__}: {error} ({where})"}
+        return f"{type(error).__name__}: {error} ({where})"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,8 +29,9 @@ def bench(
         Option(min=0, help="Number of jobs, spread over the suite; 0: as --filed or --submission, else all."),
     ] = 0,
     out: Annotated[Path, Option(help="Folder for submissions and the leaderboard.")] = Path("runs/bench"),
-    processes: Annotated[int, Option(min=1, help="Policies that run at the same time.")] = 2,
-    limit: Annotated[float, Option(min=1, help="Maximum seconds per policy.")] = 1800.0,
+    processes: Annotated[int, Option(min=1, help="Processes that play; the results are the same.")] = 2,
+    backend: Annotated[str, Option(help="local (this machine) or ray (a Ray cluster).")] = "local",
+    limit: Annotated[float, Option(min=1, help="Maximum seconds of a policy for 20 jobs.")] = 1800.0,
     filed: Annotated[bool, Option(help="Add the results on file (envs/results).")] = False,
     check: Annotated[int, Option(min=0, help="Jobs of --filed or --submission to repeat; 0: all.")] = 0,
     submission: Annotated[
@@ -48,12 +50,13 @@ def bench(
     dynamiccl bench --policy model.zip --jobs 40    # of stable-baselines3
     dynamiccl bench --filed --policy my_module:MyPolicy    # with those on file
     dynamiccl bench --filed --check 8
+    dynamiccl bench --backend ray --processes 64    # on a Ray cluster: ray start, or RAY_ADDRESS
     """
     print(f"loading suite {suite} ...", file=sys.stderr, flush=True)
     one_thread()
     from ...envs.bench.job_suites import JobSuite
     from ..bench.board import Board
-    from ..bench.run import ENTRANTS, run
+    from ..bench.run import ENTRANTS, PART_JOBS, run
     from ..report.terminal import terminal
 
     console = terminal(stderr=True, highlight=False, markup=False)
@@ -69,12 +72,16 @@ def bench(
     for k, result in enumerate(given, 1):
         _tell(console.print, k, total, result, board.judge(result, check or None))
 
-    def wait(seconds: float, remaining: int) -> None:
-        console.print(f"{seconds:.0f} s: {remaining} of {len(names)} still play")
+    begun = time.monotonic()
 
-    results = run(names, suite, most, folder, processes, limit, wait)
-    for k, result in enumerate(results, len(given) + 1):
-        _tell(console.print, k, total, result, board.judge(result))
+    def played(done: int, parts: int) -> None:
+        console.print(f"{time.monotonic() - begun:.0f} s: {done} of {parts} parts of {PART_JOBS} jobs")
+
+    with refusing(ValueError):
+        for k, result in enumerate(
+            run(names, suite, most, folder, processes, limit, played, backend), len(given) + 1
+        ):
+            _tell(console.print, k, total, result, board.judge(result))
     _show(board, folder, json, total)
     console.print(f"written: {folder / 'board.md'}", soft_wrap=True)
 

@@ -30,18 +30,20 @@ N_READ = N_CONTEXT + 2 * N_PER_CONFIG
 LAST = list(FIGURES).index("last")
 #: This part of the step is one unit of a score: with ten of them between two configs the lesser is hardly ever drawn.
 TEMPER = 1e-3
-#: Units by which the rule's choice of what comes next leads: in training any other is drawn once in about 150 turns.
-SURE = 5.0
+#: Units by which the rule's choice of what comes next leads, where the weights do not say it: in training any other is
+#: drawn once in about 1,000 turns.
+SURE = 7.0
 
 
-def rule_scores(observations: Array, rule: ExpectedImprovement | None = None) -> Array:
+def rule_scores(observations: Array, rule: ExpectedImprovement | None = None, sure: float = SURE) -> Array:
     """The rule's scores (n, N_CONFIGS, N_NEXT) of each config and of what comes after it, from observations
-    (n, N_OBSERVATION); -inf if masked. The rule does what has the largest."""
+    (n, N_OBSERVATION); -inf if masked. The rule does what has the largest; its choice of what comes next leads by
+    ``sure``."""
     rule = rule or ExpectedImprovement()
     scores, what = rule.decide(decode(observations))
     is_next = what[:, :, None] == np.arange(N_NEXT)
     units = scores / TEMPER
-    units = units[:, :, None] + SURE * is_next
+    units = units[:, :, None] + sure * is_next
     return np.asarray(units, np.float32)
 
 
@@ -69,6 +71,7 @@ class LstmPolicy:
         self.weights = weights
         self.record = record or {}
         self.rule = ExpectedImprovement()  # the policy adds to its scores
+        self.sure = float(self.record.get("settings", {}).get("sure", SURE))
         self.rng = np.random.default_rng(seed)
         self.hidden = len(w["lstm_h"])
         n_read = len(w["lstm_x"])
@@ -134,7 +137,7 @@ class LstmPolicy:
         hidden = np.maximum(hidden, 0)
         learned = hidden @ w["head_v"] + w["head_u"] @ figures
         next_learned = z @ w["head_what"]
-        scores = rule_scores(observations, self.rule)
+        scores = rule_scores(observations, self.rule, self.sure)
         scores = scores + learned[:, :, None] + next_learned[:, None, :]
         return scores, (h, c)
 

@@ -18,7 +18,7 @@ from torch import nn
 from ...envs.search.interfaces import N_ACTIONS, N_WHAT
 from ...envs.search.observation import BLANK, KEPT, N_CONTEXT, N_OBSERVATION, N_PER_CONFIG
 from ...traces.spaces import N_CONFIGS
-from ..policies.lstm import LAST, N_NEXT, N_READ, rule_scores
+from ..policies.lstm import LAST, N_NEXT, N_READ, SURE, rule_scores
 
 Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
@@ -48,9 +48,9 @@ def read(obs: Tensor) -> Tensor:
     return torch.cat([obs[:, :N_CONTEXT], (f * f[:, LAST : LAST + 1]).sum(dim=2), f.amax(dim=2)], dim=1)
 
 
-def rule_of(obs: Tensor) -> Tensor:
+def rule_of(obs: Tensor, sure: float) -> Tensor:
     """``lstm.rule_scores`` for tensors, nothing of which is learned; rows of zeros (padding) have no mask."""
-    scores = torch.as_tensor(rule_scores(obs.numpy())).clamp(min=-1e8)
+    scores = torch.as_tensor(rule_scores(obs.numpy(), sure=sure)).clamp(min=-1e8)
     is_padding = (obs == 0).all(dim=1)
     return scores.masked_fill(is_padding[:, None, None], 0.0)
 
@@ -137,7 +137,7 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
     :class:`TurnHead`.
 
     The critic has an LSTM of its own (Ni et al. 2022). ``head_width``, ``head_depth`` size the head;
-    ``recurrent_rate``: by what the learning rate is multiplied for the LSTMs, whose gradients are small.
+    ``recurrent_rate``: by what the learning rate is multiplied for the LSTMs, whose gradients are small; ``sure``: see ``lstm.rule_scores``.
     """
 
     def __init__(
@@ -146,10 +146,12 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
         head_width: int = 64,
         head_depth: int = 24,
         recurrent_rate: float = 1.0,
+        sure: float = SURE,
         **kwargs: Any,
     ) -> None:
         self.head_width, self.head_depth = head_width, head_depth
         self.recurrent_rate = recurrent_rate
+        self.sure = sure
         kwargs.setdefault("lstm_hidden_size", 64)
         kwargs.setdefault("ortho_init", False)
         kwargs |= {"enable_critic_lstm": True, "shared_lstm": False}
@@ -176,7 +178,7 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
         obs = obs.float()
         out, states = self._process_sequence(read(obs), states, starts, self.lstm_actor)
         learned = cast(_Extractor, self.mlp_extractor).policy_net(torch.cat([out, obs], dim=1))
-        return rule_of(obs) + learned, states
+        return rule_of(obs, self.sure) + learned, states
 
     @staticmethod
     def _process_sequence(  # type: ignore[override]  # sb3-contrib's own annotation is not what it returns

@@ -53,6 +53,9 @@ class Settings:
     head_width: int = 64
     head_depth: int = 24
     recurrent_rate: float = 5.0  #: by what ``rate`` is multiplied for the LSTMs
+    sure: float = (
+        5.0  #: lead of the rule's choice of what comes next: another is drawn once in about 150 turns
+    )
 
 
 class _TwoRates(RecurrentPPO):
@@ -94,7 +97,7 @@ class Training:
         # One process: beside two cores more of them wait for each other.
         jobs = make_vec_env(one, s.envs, s.seed)
         shape: dict[str, Any] = {"lstm_hidden_size": s.hidden}
-        shape |= {name: getattr(s, name) for name in ("head_width", "head_depth", "recurrent_rate")}
+        shape |= {name: getattr(s, name) for name in ("head_width", "head_depth", "recurrent_rate", "sure")}
         self.model = _TwoRates(
             MaskedLstmPolicy,
             jobs,

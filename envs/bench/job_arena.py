@@ -146,6 +146,8 @@ def play(
         ledger.go_on(busy)
         until[busy] = ledger.steps[busy] + max(after, 1)
         search.measure([i for i in open_ if ledger.steps[i] < until[i] or not search.searches[i].is_over])
+        trying = np.array([not s.is_done for s in search.searches])
+        ledger.quiet[trying] = ledger.steps[trying]
         again = np.flatnonzero(np.isfinite(until))
         ledger.final[again] = search.tables[again]
     if not after:  # what ran last were trials: a job does not go on like them

@@ -45,6 +45,7 @@ class Scores:
 
     first_gain: Array  # steps to the first confirmed gain
     verdict: Array  # steps to the verdict
+    quiet: Array  # steps until nothing is tried any more
     gain: Array
     oracle_gain: Array
     lost: Array  # in HORIZON steps
@@ -67,8 +68,9 @@ class Scores:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Scores:
-        """Inverse of :meth:`record`. Raises ValueError when it is none."""
+        """Inverse of :meth:`record`; ``quiet`` may be missing. Raises ValueError when it is none."""
         try:
+            record = {"quiet": [None] * len(record["gain"]), **record}
             found = {f.name: np.array(record[f.name], float) for f in fields(cls)}
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no scores: {type(error).__name__} {error}") from error
@@ -93,6 +95,7 @@ class LossAccount:
         self.after, self.lost_after = np.zeros(n), np.zeros(n)  # since the verdict
         self.worst = np.ones(n)
         self.first_gain, self.verdict = np.full(n, np.nan), np.full(n, np.nan)
+        self.quiet = np.full(n, np.nan)
         self.final = np.zeros((n, jobs.width), int)
 
     def bill(self, rows: Array, configs: Array, n_steps: Array, few: Few | None = None) -> Array:
@@ -136,6 +139,7 @@ class LossAccount:
         return Scores(
             first_gain=self.first_gain.copy(),
             verdict=self.verdict.copy(),
+            quiet=self.quiet.copy(),
             gain=1 - pace,
             oracle_gain=1 - self.oracle,
             lost=part * billed + rest * goes_on + HORIZON * (1 - self.oracle),
@@ -157,6 +161,7 @@ def summary(s: Scores) -> dict[str, Any]:
         "jobs": len(s.gain),
         "steps_to_first_gain": _spread(s.first_gain[found]),
         "steps_to_verdict": _spread(s.verdict),
+        "steps_to_quiet": _spread(s.quiet),
         "gain_delivered": round(float(s.gain.sum() / max(s.oracle_gain.sum(), 1e-9)), 4),
         "gain_delivered_ci95": bootstrap(s.gain, over=s.oracle_gain),
         "lost": round(float(s.lost.mean()), 1),

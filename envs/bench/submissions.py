@@ -10,6 +10,7 @@ import base64
 import binascii
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,23 +63,38 @@ def unpack(text: str, n: int, layout: int = FORMAT) -> list[list[int]]:
     return [part.tolist() for part in parts]
 
 
-def enter(policy: Policy, suite: JobSuite, seed: int = 0, most: int | None = None) -> dict[str, Any]:
-    """Play ``most`` jobs of a suite (all) and return the submission, without who played.
+@dataclass(frozen=True)
+class PlayedPart:
+    """What a policy did on some jobs of a suite; plain values, as they go from one process to another."""
 
-    What the policy raises, or is refused for, passes through.
-    """
-    rows = rows_of(suite, most)
-    game = play(policy, *suite.open(rows, seed))
-    record = game.scores.record()
+    rows: list[int]  # of the suite
+    scores: dict[str, Any]
+    decisions: list[list[int]]
+    decision_us: float  # mean time of one
+
+
+def play_part(policy: Policy, suite: JobSuite, rows: Sequence[int], seed: int = 0) -> PlayedPart:
+    """Play the jobs at ``rows``. What the policy raises, or is refused for, passes through."""
+    game = play(policy, *suite.open(np.array(rows), seed))
+    return PlayedPart(list(rows), game.scores.record(), game.decisions, game.decision_us)
+
+
+def submission(parts: Sequence[PlayedPart], suite: JobSuite, seed: int = 0) -> dict[str, Any]:
+    """The submission of jobs that were played in parts, in any order, without who played."""
+    parts = sorted(parts, key=lambda part: part.rows)
+    record = {name: [v for part in parts for v in part.scores[name]] for name in parts[0].scores}
+    decisions = [job for part in parts for job in part.decisions]
+    turns = [sum(map(len, part.decisions)) for part in parts]
+    decision_us = np.average([part.decision_us for part in parts], weights=np.maximum(turns, 1))
     return {
         "format": FORMAT,
         "suite": suite.name,
         "digest": suite.digest,
-        "jobs": len(rows),
+        "jobs": len(decisions),
         "seed": seed,
-        "figures": summary(Scores.of(record)) | {"decision_us": round(game.decision_us, 1)},
+        "figures": summary(Scores.of(record)) | {"decision_us": round(float(decision_us), 1)},
         "scores": record,
-        "decisions": pack(game.decisions),
+        "decisions": pack(decisions),
     }
 
 
@@ -141,6 +157,8 @@ def replay(submission: Mapping[str, Any], suite: JobSuite, check: int | None = N
     game = play(policy, *opened)
     for name, values in vars(Scores.of(game.scores.record())).items():
         said = getattr(scores, name)[picked]
+        if submission["format"] == BEFORE and name == "quiet":  # it did not tell
+            continue
         off = ~np.isclose(values, said, rtol=SAME, atol=SAME, equal_nan=True)
         if off.any():
             k = tuple(np.argwhere(off)[0])

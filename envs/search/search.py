@@ -231,7 +231,7 @@ class Search:
         seen = self.observe()
         is_first = np.array([state is None])
         action, state = policy.predict(seen[None], state, is_first, True)
-        config, what = choices_of(np.reshape(action, 3))
+        config, what = choices_of(np.reshape(action, ()))
         self.decide(int(config), int(what))
         return state
 

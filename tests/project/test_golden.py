@@ -58,7 +58,8 @@ def story(env):
         actions.append(action)
         rewards.append(reward)
     whole = {
-        key: digest(np.array([i[key] for i in infos])) for key in ("slot", "masked", "mask", "steps", "table")
+        key: digest(np.array([i[key] for i in infos]))
+        for key in ("slot", "masked", "action_mask", "steps", "table")
     }
     return {
         "turns": len(actions),

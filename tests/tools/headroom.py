@@ -46,7 +46,9 @@ class ToldSearch(SimSearch):
     def __init__(self, windows, prior, config, tables):
         self.windows = windows
         begun = zip(*windows.begin(config.profile_steps), tables, strict=True)
-        self.searches = [Search(job, seen, prior, config, table[: len(job.share)]) for job, seen, table in begun]
+        self.searches = [
+            Search(job, seen, prior, config, table[: len(job.share)]) for job, seen, table in begun
+        ]
 
 
 def opened(suite, rows, noise, arm):
@@ -77,7 +79,9 @@ def play_all(path, name, worlds, n_jobs):
                     rows = rows_of(suite, world, first, min(first + BATCH, n_jobs))
                     rows = np.array([r for r in rows if (name, int(r), arm, noise) not in done], int)
                     if len(rows):
-                        scores = play(ExpectedImprovement(), *opened(suite, rows, noise, arm), after=AFTER).scores
+                        scores = play(
+                            ExpectedImprovement(), *opened(suite, rows, noise, arm), after=AFTER
+                        ).scores
                         append(path, name, world, rows, arm, noise, scores)
                 print(f"{name} {world}: jobs {first} to {first + BATCH}, noise {noise}", flush=True)
 
@@ -91,7 +95,9 @@ def append(path, name, world, rows, arm, noise, scores):
         for k, row in enumerate(rows):
             figures = scores.lost[k], scores.verdict[k], scores.gain[k]
             told = [f"{value:.5f}" for value in figures]
-            writer.writerow([name, world, int(row), arm, noise, *told, int(scores.is_harsh[k]), int(scores.is_harmed[k])])
+            writer.writerow(
+                [name, world, int(row), arm, noise, *told, int(scores.is_harsh[k]), int(scores.is_harmed[k])]
+            )
 
 
 def table(path, world):
@@ -127,11 +133,15 @@ def show(path, worlds):
             carried = np.take_along_axis(many, best[None, :, ::-1], 0)[0] - rule
             print(f"  {choice}: {means}")
             if len(arms) > 1:
-                print(f"    best for each job, own noise {told(own.mean(axis=1))}; headroom {told(carried.mean(axis=1))}")
+                print(
+                    f"    best for each job, own noise {told(own.mean(axis=1))}; headroom {told(carried.mean(axis=1))}"
+                )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["play", "show"])
     parser.add_argument("rows", type=Path, help="the file of rows")
     parser.add_argument("--jobs", type=int, default=40, help="of each world")

@@ -58,7 +58,8 @@ def tables(envs=ROOT / "envs", check=0):
         for submission in found["submissions"]:
             if reason := board.judge(submission, check):
                 raise ValueError(f"{name}: {submission.get('entrant')}: {reason}")
-        parts.append(f"{board.title}, {found['date']}, simulated:\n\n{board.markdown()}")
+        told = f"{board.title}, {found['date']}, simulated:\n\n{board.markdown()}"
+        parts.append(f"{told}\nBy world; steps are median, p90:\n\n{board.by_world()}")
     return "\n".join(parts)
 
 

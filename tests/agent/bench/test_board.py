@@ -65,7 +65,7 @@ def honest(suite: JobSuite) -> dict[str, Any]:
 
 
 def test_decisions_are_packed_and_unpacked() -> None:
-    decisions = [[0, 3, 255], [], [7] * 500]
+    decisions = [[0, 3, 391], [], [7] * 500]
     assert unpack(pack(decisions), 3) == decisions
     for text, n in (("#", 3), (pack(decisions), 4), (pack(decisions)[:16], 3), (pack([]), 1)):
         with pytest.raises(ValueError, match="decisions"):
@@ -192,13 +192,42 @@ def test_a_failing_entrant_never_stops_the_others(suite: JobSuite, tmp_path: Pat
     assert json.loads((out / "default.json").read_text())["decisions"] == found["default"]["decisions"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["local", "ray"])
+def test_a_board_is_the_same_for_any_split(
+    suite: JobSuite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Parts of three jobs on one, two and four processes, or on a Ray of two workers."""
+    monkeypatch.setattr("dynamiccl.agent.bench.run.PART_JOBS", 3)
+    save(suite, tmp_path / "s.json")
+    if backend == "ray":
+        ray = pytest.importorskip("ray", reason="Ray is not installed")
+        ray.init(num_cpus=2, include_dashboard=False)
+    try:
+        told, parts = [], []
+        for processes in (2,) if backend == "ray" else (1, 2, 4):
+            names = ["coordinate-descent", "random"]
+            options = {"processes": processes, "backend": backend, "on_part": lambda *at: parts.append(at)}
+            results = run(names, str(tmp_path / "s.json"), 7, tmp_path, **options)
+            told.append({r["entrant"]: r for r in results})
+        whole = {name: enter_one(name, suite, 7) for name in ("coordinate-descent", "random")}
+        for found in [*told, whole]:
+            for name, result in found.items():
+                for key in ("scores", "decisions", "digest", "jobs"):
+                    assert result[key] == whole[name][key], (name, key)
+        assert parts[5] == (6, 6) and set(told[0]) == set(whole)
+    finally:
+        if backend == "ray":
+            ray.shutdown()
+
+
 def test_a_guest_is_found_where_the_command_is_called(suite: JobSuite, tmp_path: Path) -> None:
     save(suite, tmp_path / "s.json")
     (tmp_path / "my_guest.py").write_text(
         "import numpy as np\n"
         "class Mine:\n"
         "    def predict(self, observation, state=None, episode_start=None, deterministic=True):\n"
-        "        return np.array([[0, 0, 3]] * len(observation)), state\n"
+        "        return np.full(len(observation), 3), state\n"
     )
     command = [str(Path(sys.executable).parent / "dynamiccl"), "bench", "--policy", "my_guest:Mine"]
     command += ["--suite", "s.json", "--jobs", "2", "--out", "out", "--json"]

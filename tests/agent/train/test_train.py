@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from dynamiccl.agent.policies.lstm import LstmPolicy
 from dynamiccl.agent.policies.rule import ExpectedImprovement
-from dynamiccl.agent.train.training import AgainstRule, Settings, Training, export
-from dynamiccl.envs.search.interfaces import LEAVE
+from dynamiccl.agent.train.against import AgainstBaseline
+from dynamiccl.agent.train.training import Settings, Training, export
+from dynamiccl.envs.search.interfaces import LEAVE, actions_of
 from dynamiccl.envs.sim.family import STANDARD
 from dynamiccl.envs.sim_env import SimEnv
 
@@ -26,16 +27,16 @@ def played(env, decide, seed):
 
 @pytest.mark.slow
 def test_the_rule_earns_nothing_beyond_itself_and_who_leaves_at_once_loses_what_it_would_have_gained():
-    env, rule = AgainstRule(*(SimEnv(STANDARD.only("plain")) for _ in range(2))), ExpectedImprovement()
+    env, rule = AgainstBaseline(*(SimEnv(STANDARD.only("plain")) for _ in range(2))), ExpectedImprovement()
     lost = []
     for seed in range(6):
         assert played(env, lambda seen: rule.predict(seen)[0], seed) == pytest.approx(0.0, abs=1e-9)
-        alone = played(env, lambda seen: np.array([0, 0, LEAVE]), seed)
+        alone = played(env, lambda seen: actions_of(0, LEAVE), seed)
         assert alone == pytest.approx(-env.earned, abs=0.5)
         lost.append(alone)
     assert min(lost) < -5 and np.mean(lost) < 0
     env.most = 0.5
-    paid = [played(env, lambda seen: np.array([0, 0, LEAVE]), seed) for seed in range(6)]
+    paid = [played(env, lambda seen: actions_of(0, LEAVE), seed) for seed in range(6)]
     np.testing.assert_allclose(paid, np.clip(lost, -0.5, 0.5), atol=1e-9)
 
 

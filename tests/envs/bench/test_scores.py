@@ -89,7 +89,7 @@ def test_strata_hold_all():
     n = len(gains)
     fill = np.zeros(n)
     flags = fill.astype(bool)
-    scores = Scores(fill, fill, gains, gains, fill, flags, flags)
+    scores = Scores(fill, fill, fill, gains, gains, fill, flags, flags)
     parts = by_stratum(scores, np.array(["plain", "tails", "plain", "plain", "wide", "wide", "tails"]))
     assert {name: part["jobs"] for name, part in parts.items()} == {"plain": 3, "tails": 2, "wide": 2}
 

@@ -283,7 +283,7 @@ def test_all_backends_play_one_recorded_episode_alike(trace, folder, monkeypatch
                 and over == v
             )
             assert set(info) == set(i)
-            assert (info["mask"] == i["mask"]).all() and (info["table"] == i["table"]).all()
+            assert (info["action_mask"] == i["action_mask"]).all() and (info["table"] == i["table"]).all()
             assert (info["slot"], info["masked"], info["steps"]) == (i["slot"], i["masked"], i["steps"])
             assert info["lost"] == pytest.approx(i["lost"], rel=5e-6, abs=1e-4)
 

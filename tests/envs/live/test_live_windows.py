@@ -10,8 +10,8 @@ from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.live.job_ends import JobEnded, Withdrawn
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.live_env import LiveEnv
+from dynamiccl.envs.search.config import HORIZON
 from dynamiccl.envs.search.interfaces import REFERENCE, RUN, SEARCH, TABLE, TRIAL, WATCH, Plan, actions_of
-from dynamiccl.envs.search_env import HORIZON
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import OneJob, SimWindows
 from dynamiccl.traces.records import Decision
@@ -81,7 +81,7 @@ def test_the_end_of_the_job_ends_the_episode(why, stays):
     earned, info = play(env)
     assert info["ended"] == str(why) and bool(job.confirmed) == bool(job.in_force) == stays and earned < 1
     with pytest.raises(ValueError, match=r"call reset\(\)"):
-        env.step(np.array([0, 0, 0]))
+        env.step(0)
 
 
 def test_who_is_done_with_a_table_earns_more_than_who_goes_on_trying_for_nothing():

@@ -22,7 +22,7 @@ from dynamiccl.envs.search.interfaces import (
     actions_of,
     choices_of,
 )
-from dynamiccl.envs.search.observation import EFFECT, decode
+from dynamiccl.envs.search.observation import EFFECT, KEPT, N_CONTEXT, decode, expand
 from dynamiccl.envs.search.refine import Refine
 from dynamiccl.envs.search.search import Search
 from dynamiccl.traces.fingerprint import N_FEATURES
@@ -301,12 +301,12 @@ def test_the_rule_tries_what_is_worth_most_and_never_what_is_in_force(prior):
     """Seen on simulated jobs: scores were cut off at the same height, and of all that reached it the first was taken,
     which was the config in force: a job with a further 8 % to gain had no trial at all."""
     search = after(Told(savings()), prior)
-    seen = search.observe()
-    figures = seen[-8 * N_CONFIGS : -N_CONFIGS].reshape(7, N_CONFIGS)
+    (whole,) = expand(search.observe()[None])
+    figures = whole[N_CONTEXT:-N_CONFIGS].reshape(7, N_CONFIGS)
     figures[2, [8, 16, 18, 20]] = 10 * EFFECT * np.array([0.002, 0.01, 0.015, 0.012])  # worth
     figures[6] = 0.0  # risk
     assert search.confirmed[search.turn] == 18
-    config, what = choices_of(ExpectedImprovement().predict(seen)[0])
+    config, what = choices_of(ExpectedImprovement().predict(whole[KEPT])[0])
     assert (config, what) == (20, RUN)
 
 
