@@ -54,8 +54,9 @@ class SearchEnv(gym.Env[Array, np.int64]):
 
     ## Episode End
     Terminated if nothing is left to try after the verdict. Truncated if the job is over, which it is after
-    :data:`HORIZON` steps at the latest, or if its ranks change tables no more: then the table earns nothing for later steps, and ``info["ended"]`` says why. ``info["table"]`` holds the
-    result (configs by slot, 0 beyond the job's slots), ``info["steps"]`` the steps that it took.
+    :data:`HORIZON` steps at the latest, or if its ranks change tables no more: then the table earns nothing for later
+    steps, and ``info["ended"]`` says why. ``info["table"]`` holds the result (configs by slot, 0 beyond the job's
+    slots), ``info["steps"]`` the steps that it took.
 
     ## Rendering
     ``render_mode="ansi"``: :meth:`render` returns a line about the search; ``"rgb_array"``: a picture of what is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -111,6 +112,25 @@ def _load_model(name: str) -> Policy:
     raise ValueError(f"no known algorithm loads {name} ({why}): give MODULE:NAME of a class that loads it")
 
 
+class _Masked:
+    """A model of MaskablePPO, which wants the mask beside the observation that tells it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def predict(
+        self, observation: Any, state: Any = None, episode_start: Any = None, deterministic: bool = True
+    ) -> tuple[Any, Any]:
+        """See ``envs.search.interfaces.Policy``."""
+        from ...envs.search.observation import masks_of
+
+        masks = masks_of(observation)
+        found, state = self.model.predict(
+            observation, state, episode_start, deterministic, action_masks=masks
+        )
+        return found, state
+
+
 def _checked(model: Any, name: str) -> Policy:
     """The model, if it was trained on the observations and actions of ``dynamiccl/Sim-v0``. Raises ValueError."""
     from ...envs.search.interfaces import action_space
@@ -118,7 +138,8 @@ def _checked(model: Any, name: str) -> Policy:
 
     if model.observation_space != observation_space() or model.action_space != action_space():
         raise ValueError(f"{name} was not trained on dynamiccl/Sim-v0 of this release: its spaces differ")
-    return model  # type: ignore[no-any-return]
+    is_masked = "action_masks" in inspect.signature(model.predict).parameters
+    return _Masked(model) if is_masked else model
 
 
 def _load_own(name: str) -> Policy:

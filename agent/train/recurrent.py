@@ -137,7 +137,8 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
     :class:`TurnHead`.
 
     The critic has an LSTM of its own (Ni et al. 2022). ``head_width``, ``head_depth`` size the head;
-    ``recurrent_rate``: by what the learning rate is multiplied for the LSTMs, whose gradients are small; ``sure``: see ``lstm.rule_scores``.
+    ``recurrent_rate``: by what the learning rate is multiplied for the LSTMs, whose gradients are small; ``sure``: see
+    ``lstm.rule_scores``.
     """
 
     def __init__(

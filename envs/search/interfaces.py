@@ -36,6 +36,8 @@ QUAD = len(PATTERN)
 #: comparison with the current table; the end of the search, or after the verdict of all trials. Slots without a turn
 #: run the config with the best posterior mean; after the verdict that of the current table.
 GO_ON, RUN, COMPARE, LEAVE = range(4)
+#: What may always come next.
+WHAT = (GO_ON, RUN, COMPARE, LEAVE)
 #: Three more, masked unless ``SearchConfig.more_choices``: the window at once, and longer; after the verdict a look at
 #: the default, and a new search.
 RUN_LONGER, LOOK, SEARCH_AGAIN = range(4, 7)

@@ -15,6 +15,7 @@ import numpy as np
 from ...traces.fingerprint import N_FEATURES
 from ...traces.records import PAIRS
 from ...traces.spaces import N_CHANNELS, N_CONFIGS
+from .interfaces import N_ACTIONS, WHAT, actions_of
 
 Array = np.ndarray[Any, Any]
 
@@ -173,6 +174,17 @@ def expand(observations: Array) -> Array:
     whole = np.tile(BLANK, (len(observations), 1))
     whole[:, KEPT] = observations
     return whole
+
+
+def masks_of(observations: Array) -> Array:
+    """(..., N_ACTIONS) bool: what may be chosen at observations (..., N_OBSERVATION), without the further choices of
+    ``SearchConfig.more_choices``."""
+    rows = expand(np.atleast_2d(observations))
+    is_open = rows[:, -N_CONFIGS:] > 0.5
+    masks = np.zeros((len(rows), N_ACTIONS), bool)
+    for what in WHAT:
+        masks[:, actions_of(np.arange(N_CONFIGS), what)] = is_open
+    return masks.reshape(*np.shape(observations)[:-1], N_ACTIONS)
 
 
 def decode(observations: Array) -> Seen:

@@ -24,15 +24,14 @@ from .comparison import Comparison, TimedWindow
 from .config import ABORT, HORIZON, SearchConfig
 from .explore import Explore, Remeasure
 from .interfaces import (
-    COMPARE,
     GO_ON,
     LEAVE,
     N_WHAT,
     PROFILE,
-    RUN,
     SEARCH,
     TRIAL,
     WATCH,
+    WHAT,
     Job,
     Measured,
     Plan,
@@ -45,9 +44,6 @@ from .state import Changed, LastWindow, Milestones, NewSearch, Next, Phase, Stat
 from .step_times import Quads, trimmed_mean
 
 Array = np.ndarray[Any, Any]
-
-#: What may always come next; a phase may have more, see ``SearchConfig.more_choices``.
-WHAT = (GO_ON, RUN, COMPARE, LEAVE)
 
 
 class Search:
