@@ -105,7 +105,7 @@ def tune(command: Sequence[str] = (), *, out: str | Path | None = None, **option
             ZeRO job is trained and tuned.
         out: folder of the results; default: a new one below ``runs/tune``.
         options: the options of ``dynamiccl tune`` with underscores: ``cluster="dgx-h100-2x8"``, ``once=True``,
-            ``budget=0.02``, ``policy="lstm"``.
+            ``budget=0.02``, ``policy="sweep"``.
 
     Returns:
         The run. ``run.wait()`` returns the job's exit status.

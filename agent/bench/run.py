@@ -30,11 +30,11 @@ from joblib import Parallel, delayed, parallel_config
 
 from ...envs.bench.job_suites import JobSuite
 from ...envs.bench.submissions import PlayedPart, play_part, rows_of, submission
-from ..policies.choosing import CLASSICAL, DEFAULT, make_chooser
+from ..policies.choosing import CLASSICAL, LSTM, RULE, make_chooser
 
 #: Entrants that read the truth and search nothing.
 READERS = ("oracle", "static-best")
-#: On the board without a rank: ``aa`` is the default policy under other noise (what lies between it and that policy is
+#: On the board without a rank: ``aa`` is the rule under other noise (what lies between it and that policy is
 #: luck), and those that read the truth.
 UNRANKED = ("aa", *READERS)
 #: Jobs that an entrant plays at a time.
@@ -44,7 +44,7 @@ PART_JOBS = 20
 LOCAL, RAY = "local", "ray"
 _BACKENDS = {LOCAL: "threading", RAY: "ray"}
 #: The board's entrants that play.
-ENTRANTS = ("lstm", "aa", DEFAULT, *CLASSICAL)
+ENTRANTS = (LSTM, "aa", RULE, *CLASSICAL)
 
 
 def enter_one(name: str, suite: str | JobSuite, jobs: int | None = None) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def _seed_of(name: str) -> int:
 
 def _played(name: str, suite: JobSuite, rows: Sequence[int]) -> PlayedPart:
     seed = _seed_of(name)
-    policy = make_chooser(DEFAULT if name == "aa" else name, seed)
+    policy = make_chooser(RULE if name == "aa" else name, seed)
     return play_part(policy, suite, rows, seed)
 
 

@@ -50,7 +50,7 @@ def bench(
     dynamiccl bench --policy model.zip --jobs 40    # of stable-baselines3
     dynamiccl bench --filed --policy my_module:MyPolicy    # with those on file
     dynamiccl bench --filed --check 8
-    dynamiccl bench --backend ray --processes 64    # on a Ray cluster: ray start, or RAY_ADDRESS
+    dynamiccl bench --backend ray --processes 64    # on a Ray cluster
     """
     print(f"loading suite {suite} ...", file=sys.stderr, flush=True)
     one_thread()

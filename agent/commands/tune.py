@@ -54,9 +54,9 @@ def tune(
         str,
         Option(
             group=SEARCH,
-            help="A known policy (lstm, sweep, ...), FILE.npz, FILE.zip, MODULE:NAME or a folder.",
+            help="lstm, expected-improvement, sweep, ..., FILE.npz, FILE.zip, MODULE:NAME or a folder.",
         ),
-    ] = "expected-improvement",
+    ] = "lstm",
     budget: Annotated[
         float, Option(min=0, group=SEARCH, help="Maximum cost, as a share of the job's time. 0: only watch.")
     ] = 0.05,

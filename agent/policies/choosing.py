@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # none of them before a policy is made: a job that is to be started does not wait for numpy
     from ...envs.search.interfaces import Policy
 
-#: What decides where nothing else is asked for: the best that was measured, see the README.
-DEFAULT = "expected-improvement"
+#: The rule, and the LSTM, which adds what it learned to the rule's scores.
+RULE, LSTM = "expected-improvement", "lstm"
+#: What decides where nothing else is asked for. On simulated jobs the two are as good, see agent/README.md.
+DEFAULT = LSTM
 #: Ending of a file of trained weights, which is a policy too.
 WEIGHTS = ".npz"
 #: Ending of a file that ``model.save()`` of stable-baselines3 leaves.
@@ -30,7 +32,13 @@ _ALGORITHMS = (
 #: Those of ``classical.CLASSICAL``.
 CLASSICAL = ("default", "random", "coordinate-descent", "sweep")
 #: Policies that can be asked for by name.
-POLICIES = (DEFAULT, *CLASSICAL, "lstm")
+POLICIES = (LSTM, RULE, *CLASSICAL)
+
+
+def title(name: str) -> str:
+    """What a page says of a policy by its name."""
+    known = {LSTM: "an LSTM that corrects the rule's scores", RULE: "the rule: largest expected improvement"}
+    return f"{name} ({known[name]})" if name in known else name
 
 
 def check_chooser(name: str) -> None:
@@ -58,12 +66,12 @@ def make_chooser(name: str, seed: int = 0, rounds: int | None = None) -> Policy:
     from .near_tables import NearTables
     from .rule import ExpectedImprovement
 
-    if name == DEFAULT:
+    if name == RULE:
         return NearTables(ExpectedImprovement(rounds))
     if name in CLASSICAL:
         return classical.CLASSICAL[name](seed)
-    if name == "lstm" or name.endswith(WEIGHTS):
-        weights = LstmPolicy.load(None if name == "lstm" else name, seed)
+    if name == LSTM or name.endswith(WEIGHTS):
+        weights = LstmPolicy.load(None if name == LSTM else name, seed)
         weights.rule = ExpectedImprovement(rounds)
         return NearTables(weights)
     if name.endswith(MODEL):

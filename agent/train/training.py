@@ -112,6 +112,7 @@ class Training:
             device="cpu",
             policy_kwargs=shape,
         )
+        self._first = self.policy.export()
 
     @property
     def policy(self) -> MaskedLstmPolicy:
@@ -152,8 +153,16 @@ class Training:
             "seconds": round(self.seconds, 1),
             "settings": dataclasses.asdict(self.settings),
             "runs": len(self.runs),
+            "correlation with the first weights": self._moved(),
             "curve": self.curve,
         }
+
+    def _moved(self) -> dict[str, float]:
+        """By how much training moved the recurrent weights: their correlation with the first ones; 1: not at all."""
+        now = self.policy.export()
+        names = ("lstm_x", "lstm_h")
+        both = {name: np.corrcoef(self._first[name].ravel(), now[name].ravel()) for name in names}
+        return {name: round(float(matrix[0, 1]), 4) for name, matrix in both.items()}
 
     def run(self, progress: Progress = lambda done, total, row: None) -> None:
         """Train to the end."""

@@ -270,7 +270,8 @@ class Search:
         limit_ms = state.guard.limit_ms(plan.configs, default_ms)
         steps, is_aborted = _measuring_steps(plan, seen.tried, limit_ms)
         ms = trimmed_mean(steps)
-        quads = Quads.of(seen.step_ms, seen.arms, plan.turns)
+        has_ended = bool(seen.tried[-1] > plan.limit_ms)
+        quads = Quads.of(seen.step_ms, seen.arms, plan.turns, has_ended)
         if not len(quads.ratios):  # it ended before a whole quad
             quads = Quads.single(math.log(current_ms / ms))
         gain = self.gain[0]

@@ -91,7 +91,8 @@ def window_noise(logs: Array, n_steps: int) -> float:
 class Quads:
     """What ``q`` whole quads show; logs of ratios of step times."""
 
-    ratios: Array  # (q,) the current table's step over the tried one's: above 0 the tried one is faster
+    ratios: Array  # (q,) the current table's step over the tried one's: above 0 the tried one is faster; one more of a
+    # quad that a step of the tried table has ended
     apart: Array  # (2 q,) two turns of one table within a quad, scaled to the standard deviation of a ratio
     carried: Array  # (q,) part of a ratio that carries over into the next step
 
@@ -102,9 +103,10 @@ class Quads:
         return cls(np.array([ratio]), none, none)
 
     @classmethod
-    def of(cls, step_ms: Array, arms: Array, turn_steps: int) -> Quads:
+    def of(cls, step_ms: Array, arms: Array, turn_steps: int, has_ended: bool = False) -> Quads:
         """From the steps (k,) of a plan with turns, see :class:`interfaces.Measured`. A quad that is not whole is left
-        out."""
+        out, unless its last step has ended it (``has_ended``): a long step of the tried table counts as one of the
+        current table does. Else a job with a heavy tail would seem to gain by any table."""
         size = QUAD * turn_steps
         n_quads = len(step_ms) // size
         whole = n_quads * size
@@ -129,7 +131,19 @@ class Quads:
         later = third + fourth
         carried = sign * (earlier - later) / 2
         apart = np.concatenate([first - fourth, second - third])
+        if has_ended:
+            ratios = np.append(ratios, cls._ended(step_ms, arms, whole))
         return cls(ratios, apart / math.sqrt(2), carried)
+
+    @staticmethod
+    def _ended(step_ms: Array, arms: Array, whole: int) -> Array:
+        """(1,) the ratio of a quad of which the last step is the tried table's, its other turns taken to be alike; (0,)
+        if that step is in a whole quad, or no step of the current table is there to compare it with."""
+        beside = step_ms[whole:][arms[whole:] == 0]
+        beside = beside if len(beside) else step_ms[arms == 0]
+        if len(step_ms) == whole or not len(beside):
+            return np.zeros(0)
+        return np.array([math.log(median(beside) / step_ms[-1]) / 2])
 
     @property
     def ratio(self) -> float:

@@ -14,6 +14,7 @@ import pandas as pd
 from ....traces.files import Trace, TraceError
 from ....traces.outside import atomically
 from ....traces.queries.costs import generations, slot_costs
+from ...policies.choosing import title
 from .. import slow_rank
 from ..losses import Losses, loss_lines, read_losses
 from ..summary import RunSummary
@@ -161,7 +162,7 @@ def _figure(heading: str, lead: str, drawn: str) -> str:
 def _settings(s: RunSummary, trace: Trace) -> str:
     h = trace.header
     run = {name: h.get(name) for name in ("command", "job", "seed")}
-    run |= {"policy": s.policy, "ended": s.ended, "cluster": s.cluster}
+    run |= {"policy": s.policy and title(s.policy), "ended": s.ended, "cluster": s.cluster}
     run |= {"steps": s.steps, "windows to the verdict": s.windows}
     if s.cost_s is not None:
         allowed = f" of {seconds(s.budget_s)} allowed" if s.budget_s else ""

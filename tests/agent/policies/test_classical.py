@@ -90,7 +90,7 @@ def test_weights_of_a_file_are_a_policy(tmp_path):
 def test_policies_by_name():
     assert make_chooser("test_classical:Own").predict(np.zeros(3))[0] == 7
     for bad in ("no-such", "no_such_module:X", "test_classical:Nothing", "test_classical:RING"):
-        with pytest.raises(ValueError, match=r"known: expected-improvement|has no predict"):
+        with pytest.raises(ValueError, match=r"known: lstm, expected-improvement|has no predict"):
             make_chooser(bad)
 
 
@@ -118,4 +118,6 @@ def test_answers_that_are_no_action_are_refused(suite):
 def test_every_classical_policy_can_be_asked_for_by_name():
     """The names stand in a file of their own: whoever only checks one need not import numpy."""
     assert tuple(CLASSICAL) == choosing.CLASSICAL
-    assert {*CLASSICAL, "lstm", choosing.DEFAULT} == {*choosing.POLICIES}
+    assert {*CLASSICAL, choosing.LSTM, choosing.RULE} == {
+        *choosing.POLICIES
+    } and choosing.DEFAULT == choosing.LSTM

@@ -1,0 +1,100 @@
+"""Which of two policies loses less, world by world? Both play the same jobs of a suite under the same noise.
+
+  python tests/tools/paired_policies.py lstm expected-improvement --jobs 125 [--worlds lasting,many] [--suite held-out]
+  PYTHONPATH=tests/tools python tests/tools/paired_policies.py lstm paired_policies:Forgetful --jobs 125
+
+``--jobs`` are those of each world. ``Forgetful`` is the LSTM whose memory is emptied before each decision: the
+difference to it is what the memory is worth. Beside it stands by how much training moved the recurrent weights
+(correlation with those that it began with; 1: not at all). Steps are lost of 20,000, against the best
+table; intervals are 95 %, bootstrapped over jobs. All of it is simulated.
+"""
+
+import argparse
+import sys
+
+import numpy as np
+from dynamiccl.agent.policies.choosing import make_chooser
+from dynamiccl.agent.policies.lstm import LstmPolicy
+from dynamiccl.envs.bench.job_suites import JobSuite
+from dynamiccl.envs.bench.scores import Scores, bootstrap
+from dynamiccl.envs.bench.submissions import play_part
+from joblib import Parallel, delayed
+
+PART = 25
+
+
+class Forgetful:
+    """The LSTM, as if each decision were the first of its job."""
+
+    def __init__(self):
+        self.policy = make_chooser("lstm")
+
+    def predict(self, observation, state=None, episode_start=None, deterministic=True):
+        """The state of what tries neighbours after the LSTM stays: only the LSTM forgets."""
+        lstm, memories = (None, None) if state is None else state
+        before = None if state is None else (None, memories)
+        assert lstm is None or len(lstm) == 2
+        return self.policy.predict(observation, before, episode_start, deterministic)
+
+
+def played(name, suite, rows, seed):
+    return play_part(make_chooser(name), JobSuite.load(suite), rows, seed)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("policy")
+    parser.add_argument("rival")
+    parser.add_argument("--jobs", type=int, default=125, help="of each world")
+    parser.add_argument("--worlds", default="", help="all, if none are named")
+    parser.add_argument("--suite", default="standard")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise")
+    parser.add_argument("--processes", type=int, default=2)
+    args = parser.parse_args()
+    suite = JobSuite.load(args.suite)
+    worlds = args.worlds.split(",") if args.worlds else list(dict.fromkeys(suite.strata.tolist()))
+    rows = {world: np.flatnonzero(suite.strata == world)[: args.jobs].tolist() for world in worlds}
+    names = (args.policy, args.rival)
+    tasks = [
+        (name, world, some[i : i + PART])
+        for world, some in rows.items()
+        for name in names
+        for i in range(0, len(some), PART)
+    ]
+    work = (delayed(played)(name, args.suite, some, args.seed) for name, _, some in tasks)
+    found = []
+    for part in Parallel(args.processes, return_as="generator")(work):
+        found.append(part)
+        print(f"{len(found)} of {len(tasks)} parts", file=sys.stderr, flush=True)
+    scores = {key: [] for key in ((name, world) for world in worlds for name in names)}
+    for (name, world, _), part in zip(tasks, found, strict=True):
+        scores[name, world].append(part.scores)
+    print(f"{args.suite}, noise {args.seed}, simulated; steps lost of 20,000; {names[0]} - {names[1]}")
+    lost, harm = {name: [] for name in names}, {name: [] for name in names}
+    for world in [*worlds, "all"]:
+        for name in names:
+            if world == "all":
+                continue
+            whole = [Scores.of(one) for one in scores[name, world]]
+            lost[name].append(np.concatenate([one.lost for one in whole]))
+            harm[name].append(
+                [sum(one.is_harsh.sum() for one in whole), sum(one.is_harmed.sum() for one in whole)]
+            )
+        mine, other = (np.concatenate(lost[name]) if world == "all" else lost[name][-1] for name in names)
+        gap = mine - other
+        low, high = bootstrap(gap)
+        at = slice(None) if world == "all" else slice(-1, None)
+        bad = [np.sum(harm[name][at], axis=0) for name in names]
+        print(
+            f"{world:12} {len(gap):4} jobs  {mine.mean():7.1f} {other.mean():7.1f}  {gap.mean():+7.1f} "
+            f"[{low:+.1f}, {high:+.1f}]  harsh {bad[0][0]} {bad[1][0]}  slower {bad[0][1]} {bad[1][1]}"
+        )
+    if "Forgetful" in args.rival:
+        told = LstmPolicy.load().record.get("correlation with the first weights", "not on record")
+        print(f"correlation of the recurrent weights with those that training began with: {told}")
+
+
+if __name__ == "__main__":
+    main()
