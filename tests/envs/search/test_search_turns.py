@@ -1,5 +1,6 @@
 """A search whose job takes turns: what it plans, what long steps decide, and what it does where turns are refused."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -8,8 +9,9 @@ from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.comparison import LongSteps
 from dynamiccl.envs.search.config import SearchConfig
-from dynamiccl.envs.search.interfaces import REFERENCE, SEARCH, TABLE, TRIAL
+from dynamiccl.envs.search.interfaces import PATTERN, REFERENCE, SEARCH, TABLE, TRIAL
 from dynamiccl.envs.search.search import Search
+from dynamiccl.envs.search.step_times import Quads
 from dynamiccl.envs.sim.family import STANDARD
 from dynamiccl.envs.sim.jobs import draw_jobs
 from dynamiccl.envs.sim.noise import NoiseStream
@@ -76,3 +78,16 @@ def test_a_job_that_refuses_turns_goes_on_in_windows_and_is_asked_again_after_th
     rest = plans[first + 1 :]
     assert not any(plan.turns for plan, is_over in rest if not is_over)
     assert any(plan.turns for plan, is_over in rest if is_over)
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_long_step_counts_alike_under_both_tables(before):
+    """Before: one of the tried table ended its quad, which was left out; one of the current table counted."""
+    usual, long = 100.0, 300.0
+    whole = np.array([usual, usual, usual, long])
+    of_current = Quads.of(whole, PATTERN, 1)
+    ended = np.array([usual] * before + [long])
+    of_tried = Quads.of(ended, PATTERN[: before + 1], 1, has_ended=True)
+    assert of_current.ratios == pytest.approx([math.log(3) / 2])
+    assert of_tried.ratios == pytest.approx([-math.log(3) / 2])
+    assert len(Quads.of(ended, PATTERN[: before + 1], 1).ratios) == 0
