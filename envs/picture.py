@@ -24,19 +24,32 @@ def picture(search: Search) -> Array:
     Grey: it may not be chosen. The greener, the more of a step it is believed to save against the best table; the
     redder, the more it loses. A black frame marks the current table.
     """
+    belief = search.state.belief
     shape = search.n_slots, search.open.shape[1]
     colours = np.empty((*shape, 3))
-    belief = search.state.belief
     for slot in range(search.n_slots):
-        saving = belief.outlook(slot)[0]
-        part = np.clip(saving / DARKEST, -1, 1)[:, None]
+        saving, _, _ = belief.outlook(slot)
+        part = np.clip(saving / DARKEST, -1, 1)
+        part = part[:, None]
         ink = np.where(part > 0, GREEN, RED)
-        colours[slot] = WHITE + np.abs(part) * (ink - WHITE)
+        strength = np.abs(part)
+        colours[slot] = WHITE + strength * (ink - WHITE)
     colours[~search.open] = GREY
-    pixels = colours.repeat(CELL, axis=0).repeat(CELL, axis=1).astype(np.uint8)
+
+    tall = colours.repeat(CELL, axis=0)
+    wide = tall.repeat(CELL, axis=1)
+    pixels = wide.astype(np.uint8)
     for slot, config in enumerate(search.confirmed):
-        square = pixels[slot * CELL : (slot + 1) * CELL, config * CELL : (config + 1) * CELL]
-        inside = square[FRAME:-FRAME, FRAME:-FRAME].copy()
-        square[:] = BLACK
-        square[FRAME:-FRAME, FRAME:-FRAME] = inside
+        _frame(pixels, slot, config)
     return pixels
+
+
+def _frame(pixels: Array, slot: int, config: int) -> None:
+    """Draw a frame into the square of a setting."""
+    top = slot * CELL
+    left = config * CELL
+    square = pixels[top : top + CELL, left : left + CELL]
+    square[:FRAME] = BLACK
+    square[-FRAME:] = BLACK
+    square[:, :FRAME] = BLACK
+    square[:, -FRAME:] = BLACK

@@ -12,13 +12,59 @@ from .live.job_ends import JobEnded, Stopped, Withdrawn
 from .picture import picture
 from .search import observation
 from .search.belief.prior import Prior
-from .search.config import DISCARD, HORIZON, MASKED_PRICE, REWARD_PAIRS, SearchConfig
+from .search.config import DISCARD, HORIZON, MASKED_PRICE, REWARD_PAIRS, REWARD_UNIT, SearchConfig
 from .search.interfaces import N_ACTIONS, WATCH, Plan, Windows, action_space, actions_of, choices_of
 from .search.search import Search
 from .search.step_times import trimmed_mean
 from .sim.workloads import MANY_SLOTS
 
 Array = np.ndarray[Any, Any]
+
+
+class Reward:
+    """What a search has earned, in hundreds of default steps: what the current table was counted for since it became
+    that."""
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        self.saved = 0.0  # part of a default step, in each step
+        self.steps = 0  # that were left of the job then
+        self._configs = search.confirmed.copy()
+
+    def of(self, saved: float) -> float:
+        """Of a measurement that saved so many default steps beyond the current table. A change of the current table
+        counts for all steps that are left."""
+        current = self.search.state.current
+        if not np.array_equal(self._configs, current.configs):
+            left = self.search.steps_left
+            saved += left * (current.saved - self.saved)
+            self.saved = current.saved
+            self.steps = left
+            self._configs = current.configs.copy()
+        return saved / REWARD_UNIT
+
+    def cut(self) -> float:
+        """Of the end of the job: steps were counted that will not come."""
+        return -self.saved * self.search.steps_left / REWARD_UNIT
+
+    def settled(self, windows: Windows) -> float:
+        """Settles the account at the end, by windows that decide nothing: those that confirmed the current table were
+        lucky ones, and the lower bound of its gain can be bought with time."""
+        table = self.search.confirmed
+        if not table.any():
+            return 0.0
+        none = np.zeros_like(table)
+        length = self.search.state.noise.window_steps
+        under_default = Plan(WATCH, none, length, DISCARD)
+        under_table = Plan(WATCH, table, length, DISCARD)
+        default_ms = table_ms = 0.0
+        for _ in range(REWARD_PAIRS):
+            default = windows.measure(under_default)
+            tuned = windows.measure(under_table)
+            default_ms += trimmed_mean(default.step_ms)
+            table_ms += trimmed_mean(tuned.step_ms)
+        measured = float(1 - table_ms / default_ms)
+        return self.steps * (measured - self.saved) / REWARD_UNIT
 
 
 class SearchEnv(gym.Env[Array, np.int64]):
@@ -90,6 +136,7 @@ class SearchEnv(gym.Env[Array, np.int64]):
         job, default = self.windows.begin()
         confirm = self.windows.confirm
         self.search = Search(job, default, self.prior, self.config, on_confirmed=confirm)
+        self.reward = Reward(self.search)
         self._is_over = False
         self._n_masked = 0
         seen = self.search.observe()
@@ -110,12 +157,12 @@ class SearchEnv(gym.Env[Array, np.int64]):
                 if not search.steps_left:
                     raise JobEnded(f"the job has run its {HORIZON:,} steps")
                 measured = self.windows.measure(plan)
-                reward += search.record(plan, measured)
+                reward += self.reward.of(search.record(plan, measured))
             if search.is_done:
-                reward += settled(search, self.windows) / 100
+                reward += self.reward.settled(self.windows)
         except JobEnded as error:
             ended = {"ended": str(error)}
-            reward -= search.valued[0] * search.steps_left / 100  # steps that will not come
+            reward += self.reward.cut()
             if isinstance(error, (Stopped, Withdrawn)):  # the job is to run as if nobody had tuned it
                 search.withdraw()
         is_done = search.is_done
@@ -163,23 +210,3 @@ class SearchEnv(gym.Env[Array, np.int64]):
             "table": table,
             "lost": s.lost,
         }
-
-
-def settled(search: Search, windows: Windows) -> float:
-    """Default steps by which the reward has counted the current table too low, by windows that decide nothing: those
-    that confirmed it were lucky ones, and the lower bound of its gain can be bought with time."""
-    counted, n_steps = search.valued
-    if not search.confirmed.any():
-        return 0.0
-    none = np.zeros_like(search.confirmed)
-    length = search.state.noise.window_steps
-    under_default = Plan(WATCH, none, length, DISCARD)
-    under_table = Plan(WATCH, search.confirmed, length, DISCARD)
-    default_ms = table_ms = 0.0
-    for _ in range(REWARD_PAIRS):
-        default = windows.measure(under_default)
-        table = windows.measure(under_table)
-        default_ms += trimmed_mean(default.step_ms)
-        table_ms += trimmed_mean(table.step_ms)
-    saved = float(1 - table_ms / default_ms)
-    return n_steps * (saved - counted)

@@ -162,9 +162,8 @@ def _print_costs(console: Console, slots: list[dict[str, Any]]) -> None:
 
 
 def _print_head(console: Console, story: dict[str, Any]) -> None:
-    from ..policies.choosing import title
     from ..report.terminal import say
-    from ..report.texts import emulation_text
+    from ..report.texts import emulation_text, policy_text
 
     h, steps = story["header"], story["steps"]
     console.print(f"[bold]{story['folder']}[/]", soft_wrap=True)
@@ -174,7 +173,7 @@ def _print_head(console: Console, story: dict[str, Any]) -> None:
     facts.append(h.get("job") or h.get("command"))
     say(console, "  ".join(str(fact) for fact in facts if fact))
     if h.get("policy"):
-        say(console, f"policy: {title(h['policy'])}")
+        say(console, f"policy: {policy_text(h['policy'])}")
     if not steps["n"]:
         whole = "; calls are counted over the whole recording" if "source" in h else ""
         say(console, f"no optimizer step was seen; {story['n_events']} collectives{whole}")

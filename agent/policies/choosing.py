@@ -35,12 +35,6 @@ CLASSICAL = ("default", "random", "coordinate-descent", "sweep")
 POLICIES = (LSTM, RULE, *CLASSICAL)
 
 
-def title(name: str) -> str:
-    """What a page says of a policy by its name."""
-    known = {LSTM: "an LSTM that corrects the rule's scores", RULE: "the rule: largest expected improvement"}
-    return f"{name} ({known[name]})" if name in known else name
-
-
 def check_chooser(name: str) -> None:
     """Refuse what :func:`make_chooser` would; what is always there is known by its name. Raises ValueError."""
     if name not in POLICIES:

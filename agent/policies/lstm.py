@@ -49,7 +49,8 @@ def rule_scores(observations: Array, rule: ExpectedImprovement | None = None, su
 
 def figures_of(observations: Array) -> Array:
     """(n, N_OBSERVATION) -> (n, N_PER_CONFIG, N_CONFIGS)."""
-    figures = np.asarray(expand(observations)[:, N_CONTEXT:-N_CONFIGS])
+    whole = expand(observations)
+    figures = whole[:, N_CONTEXT:-N_CONFIGS]
     return figures.reshape(-1, N_PER_CONFIG, N_CONFIGS)
 
 
@@ -71,19 +72,21 @@ class LstmPolicy:
         self.weights = weights
         self.record = record or {}
         self.rule = ExpectedImprovement()  # the policy adds to its scores
-        self.sure = float(self.record.get("settings", {}).get("sure", SURE))
+        settings = self.record.get("settings", {})
+        self.sure = float(settings.get("sure", SURE))
         self.rng = np.random.default_rng(seed)
         self.hidden = len(w["lstm_h"])
         n_read = len(w["lstm_x"])
         n_configs = len(w["head_e"])
-        if n_read != N_READ or n_configs != N_CONFIGS:
+        is_other = n_read != N_READ or n_configs != N_CONFIGS
+        if is_other:
             raise ValueError(
                 f"weights for observations of {n_read} and {n_configs} configs; this version has "
                 f"{N_READ} and {N_CONFIGS}: train anew (dynamiccl lab train)"
             )
         # sigmoid(x) = (tanh(x / 2) + 1) / 2: with the halves inside the weights, one tanh does all four gates.
-        half = np.repeat([0.5, 0.5, 1.0, 0.5], self.hidden)
-        half = half.astype(np.float32)
+        halves = np.array([0.5, 0.5, 1.0, 0.5], np.float32)
+        half = np.repeat(halves, self.hidden)
         gates = np.concatenate([w["lstm_x"], w["lstm_h"]])
         self._gates = gates * half
         self._bias = w["lstm_b"] * half
@@ -155,8 +158,9 @@ class LstmPolicy:
             none = np.zeros((len(rows), self.hidden), np.float32)
             state = none, none
         if episode_start is not None and np.any(episode_start):
-            starts = np.atleast_1d(episode_start).astype(np.float32)
-            keep = 1 - starts[:, None]
+            starts = np.atleast_1d(episode_start)
+            keep = np.where(starts, 0, 1).astype(np.float32)
+            keep = keep[:, None]
             h, c = state
             state = (h * keep, c * keep)
         scores, state = self.scores(rows, state)

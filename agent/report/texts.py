@@ -34,6 +34,15 @@ COSTS_NOTE = (
 )
 
 
+def policy_text(name: str) -> str:
+    """A policy by its name, and what it is."""
+    known = {
+        "lstm": "an LSTM that corrects the rule's scores",
+        "expected-improvement": "the rule: the largest expected improvement",
+    }
+    return f"{name} ({known[name]})" if name in known else name
+
+
 def emulation_text(facts: Mapping[str, Any]) -> str:
     """The emulated cluster of a run, from its summary or the header of its trace."""
     compute = facts.get("compute_scale") or 1

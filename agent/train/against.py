@@ -41,7 +41,9 @@ class AgainstBaseline(gym.Wrapper[Array, np.int64, Array, np.int64]):
         if seed is not None:
             self.rng = np.random.default_rng(seed)
         job = int(self.rng.integers(2**31))
-        self.own = self.earned = self._paid = 0.0
+        self.own = 0.0
+        self.earned = 0.0
+        self._paid = 0.0
         self._state: Any = None
         self._is_over = False
         self._seen, _ = self.beside.reset(seed=job, options=options)
@@ -55,24 +57,33 @@ class AgainstBaseline(gym.Wrapper[Array, np.int64, Array, np.int64]):
         if ended or cut:
             while not self._is_over:
                 self._play_along()
-        before, beyond = self._paid, self.own - self.earned
-        self._paid = min(max(beyond, -self.most), self.most)
-        return observation, self._paid - before, ended, cut, info
+        before = self._paid
+        beyond = self.own - self.earned
+        at_least = max(beyond, -self.most)
+        self._paid = min(at_least, self.most)
+        paid = self._paid - before
+        return observation, paid, ended, cut, info
 
     def action_masks(self) -> Array:
         """Those of the environment."""
-        return self.env.get_wrapper_attr("action_masks")()  # type: ignore[no-any-return]
+        find = self.env.get_wrapper_attr("action_masks")
+        masks: Array = find()
+        return masks
 
     def _play_along(self) -> None:
         if self._is_over:
             return
         start = np.array([self._state is None])
-        action, self._state = self.baseline.predict(self._seen[None], self._state, start, True)
-        self._seen, reward, ended, cut, _ = self.beside.step(np.reshape(action, ()))
+        rows = self._seen[None]
+        actions, self._state = self.baseline.predict(rows, self._state, start, True)
+        action = np.reshape(actions, ())
+        self._seen, reward, ended, cut, _ = self.beside.step(action)
         self.earned += float(reward)
         self._is_over = ended or cut
 
 
 def sim_against_rule(**options: Any) -> AgainstBaseline:
     """``dynamiccl/Sim-v0`` (its options), paid beyond what the rule earns on the same job with the same noise."""
-    return AgainstBaseline(SimEnv(**options), SimEnv(**options))
+    env = SimEnv(**options)
+    beside = SimEnv(**options)
+    return AgainstBaseline(env, beside)

@@ -78,8 +78,10 @@ class AskedPolicy:
     def next(self, job: int, search: Search) -> int:
         """The policy's action. Raises ValueError when the answer is no action or takes
         longer than the limit; what the policy raises passes through."""
-        observation, start = search.observe()[None], np.array([job not in self.states])
-        begin, processor = time.perf_counter(), time.thread_time()
+        observation = search.observe()[None]
+        start = np.array([job not in self.states])
+        begin = time.perf_counter()
+        processor = time.thread_time()
         action, self.states[job] = self.policy.predict(observation, self.states.get(job), start, True)
         self.spent_s += time.perf_counter() - begin
         took = time.thread_time() - processor  # of a processor: a busy machine is no fault of the policy's
@@ -123,31 +125,28 @@ def play(
     decisions = [list[int]() for _ in range(n)]
     until = np.full(n, np.inf)  # steps at which a job's watch has been played
     while True:
-        searching = np.array(
-            [not s.is_over for s in search.searches]
-        )  # anew: what is in force now will not last
-        open_ = np.flatnonzero(
-            (ledger.steps < until) | (searching & (ledger.steps < until + LONGER))
-        ).tolist()
+        # Those that search anew: what is in force now will not last.
+        searching = ~_each(search, "is_over")
+        is_watched = ledger.steps < until
+        has_longer = ledger.steps < until + LONGER
+        is_open = is_watched | (searching & has_longer)
+        open_ = np.flatnonzero(is_open).tolist()
         if not open_ and not len(_at_work(search, ledger)):
             break
         for i in open_:
-            one = search.searches[i]
-            # Where the watch has begun a new search, its first windows come before the policy's turn.
-            while one.plan() is None:
-                decisions[i].append(player.next(i, one))
-                config, what = choices_of(np.array(decisions[i][-1]))
-                one.decide(int(config), int(what))
-        is_over = np.array([s.is_over for s in search.searches])
-        fresh = np.flatnonzero(is_over & np.isinf(until))
+            decisions[i] += _turns(i, search.searches[i], player)
+        is_over = _each(search, "is_over")
+        is_fresh = is_over & np.isinf(until)
+        fresh = np.flatnonzero(is_fresh)
         ledger.end(fresh, search.tables[fresh])
         until[fresh] = ledger.steps[fresh] + after
         busy = _at_work(search, ledger)
         ledger.go_on(busy)
         until[busy] = ledger.steps[busy] + max(after, 1)
-        search.measure([i for i in open_ if ledger.steps[i] < until[i] or not search.searches[i].is_over])
-        trying = np.array([not s.is_done for s in search.searches])
-        ledger.quiet[trying] = ledger.steps[trying]
+        is_left = (ledger.steps < until) | ~_each(search, "is_over")
+        search.measure([i for i in open_ if is_left[i]])
+        is_done = _each(search, "is_done")
+        ledger.quiet = np.where(is_done, ledger.quiet, ledger.steps)
         again = np.flatnonzero(np.isfinite(until))
         ledger.final[again] = search.tables[again]
     if not after:  # what ran last were trials: a job does not go on like them
@@ -158,15 +157,35 @@ def play(
     return PlayedJobs(ledger.scores(), decisions, 1e6 * player.spent_s / n_turns)
 
 
+def _turns(job: int, search: Search, player: AskedPolicy | ReplayedDecisions) -> list[int]:
+    """The policy's actions in one job until there is a window to measure. Where the watch has begun a new search, its
+    first windows come before the policy's turn."""
+    actions = []
+    while search.plan() is None:
+        action = player.next(job, search)
+        config, what = choices_of(np.array(action))
+        search.decide(int(config), int(what))
+        actions.append(action)
+    return actions
+
+
 def _at_work(search: SimSearch, ledger: LossAccount) -> Array:
     """Jobs that still try something after their verdict: played on, even where all others have ended."""
-    trying = np.array([s.is_over and not s.is_done for s in search.searches])
-    return np.flatnonzero(trying & (ledger.steps < HORIZON))
+    trying = _each(search, "is_over") & ~_each(search, "is_done")
+    is_open = trying & (ledger.steps < HORIZON)
+    return np.flatnonzero(is_open)
+
+
+def _each(search: SimSearch, name: str) -> Array:
+    """A property of the search of each job, (n,) bool."""
+    return np.array([getattr(one, name) for one in search.searches])
 
 
 def number(action: Any) -> int:
     """One action, () or (1,). Raises ValueError when it is none."""
-    one = np.asarray(action)
-    if one.size != 1 or not np.issubdtype(one.dtype, np.integer) or not 0 <= one.ravel()[0] < N_ACTIONS:
+    found = np.asarray(action)
+    is_one = found.size == 1 and np.issubdtype(found.dtype, np.integer)
+    one = int(found.item()) if is_one else -1
+    if not 0 <= one < N_ACTIONS:
         raise ValueError(f"an action is one integer from 0 to {N_ACTIONS - 1}, not {action!r}")
-    return int(one.ravel()[0])
+    return one

@@ -52,7 +52,9 @@ def unpack(text: str, n: int, layout: int = FORMAT) -> list[list[int]]:
         raise ValueError(f"the decisions cannot be unpacked: {error}") from error
     lengths = np.frombuffer(data[: 4 * n], "<u4") if len(data) >= 4 * n else np.zeros(0, int)
     rest = data[4 * n :]
-    flat = np.frombuffer(rest[: len(rest) - len(rest) % size], f"<u{size}").astype(np.int64)
+    whole = len(rest) - len(rest) % size
+    numbers = np.frombuffer(rest[:whole], f"<u{size}")
+    flat = numbers.astype(np.int64)
     if layout == BEFORE:
         what, configs = np.divmod(flat, N_CONFIGS)
         flat = actions_of(configs, what)
@@ -81,11 +83,18 @@ def play_part(policy: Policy, suite: JobSuite, rows: Sequence[int], seed: int = 
 
 def submission(parts: Sequence[PlayedPart], suite: JobSuite, seed: int = 0) -> dict[str, Any]:
     """The submission of jobs that were played in parts, in any order, without who played."""
-    parts = sorted(parts, key=lambda part: part.rows)
-    record = {name: [v for part in parts for v in part.scores[name]] for name in parts[0].scores}
-    decisions = [job for part in parts for job in part.decisions]
-    turns = [sum(map(len, part.decisions)) for part in parts]
-    decision_us = np.average([part.decision_us for part in parts], weights=np.maximum(turns, 1))
+    ordered = sorted(parts, key=lambda part: part.rows)
+    record = dict[str, Any]()
+    for name in ordered[0].scores:
+        record[name] = [value for part in ordered for value in part.scores[name]]
+    decisions = [job for part in ordered for job in part.decisions]
+    times = []
+    turns = []
+    for part in ordered:
+        n_turns = sum(map(len, part.decisions))
+        turns.append(1 + n_turns)
+        times.append(part.decision_us)
+    decision_us = np.average(times, weights=turns)
     return {
         "format": FORMAT,
         "suite": suite.name,

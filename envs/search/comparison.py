@@ -39,6 +39,7 @@ from .config import (
     SAFE_PAIRS,
     TUNED_FOR,
 )
+from .interfaces import Measured, Plan
 from .step_times import ROBUST, Quads, median
 
 Array = np.ndarray[Any, Any]
@@ -152,6 +153,30 @@ class TimedWindow:
     ms: float
     first_step: int
     last_step: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """One window as the phases take it in."""
+
+    plan: Plan
+    seen: Measured
+    steps: Array  # (k,) ms, the steps that measure the table
+    ms: float  # their trimmed mean
+    is_aborted: bool
+    is_guilty: bool  # aborted, and its likeliest cause had aborted a window before
+    quads: Quads | None = None  # of a plan with turns
+    current: TimedWindow | None = None  # the turns of the current table
+
+    @property
+    def is_refused(self) -> bool:
+        """NCCL did not obey one of the configs."""
+        return bool((~self.seen.obeyed & (self.plan.configs > 0)).any())
+
+    @property
+    def timed(self) -> TimedWindow:
+        """For a comparison."""
+        return TimedWindow(self.ms, self.seen.first_step, self.seen.last_step)
 
 
 @dataclass

@@ -48,6 +48,8 @@ class SearchConfig:
 BUDGET_STEPS = 4000
 #: Steps of a job that figures are stated for: the length that the benchmark plays and the reward counts.
 HORIZON = 20_000
+#: Default steps that are a reward of 1.
+REWARD_UNIT = 100.0
 #: Pairs of windows after an episode that measure the table's worth for the reward.
 REWARD_PAIRS = 10
 #: What a masked action costs, in the unit of the reward, which is 100 default steps.

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from .change import Regimes
-from .comparison import ADOPTED, Comparison, TimedWindow
+from .comparison import ADOPTED, Comparison, TimedWindow, Window
 from .config import DISCARD, MOST_FRUITLESS
 from .interfaces import COMPARE, GO_ON, LEAVE, PROFILE, REFERENCE, RUN_LONGER, SEARCH, TABLE, Plan
-from .state import Changed, Look, NewSearch, Next, State, Verdict, Window
+from .state import Changed, Look, NewSearch, Next, State, Verdict
 from .step_times import Quads, trimmed_mean
 
 Array = np.ndarray[Any, Any]

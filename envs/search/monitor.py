@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from .change import AS_USUAL, MOVED, OFF, RETURNED, Change, Regime, StepLevel
-from .comparison import Comparison, LongSteps, TimedWindow, proves_slower
+from .comparison import Comparison, LongSteps, TimedWindow, Window, proves_slower
 from .config import CHECK_QUADS, EARLY, HARM, LONGEST, SMALL, SURE, SWITCHES, SearchConfig
 from .interfaces import QUAD, WATCH, Plan
-from .state import Changed, Look, Next, State, Window
+from .state import Changed, Look, Next, State
 from .step_times import shortest_counted
 
 Array = np.ndarray[Any, Any]

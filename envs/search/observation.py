@@ -16,11 +16,14 @@ from ...traces.fingerprint import N_FEATURES
 from ...traces.records import PAIRS
 from ...traces.spaces import N_CHANNELS, N_CONFIGS
 from .interfaces import N_ACTIONS, WHAT, actions_of
+from .state import Look, State
 
 Array = np.ndarray[Any, Any]
 
 #: Bounds of the observation: scaled values beyond them are as good as infinite to a policy.
 LIMIT = 4.0
+#: More measurements of a config than this are no news.
+MOST_COUNTED = 16
 #: Scale of effects on the step time: 5 % of the step is 1.
 EFFECT = 20.0
 
@@ -207,4 +210,52 @@ def decode(observations: Array) -> Seen:
         open=open_ > 0.5,
         context=context,
         features=features,
+    )
+
+
+def observe(state: State, look: Look) -> Array:
+    """The observation of the slot whose turn it is, (N_OBSERVATION,) float32."""
+    saving, learned, worth = look.outlook
+    figures = np.zeros((N_PER_CONFIG, saving.size))
+    figures[:3] = saving, learned, worth
+    figures[3] = np.minimum(state.guard.windows[look.slot], MOST_COUNTED)
+    figures[4, look.chosen] = float(state.account.rounds > 0)
+    current = state.current.configs[look.slot]
+    figures[5, current] = 1.0
+    figures[6] = look.risk
+    features = state.job.features[look.slot]
+    is_open = state.open[look.slot]
+    return encode(features, _context(state, look), figures, is_open)
+
+
+def _context(state: State, look: Look) -> Context:
+    slot, belief = look.slot, state.belief
+    exposure, exposure_sd = belief.exposure
+    best = belief.best()
+    saving, deviation = belief.best_saving()
+    of_current = belief.saving_mean(state.current.configs)
+    return Context(
+        share=state.job.share[slot],
+        exposure=exposure[slot],
+        exposure_sd=exposure_sd[slot],
+        noise=state.noise.of_window,
+        last_saving=state.last.saving,
+        best_saving=saving,
+        best_sd=deviation,
+        round=state.account.rounds,
+        slots=state.n_slots,
+        place=slot / state.n_slots,
+        confirmed=float(not state.current.is_default),
+        comparisons=state.comparisons.in_search,
+        drift=belief.mean[0],
+        off_step=belief.off_step,
+        off_calls=belief.off_calls[slot],
+        refining=float(look.is_refining),
+        promised=saving - of_current,
+        exploring=float(look.is_exploring),
+        beaten=float(state.comparisons.has_lost(best)),
+        idle=look.idle,
+        spent=state.spent,
+        last_call=state.last.calls[slot],
+        last_long=state.last.long,
     )

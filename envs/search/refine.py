@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from .comparison import ADOPTED, Comparison, TimedWindow
+from .comparison import ADOPTED, Comparison, TimedWindow, Window
 from .config import MOST_SEARCHES, SLOWER, SLOWER_LOG
 from .interfaces import COMPARE, LEAVE, LOOK, RUN, RUN_LONGER, SEARCH_AGAIN, TRIAL, Plan
 from .monitor import Monitor
-from .state import Changed, Look, NewSearch, Next, State, Watching, Window
+from .state import Changed, Look, NewSearch, Next, State, Watching
 from .step_times import Quads
 
 Array = np.ndarray[Any, Any]

@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from . import observation
 from .belief.prior import Prior
 from .change import Regimes
-from .comparison import Comparison, TimedWindow
+from .comparison import Comparison, TimedWindow, Window
 from .config import ABORT, HORIZON, SearchConfig
 from .explore import Explore, Remeasure
 from .interfaces import (
@@ -39,8 +38,9 @@ from .interfaces import (
     choices_of,
 )
 from .monitor import Monitor
+from .observation import observe
 from .refine import Refine
-from .state import Changed, LastWindow, Milestones, NewSearch, Next, Phase, State, Verdict, Watching, Window
+from .state import Changed, LastWindow, Milestones, NewSearch, Next, Phase, State, Verdict, Watching
 from .step_times import Quads, trimmed_mean
 
 Array = np.ndarray[Any, Any]
@@ -63,8 +63,6 @@ class Search:
         self.state = State(job, config or SearchConfig(), prior, on_confirmed)
         self.last: Window | None = None  # the last window
         self._regimes = Regimes()
-        #: What the reward has counted the current table for: part of a default step saved in each of so many steps.
-        self.valued = 0.0, 0
         before = np.zeros(self.n_slots, np.int64)
         if first is not None and self.state.config.budget:
             slots = np.arange(self.n_slots)
@@ -159,50 +157,7 @@ class Search:
 
     def observe(self) -> Array:
         """What the policy sees of the slot whose turn it is, (observation.N_OBSERVATION,) float32."""
-        state, look = self.state, self.phase.look()
-        saving, learned, worth = look.outlook
-        figures = np.zeros((observation.N_PER_CONFIG, saving.size))
-        figures[:3] = saving, learned, worth
-        figures[3] = np.minimum(state.guard.windows[look.slot], 16)
-        figures[4, look.chosen] = float(state.account.rounds > 0)
-        figures[5, self.confirmed[look.slot]] = 1.0
-        figures[6] = look.risk
-        features = state.job.features[look.slot]
-        context = self._context(look)
-        is_open = self.open[look.slot]
-        return observation.encode(features, context, figures, is_open)
-
-    def _context(self, look: Any) -> observation.Context:
-        state, slot = self.state, look.slot
-        belief = state.belief
-        exposure, exposure_sd = belief.exposure
-        best = belief.best()
-        saving, deviation = belief.best_saving()
-        return observation.Context(
-            share=state.job.share[slot],
-            exposure=exposure[slot],
-            exposure_sd=exposure_sd[slot],
-            noise=state.noise.of_window,
-            last_saving=state.last.saving,
-            best_saving=saving,
-            best_sd=deviation,
-            round=state.account.rounds,
-            slots=state.n_slots,
-            place=slot / state.n_slots,
-            confirmed=float(not state.current.is_default),
-            comparisons=state.comparisons.in_search,
-            drift=belief.mean[0],
-            off_step=belief.off_step,
-            off_calls=belief.off_calls[slot],
-            refining=float(look.is_refining),
-            promised=saving - belief.saving_mean(self.confirmed),
-            exploring=float(look.is_exploring),
-            beaten=float(state.comparisons.has_lost(best)),
-            idle=look.idle,
-            spent=state.spent,
-            last_call=state.last.calls[slot],
-            last_long=state.last.long,
-        )
+        return observe(self.state, self.phase.look())
 
     @property
     def what_open(self) -> Array:
@@ -234,7 +189,7 @@ class Search:
     # -- windows -----------------------------------------------------------------------------------------------
 
     def record(self, plan: Plan, seen: Measured) -> float:
-        """Take in a window. Returns the reward, as :class:`search_env.SearchEnv` describes it."""
+        """Take in a window. Returns the default steps that it saved beyond the table that was the current one."""
         state = self.state
         state.account.steps += seen.billed
         if plan.kind == PROFILE:
@@ -250,7 +205,7 @@ class Search:
         steps, is_aborted = _measuring_steps(plan, seen.step_ms, limit_ms)
         ms = trimmed_mean(steps)
         saved = seen.billed - seen.billed_ms / default_ms
-        anyway = seen.billed * self._saved_by_current
+        anyway = seen.billed * self.state.current.saved
         # The job's own long steps, such as checkpoints, are not charged to the search. An aborted step is.
         state.account.lost -= saved if is_aborted else seen.billed * (1 - ms / default_ms)
         usual_ms = default_ms if is_aborted else ms
@@ -277,7 +232,7 @@ class Search:
         gain = self.gain[0]
         in_default_steps = seen.billed_ms / default_ms
         saved = seen.billed - in_default_steps
-        by_current = self._saved_by_current
+        by_current = state.current.saved
         anyway = seen.billed * by_current
         if is_aborted:
             state.account.lost -= saved
@@ -338,25 +293,14 @@ class Search:
         return configs, calls
 
     @property
-    def _saved_by_current(self) -> float:
-        """Part of a default step that the current table saves in each step, as far as its comparisons tell."""
-        return 1 - math.exp(-self.gain[0])
-
-    @property
     def steps_left(self) -> int:
         """Of a job of :data:`HORIZON` steps."""
         return max(HORIZON - self.steps, 0)
 
     def _recorded(self, window: Window, saved: float) -> float:
-        """Go on after a window that saved so many default steps; the reward."""
         self.last = window
-        before = self.confirmed.copy()
-        by_current = self._saved_by_current
         self._enter(self.phase.record(window))
-        if not np.array_equal(before, self.confirmed):
-            saved += self.steps_left * (self._saved_by_current - by_current)
-            self.valued = self._saved_by_current, self.steps_left
-        return saved / 100.0
+        return saved
 
     def _learn(self, plan: Plan, seen: Measured, steps: Array, is_aborted: bool) -> None:
         state = self.state

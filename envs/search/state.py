@@ -12,7 +12,7 @@ import numpy as np
 from .belief.belief import Belief
 from .belief.prior import Prior
 from .change import Change, Regime
-from .comparison import REJECTED, Comparison, LongSteps, SequentialTest, Terms, TimedWindow
+from .comparison import REJECTED, Comparison, LongSteps, SequentialTest, Terms, Window
 from .config import (
     AGAIN,
     ALPHA,
@@ -31,7 +31,7 @@ from .config import (
 )
 from .interfaces import QUAD, TABLE, Job, Measured, Plan
 from .step_guard import Running, StepGuard, Turns
-from .step_times import NoiseEstimate, Quads, trimmed_mean
+from .step_times import NoiseEstimate, trimmed_mean
 
 Array = np.ndarray[Any, Any]
 
@@ -103,6 +103,11 @@ class CurrentTable:
         return mean, sum(low for low, _ in bounds), sum(high for _, high in bounds)
 
     @property
+    def saved(self) -> float:
+        """Part of a default step that it saves in each step, as far as its comparisons tell."""
+        return 1 - math.exp(-self.gain[0])
+
+    @property
     def pairs(self) -> int:
         """Pairs that the gain was measured from."""
         return sum(one.test.n for one in self.comparisons)
@@ -159,30 +164,6 @@ class DefaultCalls:
         known = is_default & np.isfinite(logs)
         self._windows += known
         self.logs = self.logs + np.where(known, (logs - self.logs) / self._windows, 0.0)
-
-
-@dataclass(frozen=True)
-class Window:
-    """One window as the phases take it in."""
-
-    plan: Plan
-    seen: Measured
-    steps: Array  # (k,) ms, the steps that measure the table
-    ms: float  # their trimmed mean
-    is_aborted: bool
-    is_guilty: bool  # aborted, and its likeliest cause had aborted a window before
-    quads: Quads | None = None  # of a plan with turns
-    current: TimedWindow | None = None  # the turns of the current table
-
-    @property
-    def is_refused(self) -> bool:
-        """NCCL did not obey one of the configs."""
-        return bool((~self.seen.obeyed & (self.plan.configs > 0)).any())
-
-    @property
-    def timed(self) -> TimedWindow:
-        """For a comparison."""
-        return TimedWindow(self.ms, self.seen.first_step, self.seen.last_step)
 
 
 @dataclass
@@ -286,8 +267,7 @@ class State:
         marks = self.milestones
         marks.fruitless = 0 if self.current.configs.any() else min(marks.fruitless + 1, MOST_FRUITLESS)
         marks.asked_again += 1
-        self.account.rounds = 0
-        self.comparisons.in_search = 0
+        self.account.rounds = self.comparisons.in_search = 0
 
     @property
     def pair_noise(self) -> float:
@@ -373,7 +353,7 @@ class Changed:
 
 @dataclass(frozen=True)
 class NewSearch:
-    """Next: a search after a change."""
+    """Next: another search."""
 
     before: Array  # (s,) configs to try first
     first_log: float | None  # log(default / table) of a pair that was measured already

@@ -139,11 +139,15 @@ class Quads:
     def _ended(step_ms: Array, arms: Array, whole: int) -> Array:
         """(1,) the ratio of a quad of which the last step is the tried table's, its other turns taken to be alike; (0,)
         if that step is in a whole quad, or no step of the current table is there to compare it with."""
-        beside = step_ms[whole:][arms[whole:] == 0]
-        beside = beside if len(beside) else step_ms[arms == 0]
-        if len(step_ms) == whole or not len(beside):
+        is_current = arms == 0
+        in_quad = is_current.copy()
+        in_quad[:whole] = False
+        which = in_quad if in_quad.any() else is_current
+        if len(step_ms) == whole or not which.any():
             return np.zeros(0)
-        return np.array([math.log(median(beside) / step_ms[-1]) / 2])
+        beside = step_ms[which]
+        ratio = math.log(median(beside) / step_ms[-1])
+        return np.array([ratio / 2])
 
     @property
     def ratio(self) -> float:

@@ -14,11 +14,19 @@ import pandas as pd
 from ....traces.files import Trace, TraceError
 from ....traces.outside import atomically
 from ....traces.queries.costs import generations, slot_costs
-from ...policies.choosing import title
 from .. import slow_rank
 from ..losses import Losses, loss_lines, read_losses
 from ..summary import RunSummary
-from ..texts import COSTS, COSTS_NOTE, NUMBERS, consistency_text, cost_rows, emulation_text, result_lines
+from ..texts import (
+    COSTS,
+    COSTS_NOTE,
+    NUMBERS,
+    consistency_text,
+    cost_rows,
+    emulation_text,
+    policy_text,
+    result_lines,
+)
 from ..verdict import seconds, what_changed
 from ..why import chains, lines
 from . import run_plot
@@ -162,7 +170,7 @@ def _figure(heading: str, lead: str, drawn: str) -> str:
 def _settings(s: RunSummary, trace: Trace) -> str:
     h = trace.header
     run = {name: h.get(name) for name in ("command", "job", "seed")}
-    run |= {"policy": s.policy and title(s.policy), "ended": s.ended, "cluster": s.cluster}
+    run |= {"policy": s.policy and policy_text(s.policy), "ended": s.ended, "cluster": s.cluster}
     run |= {"steps": s.steps, "windows to the verdict": s.windows}
     if s.cost_s is not None:
         allowed = f" of {seconds(s.budget_s)} allowed" if s.budget_s else ""

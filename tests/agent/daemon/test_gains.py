@@ -18,9 +18,9 @@ FSDP2 = [*TORCHRUN, str(HELPERS / "fsdp2_rank.py")]
     [["--steps", "360"], ["--cluster", "dgx-h100-2x8", "--", *FSDP2, "320"]],
     ids=["the demo", "a job of FSDP2"],
 )
-def test_the_lstm_beside_an_emulated_job_gains(job, tmp_path):
+def test_the_lstm_by_default_beside_an_emulated_job_gains(job, tmp_path):
     """By the steps that the job itself had, not by what the summary says of them."""
-    command = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--no-memory", "--policy", "lstm"]
+    command = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--no-memory"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "--out", str(tmp_path), *job],

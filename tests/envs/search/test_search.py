@@ -20,7 +20,7 @@ from dynamiccl.envs.search.interfaces import (
 )
 from dynamiccl.envs.search.observation import N_OBSERVATION, decode
 from dynamiccl.envs.search.search import Search
-from dynamiccl.envs.search_env import settled
+from dynamiccl.envs.search_env import Reward
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import SimSearch, SimWindows
 from dynamiccl.traces.fingerprint import N_FEATURES
@@ -92,7 +92,7 @@ def run(told, prior, policy=None, config=None, windows=400):
     job, default = told.begin()
     search = Search(job, default, prior, config)
     policy = policy or ExpectedImprovement()
-    rewards = 0.0
+    reward, rewards = Reward(search), 0.0
     for _ in range(windows):
         if search.is_over:
             break
@@ -100,7 +100,7 @@ def run(told, prior, policy=None, config=None, windows=400):
         if plan is None:
             search.ask(policy)
         else:
-            rewards += search.record(plan, told.measure(plan))
+            rewards += reward.of(search.record(plan, told.measure(plan)))
     return search, rewards
 
 
@@ -124,7 +124,6 @@ def test_it_finds_what_there_is_and_says_when(prior):
     assert 0 < m.first_gain <= m.verdict == search.steps < 500
     mean, low, high = search.gain
     assert 0 < low < -math.log(1 - 0.15) < high and mean == pytest.approx(-math.log(1 - 0.15), abs=0.02)
-    # What was saved until now, and what the table saves in all steps that are left.
     later = search.steps_left * (1 - math.exp(-mean))
     assert rewards == pytest.approx((later - search.lost) / 100, rel=0.02)
     assert search.steps_left == HORIZON - search.steps
@@ -345,17 +344,14 @@ def test_a_small_true_gain_survives_the_watch(prior):
 def test_what_a_table_is_worth_is_told_by_windows_that_did_not_choose_it(prior):
     told = Told(good)
     search, _ = run(told, prior)
-    assert search.gain[0] > 0.05
+    reward = Reward(search)
+    reward.saved, reward.steps = search.state.current.saved, HORIZON - search.marks.first_gain
     told.saving = lambda c: 0.02 * c.any()  # it was confirmed by luck
     n = len(told.windows)
-    counted, steps = search.valued
-    assert (
-        counted == pytest.approx(1 - math.exp(-search.gain[0])) and steps == HORIZON - search.marks.first_gain
-    )
-    assert settled(search, told) == pytest.approx((0.02 - counted) * steps, rel=0.05)
+    assert reward.settled(told) == pytest.approx((0.02 - reward.saved) * reward.steps / 100, rel=0.05)
     assert [bool(plan.configs.any()) for plan in told.windows[n:]] == [False, True] * REWARD_PAIRS
     search.state.current.set(np.zeros(2, int))
-    assert settled(search, told) == 0 and len(told.windows) == n + 2 * REWARD_PAIRS
+    assert reward.settled(told) == 0 and len(told.windows) == n + 2 * REWARD_PAIRS
 
 
 def test_a_lasting_change_begins_a_new_search(prior):
