@@ -179,7 +179,7 @@ class Window:
         return TimedWindow(self.ms, self.seen.first_step, self.seen.last_step)
 
 
-@dataclass
+@dataclass(eq=False)  # arrays have no truth value: one comparison equals only itself
 class Comparison:
     """Is ``table`` faster than ``reference``, each configs (s,)?"""
 

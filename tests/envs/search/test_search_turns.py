@@ -46,8 +46,9 @@ def test_a_small_gain_waits_for_long_steps_in_windows_and_counts_those_seen_in_t
     assert long_steps.allows(CHOSEN, DEFAULT, 0.01) is by_windows
 
 
-def played(refused=0, n_windows=60):
-    """A search by the rule and its plans; the first ``refused`` plans with turns run as plain windows."""
+def played(refused=0, n_windows=60, refuses=lambda search, plan: True):
+    """A search by the rule and its plans; the first ``refused`` plans with turns of those that the job ``refuses`` run as
+    plain windows."""
     jobs = draw_jobs(STANDARD.only("plain"), np.random.default_rng(11), 1)
     windows = OneJob(SimWindows(jobs, NoiseStream(0, np.zeros(1), jobs.width)), SearchConfig().profile_steps)
     search, policy, state, plans = Search(*windows.begin(), Prior.load()), ExpectedImprovement(), None, []
@@ -58,7 +59,7 @@ def played(refused=0, n_windows=60):
             continue
         plans.append((plan, search.is_over))
         runs = plan
-        if plan.turns and refused:
+        if plan.turns and refused and refuses(search, plan):
             refused -= 1
             runs = replace(plan, turns=0, others=0)
         search.record(plan, windows.measure(runs))
@@ -78,6 +79,24 @@ def test_a_job_that_refuses_turns_goes_on_in_windows_and_is_asked_again_after_th
     rest = plans[first + 1 :]
     assert not any(plan.turns for plan, is_over in rest if not is_over)
     assert any(plan.turns for plan, is_over in rest if is_over)
+
+
+def test_a_job_may_refuse_turns_in_the_middle_of_a_trial():
+    """Before: "The truth value of an array with more than one element is ambiguous", and the tuner ended."""
+
+    def in_the_middle(search, plan):
+        going = [c for c in search.comparisons if c.test.n and np.array_equal(c.table, plan.configs)]
+        return plan.kind == TRIAL and len(search.comparisons) > 1 and bool(going)
+
+    search, plans = played(1, 300, in_the_middle)
+    first = next(
+        i
+        for i, (plan, is_over) in enumerate(plans)
+        if plan.kind == TRIAL and not plan.turns and not plan.one_of
+    )
+    assert not any(plan.turns for plan, _ in plans[first:]) and not all(
+        c.takes_turns for c in search.comparisons
+    )
 
 
 @pytest.mark.parametrize("before", [1, 2])
