@@ -47,8 +47,7 @@ def test_a_small_gain_waits_for_long_steps_in_windows_and_counts_those_seen_in_t
 
 
 def played(refused=0, n_windows=60, refuses=lambda search, plan: True):
-    """A search by the rule and its plans. Of the plans with turns that the job ``refuses``, the first ``refused`` run as
-    plain windows."""
+    """A search by the rule and its plans; the first ``refused`` that the job ``refuses`` run as plain windows."""
     jobs = draw_jobs(STANDARD.only("plain"), np.random.default_rng(11), 1)
     windows = OneJob(SimWindows(jobs, NoiseStream(0, np.zeros(1), jobs.width)), SearchConfig().profile_steps)
     search, policy, state, plans = Search(*windows.begin(), Prior.load()), ExpectedImprovement(), None, []
