@@ -34,8 +34,8 @@ def _steps(spread: Sequence[float] | None) -> str:
 
 
 def _of_search(row: Row, key: str) -> str:
-    """Steps to an event of the search; an entrant that searches nothing has none."""
-    return "-" if row["entrant"] in READERS else _steps(row[key])
+    """Steps to an event of the search; an entrant that searches nothing has none, an old submission may not tell."""
+    return "-" if row["entrant"] in READERS else _steps(row.get(key))
 
 
 def _name(row: Row) -> str:

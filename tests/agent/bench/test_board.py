@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from dynamiccl.envs.bench.job_suites import JobSuite
 from dynamiccl.envs.bench.scores import bootstrap
 from dynamiccl.envs.bench.strata import SUITES, filed
 from dynamiccl.envs.bench.submissions import pack, replay, unpack
+from dynamiccl.envs.search.interfaces import choices_of
 from dynamiccl.envs.sim.jobs import STANDARD
+from dynamiccl.traces.spaces import N_CONFIGS
 from make_board import put_on_record, tables, with_tables
 from make_job_suites import draw_suite, save
 from paths import ROOT
@@ -157,6 +161,21 @@ def test_the_table_ranks_ties_and_what_has_no_rank(suite: JobSuite, made: dict[s
     lines = table.splitlines()
     assert len({line.count("|") for line in lines}) == 1
     assert "refused: a decision took <too> long" in table
+
+
+def test_a_submission_of_the_layout_before_is_read(suite: JobSuite, honest: dict[str, Any]) -> None:
+    """A decision in a byte, what comes next first; it does not tell when nothing was tried any more."""
+    decisions = unpack(honest["decisions"], len(suite))
+    lengths = np.array([len(job) for job in decisions], "<u4")
+    flat = np.concatenate([np.asarray(job) for job in decisions])
+    config, what = choices_of(flat)
+    data = lengths.tobytes() + (what * N_CONFIGS + config).astype(np.uint8).tobytes()
+    text = base64.b64encode(zlib.compress(data, 9)).decode()
+    told = {key: dict(honest[key]) for key in ("scores", "figures")}
+    del told["scores"]["quiet"], told["figures"]["steps_to_quiet"]
+    board = Board(suite)
+    assert board.judge(honest | told | {"format": 5, "decisions": text}, None) == ""
+    assert "coordinate-descent" in board.markdown() and board.by_world(("coordinate-descent",))
 
 
 def test_all_rows_are_of_the_same_jobs_and_a_terminal_has_five_columns(suite: JobSuite) -> None:
