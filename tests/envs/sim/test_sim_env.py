@@ -21,7 +21,7 @@ from dynamiccl.envs.search.interfaces import (
     actions_of,
     choices_of,
 )
-from dynamiccl.envs.search.observation import KEPT, N_CONTEXT, NEVER_OPEN, decode
+from dynamiccl.envs.search.observation import FIGURES, KEPT, N_CONTEXT, NEVER_OPEN, decode
 from dynamiccl.envs.sim.family import HELD_OUT, STANDARD
 from dynamiccl.envs.sim.unseen import UNSEEN
 from dynamiccl.envs.sim.workloads import MANY_SLOTS
@@ -182,7 +182,9 @@ def test_no_entry_of_an_observation_stays_the_same():
             seen = random_play(env, rng, 250, 0.5)
             lowest, highest = np.minimum(lowest, seen.min(axis=0)), np.maximum(highest, seen.max(axis=0))
     same = KEPT[lowest == highest]
-    configs = (same[same >= N_CONTEXT] - N_CONTEXT) % N_CONFIGS
+    figures, configs = np.divmod(same[same >= N_CONTEXT] - N_CONTEXT, N_CONFIGS)
+    # Which configs are in the current table at some time is chance: some are best in few jobs.
+    configs = configs[figures != list(FIGURES).index("current")]
     assert set(configs.tolist()) <= ONLY_REAL, configs
     assert set(same[same < N_CONTEXT].tolist()) <= ONLY_REAL_FEATURES, same
 
