@@ -9,6 +9,7 @@ from ...envs.bench.job_suites import JobSuite
 from ...envs.bench.scores import Scores, by_stratum, ranks, summary
 from ...envs.bench.submissions import claimed, replay, rows_of
 from ...envs.search.config import HORIZON
+from ..policies.choosing import LSTM, RULE
 from .run import READERS, UNRANKED
 
 #: A row of the board, see :meth:`Board.rows`.
@@ -106,7 +107,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str], str], ...] = (
 
 
 #: Entrants whose figures are told by world.
-WORLDS_OF = ("lstm", "expected-improvement")
+WORLDS_OF = (LSTM, RULE)
 #: Columns that a terminal has room for, and their heads there.
 BRIEF = {0: "", 1: "policy", 2: "lost of 20,000 steps", 3: "of the gain", 5: "steps to verdict (median, p90)"}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...envs.search.interfaces import actions_of
+from ...envs.search.interfaces import WHAT, actions_of
 from ...envs.search.observation import FIGURES, N_CONTEXT, N_PER_CONFIG, decode, expand
 from ...traces.spaces import N_CONFIGS
 from .rule import ExpectedImprovement
@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 #: Layout of the weights file; an older or newer file is refused.
 FORMAT = 6
 #: What may come next of which the policy chooses: what the rule knows. The others are not learned yet.
-N_NEXT = 4
+N_NEXT = len(WHAT)
 #: Inputs of the LSTM: those, the figures of the config that was chosen last, and the largest of any open config.
 N_READ = N_CONTEXT + 2 * N_PER_CONFIG
 #: Index of the figure that marks the config of the last round.
@@ -78,8 +78,7 @@ class LstmPolicy:
         self.hidden = len(w["lstm_h"])
         n_read = len(w["lstm_x"])
         n_configs = len(w["head_e"])
-        is_other = n_read != N_READ or n_configs != N_CONFIGS
-        if is_other:
+        if n_read != N_READ or n_configs != N_CONFIGS:
             raise ValueError(
                 f"weights for observations of {n_read} and {n_configs} configs; this version has "
                 f"{N_READ} and {N_CONFIGS}: train anew (dynamiccl lab train)"
@@ -108,7 +107,8 @@ class LstmPolicy:
 
     def save(self, path: str | Path) -> None:
         """Write the weights and the record to ``path`` (.npz)."""
-        meta = json.dumps({**self.record, "format": FORMAT})
+        record = {**self.record, "format": FORMAT}
+        meta = json.dumps(record)
         arrays = {"meta": np.array(meta), **self.weights}
         with open(path, "wb") as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
@@ -138,7 +138,8 @@ class LstmPolicy:
         of_config = figures.swapaxes(1, 2) @ w["head_s"]
         hidden = of_job[:, None, :] + w["head_e"] + of_config
         hidden = np.maximum(hidden, 0)
-        learned = hidden @ w["head_v"] + w["head_u"] @ figures
+        of_figures = w["head_u"] @ figures
+        learned = hidden @ w["head_v"] + of_figures
         next_learned = z @ w["head_what"]
         scores = rule_scores(observations, self.rule, self.sure)
         scores = scores + learned[:, :, None] + next_learned[:, None, :]
@@ -159,15 +160,16 @@ class LstmPolicy:
             state = none, none
         if episode_start is not None and np.any(episode_start):
             starts = np.atleast_1d(episode_start)
-            keep = np.where(starts, 0, 1).astype(np.float32)
-            keep = keep[:, None]
+            keep = np.where(starts, 0, 1)[:, None]
+            keep = keep.astype(np.float32)
             h, c = state
             state = (h * keep, c * keep)
         scores, state = self.scores(rows, state)
         if not deterministic:  # the largest of score + Gumbel noise is a draw from the softmax
             scores = scores + self.rng.gumbel(size=scores.shape)
         flat = scores.reshape(len(rows), -1)
-        chosen, what = np.divmod(flat.argmax(axis=1), N_NEXT)
+        best = flat.argmax(axis=1)
+        chosen, what = np.divmod(best, N_NEXT)
         actions = actions_of(chosen, what)
         if np.ndim(observation) != 2:
             actions = actions[0]

@@ -143,7 +143,7 @@ def play(
         busy = _at_work(search, ledger)
         ledger.go_on(busy)
         until[busy] = ledger.steps[busy] + max(after, 1)
-        is_left = (ledger.steps < until) | ~_each(search, "is_over")
+        is_left = (ledger.steps < until) | ~is_over
         search.measure([i for i in open_ if is_left[i]])
         is_done = _each(search, "is_done")
         ledger.quiet = np.where(is_done, ledger.quiet, ledger.steps)

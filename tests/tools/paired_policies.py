@@ -16,9 +16,10 @@ import numpy as np
 from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.policies.lstm import LstmPolicy
 from dynamiccl.envs.bench.job_suites import JobSuite
-from dynamiccl.envs.bench.scores import Scores, bootstrap
+from dynamiccl.envs.bench.scores import Scores
 from dynamiccl.envs.bench.submissions import play_part
 from joblib import Parallel, delayed
+from paired_boards import line
 
 PART = 25
 
@@ -30,11 +31,9 @@ class Forgetful:
         self.policy = make_chooser("lstm")
 
     def predict(self, observation, state=None, episode_start=None, deterministic=True):
-        """The state of what tries neighbours after the LSTM stays: only the LSTM forgets."""
-        lstm, memories = (None, None) if state is None else state
-        before = None if state is None else (None, memories)
-        assert lstm is None or len(lstm) == 2
-        return self.policy.predict(observation, before, episode_start, deterministic)
+        """The state is the LSTM's and that of what tries neighbours after it: only the LSTM's is emptied."""
+        kept = None if state is None else (None, state[1])
+        return self.policy.predict(observation, kept, episode_start, deterministic)
 
 
 def played(name, suite, rows, seed):
@@ -68,29 +67,18 @@ def main():
     for part in Parallel(args.processes, return_as="generator")(work):
         found.append(part)
         print(f"{len(found)} of {len(tasks)} parts", file=sys.stderr, flush=True)
-    scores = {key: [] for key in ((name, world) for world in worlds for name in names)}
+    records = {}  # of each policy and world, and of all worlds
     for (name, world, _), part in zip(tasks, found, strict=True):
-        scores[name, world].append(part.scores)
-    print(f"{args.suite}, noise {args.seed}, simulated; steps lost of 20,000; {names[0]} - {names[1]}")
-    lost, harm = {name: [] for name in names}, {name: [] for name in names}
-    for world in [*worlds, "all"]:
-        for name in names:
-            if world == "all":
-                continue
-            whole = [Scores.of(one) for one in scores[name, world]]
-            lost[name].append(np.concatenate([one.lost for one in whole]))
-            harm[name].append(
-                [sum(one.is_harsh.sum() for one in whole), sum(one.is_harmed.sum() for one in whole)]
-            )
-        mine, other = (np.concatenate(lost[name]) if world == "all" else lost[name][-1] for name in names)
-        gap = mine - other
-        low, high = bootstrap(gap)
-        at = slice(None) if world == "all" else slice(-1, None)
-        bad = [np.sum(harm[name][at], axis=0) for name in names]
-        print(
-            f"{world:12} {len(gap):4} jobs  {mine.mean():7.1f} {other.mean():7.1f}  {gap.mean():+7.1f} "
-            f"[{low:+.1f}, {high:+.1f}]  harsh {bad[0][0]} {bad[1][0]}  slower {bad[0][1]} {bad[1][1]}"
-        )
+        for place in (world, "all"):
+            whole = records.setdefault((name, place), {})
+            for figure, values in part.scores.items():
+                whole.setdefault(figure, []).extend(values)
+    print(
+        f"{args.suite}, noise {args.seed}, simulated: {args.rival} -> {args.policy}, default steps in 20,000"
+    )
+    for place in [*worlds, "all"]:
+        mine, other = (Scores.of(records[name, place]) for name in names)
+        print(line(place, other, mine))
     if "Forgetful" in args.rival:
         told = LstmPolicy.load().record.get("correlation with the first weights", "not on record")
         print(f"correlation of the recurrent weights with those that training began with: {told}")
