@@ -21,7 +21,7 @@ from .rule import ExpectedImprovement
 Array = np.ndarray[Any, Any]
 
 #: Layout of the weights file; an older or newer file is refused.
-FORMAT = 6
+FORMAT = 7
 #: What may come next of which the policy chooses: what the rule knows. The others are not learned yet.
 N_NEXT = len(WHAT)
 #: Inputs of the LSTM: those, the figures of the config that was chosen last, and the largest of any open config.

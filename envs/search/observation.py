@@ -27,7 +27,8 @@ MOST_COUNTED = 16
 #: Scale of effects on the step time: 5 % of the step is 1.
 EFFECT = 20.0
 
-#: Quantities of a turn, in the order of the observation, and their scales. Units are in :class:`Context`.
+#: Quantities of a turn, in the order of the observation, and their scales. Units are in :class:`Context`. An entry is
+#: clipped at LIMIT: 64 slots, and the 180 windows that a job of 60 slots may have, are below.
 CONTEXT = {
     "share": 1.0,
     "exposure": 1.0,
@@ -36,8 +37,8 @@ CONTEXT = {
     "last_saving": 5.0,
     "best_saving": 5.0,
     "best_sd": 5.0,
-    "round": 1 / 16,
-    "slots": 1 / 8,
+    "round": 1 / 48,
+    "slots": 1 / 16,
     "place": 1.0,
     "confirmed": 1.0,
     "comparisons": 1 / 4,
@@ -91,9 +92,8 @@ N_OBSERVATION = len(KEPT)
 #: What the other entries are: 0, but for AUTO, which is open.
 BLANK = np.zeros(N_EXPANDED, np.float32)
 BLANK[N_EXPANDED - N_CONFIGS] = 1.0
-#: More remaining slots than this are not the last one. The entry ``slots`` is clipped at 32, so that the number of
-#: remaining slots comes out too low by up to a half; this bound tells one from two for up to 63 slots.
-_ONE_SLOT = 1.01
+#: Fewer remaining slots than this are the last one.
+_TWO_SLOTS = 1.5
 
 
 @dataclass
@@ -149,7 +149,7 @@ class Seen:
     def is_last_slot(self) -> Array:
         """(n,) bool: no other slot of the job has a turn after this one."""
         remaining = self.context.slots * (1 - self.context.place)
-        return np.asarray(remaining < _ONE_SLOT)
+        return np.asarray(remaining < _TWO_SLOTS)
 
     @property
     def is_refining(self) -> Array:

@@ -33,7 +33,6 @@ CHOICES = {
     "trials after the verdict": {"no trials": {"trials": 0}, "60 trials": {"trials": 60}},
     "the best table is told": {TOLD: {}},
 }
-ARMS = {RULE: {}} | {name: change for arms in CHOICES.values() for name, change in arms.items()}
 #: Jobs that are played side by side.
 BATCH = 8
 #: Steps of the watch after a verdict: regimes come back in them.
@@ -56,7 +55,7 @@ def opened(suite, rows, noise, arm):
     jobs = suite.jobs.take(rows)
     ledger = LossAccount(jobs, suite.best_us[rows])
     windows = AccountedWindows(jobs, NoiseStream(noise, rows, jobs.width), ledger)
-    config = SearchConfig(**ARMS[arm])
+    config = SearchConfig(**arms_of(CHOICES)[arm])
     told = suite.best[rows] if arm == TOLD else np.zeros_like(suite.best[rows])
     return ToldSearch(windows, Prior.load(), config, told), ledger
 
@@ -65,7 +64,12 @@ def rows_of(suite, world, first, last):
     return np.flatnonzero(suite.strata == world)[first:last]
 
 
-def play_all(path, name, worlds, n_jobs):
+def arms_of(choices):
+    """The rule and the alternatives of these choices: settings of the search by name."""
+    return {RULE: {}} | {name: change for choice in choices for name, change in CHOICES[choice].items()}
+
+
+def play_all(path, name, worlds, n_jobs, choices):
     """Append the rows that are missing."""
     suite = JobSuite.load(name)
     done = set()
@@ -75,7 +79,7 @@ def play_all(path, name, worlds, n_jobs):
     for first in range(0, n_jobs, BATCH):
         for world in worlds:
             for noise in (0, 1):
-                for arm in ARMS:
+                for arm in arms_of(choices):
                     rows = rows_of(suite, world, first, min(first + BATCH, n_jobs))
                     rows = np.array([r for r in rows if (name, int(r), arm, noise) not in done], int)
                     if len(rows):
@@ -100,15 +104,15 @@ def append(path, name, world, rows, arm, noise, scores):
             )
 
 
-def table(path, world):
-    """Lost steps by alternative, (jobs, noises), of the jobs that every alternative has played under both noises."""
+def table(path, world, arms):
+    """Lost steps by alternative, (jobs, noises), of the jobs that all of ``arms`` have played under both noises."""
     found = {}
     with path.open() as file:
         for r in csv.DictReader(file):
-            if world == r["world"]:
+            if world == r["world"] and r["arm"] in arms:
                 found.setdefault((r["suite"], r["job"]), {})[r["arm"], int(r["noise"])] = float(r["lost"])
-    whole = [one for one in found.values() if len(one) == 2 * len(ARMS)]
-    return {arm: np.array([[one[arm, 0], one[arm, 1]] for one in whole]) for arm in ARMS}
+    whole = [one for one in found.values() if len(one) == 2 * len(arms)]
+    return {arm: np.array([[one[arm, 0], one[arm, 1]] for one in whole]) for arm in arms}
 
 
 def told(values):
@@ -116,15 +120,16 @@ def told(values):
     return f"{values.mean():+.0f} [{low:+.0f}, {high:+.0f}]"
 
 
-def show(path, worlds):
+def show(path, worlds, choices):
     for world in worlds:
-        lost = table(path, world)
+        lost = table(path, world, arms_of(choices))
         rule = lost[RULE]
         if not len(rule):
             continue
         again = told(rule[:, 1] - rule[:, 0])
         print(f"\n{world}: {len(rule)} jobs, the rule loses {rule.mean():.0f}; under the other noise {again}")
-        for choice, arms in CHOICES.items():
+        for choice in choices:
+            arms = CHOICES[choice]
             names = [RULE, *arms]
             many = np.stack([lost[name] for name in names])  # (alternatives, jobs, noises)
             means = ", ".join(f"{name} {told((lost[name] - rule).mean(axis=1))}" for name in arms)
@@ -147,11 +152,12 @@ def main():
     parser.add_argument("--jobs", type=int, default=40, help="of each world")
     parser.add_argument("--worlds", default="lasting,alternating,many")
     parser.add_argument("--suite", default="standard")
+    parser.add_argument("--choice", action="append", choices=CHOICES, help="this one only; repeat it for more")
     args = parser.parse_args()
-    worlds = args.worlds.split(",")
+    worlds, choices = args.worlds.split(","), args.choice or list(CHOICES)
     if args.what == "play":
-        play_all(args.rows, args.suite, worlds, args.jobs)
-    show(args.rows, worlds)
+        play_all(args.rows, args.suite, worlds, args.jobs, choices)
+    show(args.rows, worlds, choices)
 
 
 if __name__ == "__main__":
