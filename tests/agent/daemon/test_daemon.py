@@ -12,7 +12,7 @@ import pytest
 from dynamiccl.agent.daemon.daemon import Daemon
 from dynamiccl.agent.daemon.request import Request
 from dynamiccl.agent.report.summary import RunSummary
-from dynamiccl.envs.live import reader
+from dynamiccl.envs.live import reader, turns
 from dynamiccl.envs.live.job_ends import Closed
 from dynamiccl.envs.nccl import site_switch
 from dynamiccl.envs.nccl.plugin.build import job_env
@@ -130,7 +130,7 @@ def test_whatever_ends_it_the_job_is_left_under_what_was_confirmed(job, folder, 
 def test_a_slow_start_is_looked_at_again_and_then_tuned(folder, tmp_path, monkeypatch):
     """Before: "nothing to tune" to the end of the job, decided by its first eleven steps."""
     enough = tmp_path / "enough"
-    env = {**os.environ, **job_env(folder.path), "SLOW_STEPS": "20"}
+    env = {**os.environ, **job_env(folder.path), "SLOW_STEPS": "14"}
     process = subprocess.Popen([sys.executable, "-c", REACH + JOB, str(enough)], env=env)
     said, seen = [], []
 
@@ -143,6 +143,7 @@ def test_a_slow_start_is_looked_at_again_and_then_tuned(folder, tmp_path, monkey
         Request(out=tmp_path / "out", policy="random"), folder, on_window=on_window, on_phase=said.append
     )
     monkeypatch.setattr(reader, "RESTART_S", 0.5)
+    monkeypatch.setattr(turns, "UNSEEN_S", 0.1)  # nobody votes in this job, so its tables never alternate
     try:
         summary = daemon.serve()
     finally:

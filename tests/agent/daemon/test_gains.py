@@ -15,7 +15,7 @@ FSDP2 = [*TORCHRUN, str(HELPERS / "fsdp2_rank.py")]
 
 @pytest.mark.parametrize(
     "job",
-    [["--steps", "360"], ["--cluster", "dgx-h100-2x8", "--", *FSDP2, "320"]],
+    [["--steps", "240"], ["--cluster", "dgx-h100-2x8", "--", *FSDP2, "220"]],
     ids=["the demo", "a job of FSDP2"],
 )
 def test_the_lstm_by_default_beside_an_emulated_job_gains(job, tmp_path):

@@ -80,7 +80,7 @@ def run(request, tmp_path_factory):
 
 
 #: Random runs: few and the same ones in ``make test``, other ones each time in ``make test-slow``.
-EXAMPLES = 6 if settings().derandomize else int(os.environ.get("EXAMPLES", "100"))
+EXAMPLES = 2 if settings().derandomize else int(os.environ.get("EXAMPLES", "100"))
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
