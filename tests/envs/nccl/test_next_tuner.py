@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
-from dynamiccl.envs.nccl.plugin.build import HERE, compiler, nccl_env, plugin_path
+from dynamiccl.envs.nccl.plugin.build import HERE, cache_folder, compiler, nccl_env, plugin_path
 from dynamiccl.envs.nccl.shm import RunFolder, encode_table
 from dynamiccl.traces.records import ALGOS, OFFER, OFFER_DTYPE, PROTOS, Decision, Slot, Table
 from nccl_late import tells
@@ -239,6 +239,7 @@ def test_it_is_found_where_nccl_would_find_it(tmp_path, monkeypatch, built, env,
         if name.startswith("NCCL_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_folder().parent))  # ours is built there already
     monkeypatch.setenv("HOME", str(tmp_path))
     for name, value in env.items():
         monkeypatch.setenv(name, value)
