@@ -221,6 +221,7 @@ def test_the_snippet_of_a_running_job_runs():
     assert re.search(r"after \d+ steps\n$", done.stdout), done.stderr
 
 
+@pytest.mark.slow
 def test_the_entrant_of_the_environments_plays(tmp_path):
     page = (ROOT / "envs" / "README.md").read_text(encoding="utf-8")
     entrant = re.findall(r"```python\n(.*?)```", page, re.S)[1]

@@ -71,6 +71,7 @@ def test_without_a_run_import_torch_takes_less_than_a_millisecond_more():
     assert min(autoloaded()[0] for _ in range(5)) < 1.0
 
 
+@pytest.mark.slow
 def test_nothing_of_ours_can_fail_import_torch(tmp_path):
     """Before: a broken gymnasium made every `import torch` fail, run or no run.
 
@@ -106,6 +107,7 @@ def test_a_checkout_that_is_not_mounted_does_not_fail_import_torch():
     assert copy.read_bytes() == (ROOT / "dynamiccl_autoload.py").read_bytes(), "run `make setup` again"
 
 
+@pytest.mark.slow
 def test_the_probe_needs_torch_and_numpy_alone(tmp_path):
     tmp_path.chmod(0o700)
     loaded = "import sys\nprint(*(m for m in sys.modules if m.startswith('dynamiccl.') or '.' not in m))\n"

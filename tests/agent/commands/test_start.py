@@ -34,7 +34,14 @@ def imported(*words):
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["--policy", "random"], ["--cluster", "dgx-h100-2x8"], ["--policy", "lstm"]]
+    "more",
+    [
+        ["--cluster", "dgx-h100-2x8"],
+        *(
+            pytest.param(more, marks=pytest.mark.slow)
+            for more in ([], ["--policy", "random"], ["--policy", "lstm"])
+        ),
+    ],
 )
 def test_nothing_large_is_imported_before_the_job_is_started(tmp_path, more):
     """Before: numpy, pandas, pyarrow, gymnasium and rich, ten seconds of processor time."""

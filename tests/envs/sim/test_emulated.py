@@ -73,7 +73,16 @@ def test_a_monitored_barrier_works_on_the_emulated_cluster():
     assert done.returncode == 0 and done.stdout == "emulated\n", done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("said", [["say", "gloo"], ["say"], ["say", "cpu:gloo,cuda:nccl"], ["mesh"]])
+@pytest.mark.parametrize(
+    "said",
+    [
+        ["say", "gloo"],
+        *(
+            pytest.param(said, marks=pytest.mark.slow)
+            for said in (["say"], ["say", "cpu:gloo,cuda:nccl"], ["mesh"])
+        ),
+    ],
+)
 def test_a_script_that_says_gloo_runs_on_the_emulated_cluster_as_it_is(said):
     """Before: such a job was told that it runs no collective that a tuner can reach."""
     alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
