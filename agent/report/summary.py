@@ -17,8 +17,8 @@ _FILE = "summary.json"
 
 
 @dataclass
-class RunSummary:
-    """One run, in the order of ``summary.json``; what is not known, or not yet, is None or empty."""
+class OfJob:
+    """The job, and the cluster that it ran on."""
 
     cluster: str | None = None
     emulated: bool | None = None
@@ -31,9 +31,16 @@ class RunSummary:
     steps: int | None = None
     loss_first: float | None = None
     loss_last: float | None = None
-    # The verdict: table ``compared`` against NCCL's own choice; None where nothing was compared. Step times are medians
-    # of so many windows of the comparison itself; where a later table took the place of the first, of the comparisons
-    # in which the default and the later table ran. The speed-up is that of pairs of windows.
+
+
+@dataclass
+class OfVerdict:
+    """The verdict: table ``compared`` against NCCL's own choice; None where nothing was compared.
+
+    Step times are medians of so many windows of the comparison itself; where a later table took the place of the first,
+    of the comparisons in which the default and the later table ran. The speed-up is that of pairs of windows.
+    """
+
     compared: str | None = None
     default_step_ms: float | None = None
     default_windows: int | None = None
@@ -44,25 +51,38 @@ class RunSummary:
     speedup_ci95: list[float] | None = None
     aa_speedup_ci95: list[float] | None = None  # the default against itself
     detectable: float | None = None  # part of the step that a whole comparison would have been sure of
+
+
+@dataclass
+class OfCosts:
+    """What the search cost."""
+
     cost_s: float | None = None  # what the job lost against its default up to the verdict; below 0: won
     budget_s: float | None = None  # what it may lose
-    trials: int | None = (
-        None  # windows of trials after the verdict, and what they lost against the current table
-    )
-    trials_cost_s: float | None = None
+    trials: int | None = None  # windows of trials after the verdict ...
+    trials_cost_s: float | None = None  # ... and what they lost against the current table
+
+
+@dataclass
+class OfSearch:
+    """The tables that were tried, and the comparisons between them."""
+
     in_force: str | None = None  # the letter of the table, or "default"
-    tables: dict[str, list[dict[str, Any]]] = field(
-        default_factory=dict
-    )  # by letter, those that were compared
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by letter: those compared
     comparisons: list[dict[str, Any]] = field(default_factory=list)  # see ``daemon.account.comparison_row``
     windows: int | None = None
     steps_to_first_gain: int | None = None
     steps_to_verdict: int | None = None
     decisions: list[dict[str, Any]] = field(default_factory=list)
-    exposed: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # slot, share of the step, exposed part of its time, in default steps; empty: the job does not tell
+    # Slot, share of the step, exposed part of its time, in default steps; empty: the job does not tell.
+    exposed: list[dict[str, Any]] = field(default_factory=list)
     default_share_after: float | None = None
+
+
+@dataclass
+class OfEnd:
+    """What holds at the end, and why; what went wrong."""
+
     kept: bool | None = None
     dropped: str | None = None
     not_obeyed: list[str] = field(default_factory=list)
@@ -71,17 +91,26 @@ class RunSummary:
     consistency: dict[str, int] = field(default_factory=dict)  # calls_checked, mismatches
     records_lost: int | None = None
     ended: str | None = None
-    reasons: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # names of ``traces.reasons`` for the texts in here
+    reasons: dict[str, list[str]] = field(default_factory=dict)  # of ``traces.reasons``, for the texts here
     job_status: int | None = None
     memory: dict[str, Any] | None = None
     failure: str | None = None
-    run: str | None = None  # the run folder, then what is in the folder of the results
+
+
+@dataclass
+class OfFiles:
+    """The run folder, then what is in the folder of the results."""
+
+    run: str | None = None
     trace: str | None = None
     table: str | None = None
     report: str | None = None
     log: str | None = None
+
+
+@dataclass
+class RunSummary(OfFiles, OfEnd, OfSearch, OfCosts, OfVerdict, OfJob):
+    """One run: all records in one flat object, as in ``summary.json``. What is not known is None or empty."""
 
     def __bool__(self) -> bool:
         """False where a run has left no word."""
