@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -123,38 +123,74 @@ def play(
     n = len(search.searches)
     player = policy if isinstance(policy, ReplayedDecisions) else AskedPolicy(policy, limit_s)
     decisions = [list[int]() for _ in range(n)]
-    until = np.full(n, np.inf)  # steps at which a job's watch has been played
+    watch = _Watch(search, ledger, after)
     while True:
-        # Those that search anew: what is in force now will not last.
-        searching = ~_each(search, "is_over")
-        is_watched = ledger.steps < until
-        has_longer = ledger.steps < until + LONGER
-        is_open = is_watched | (searching & has_longer)
-        open_ = np.flatnonzero(is_open).tolist()
-        if not open_ and not len(_at_work(search, ledger)):
+        open_ = watch.open_jobs()
+        if not open_ and not len(watch.at_work()):
             break
         for i in open_:
             decisions[i] += _turns(i, search.searches[i], player)
-        is_over = _each(search, "is_over")
-        is_fresh = is_over & np.isinf(until)
-        fresh = np.flatnonzero(is_fresh)
-        ledger.end(fresh, search.tables[fresh])
-        until[fresh] = ledger.steps[fresh] + after
-        busy = _at_work(search, ledger)
-        ledger.go_on(busy)
-        until[busy] = ledger.steps[busy] + max(after, 1)
-        is_left = (ledger.steps < until) | ~is_over
+        watch.begin()
+        is_left = watch.is_left()
         search.measure([i for i in open_ if is_left[i]])
-        is_done = _each(search, "is_done")
-        ledger.quiet = np.where(is_done, ledger.quiet, ledger.steps)
-        again = np.flatnonzero(np.isfinite(until))
-        ledger.final[again] = search.tables[again]
+        watch.note()
     if not after:  # what ran last were trials: a job does not go on like them
         ledger.go_on(np.arange(n))
     marks = np.array([s.marks.first_gain for s in search.searches])
     ledger.first_gain = np.where(marks >= 0, marks, np.nan)
     n_turns = max(sum(map(len, decisions)), 1)
     return PlayedJobs(ledger.scores(), decisions, 1e6 * player.spent_s / n_turns)
+
+
+class _Watch:
+    """How long each job is played past its verdict. Arrays have the shape (jobs,)."""
+
+    def __init__(self, search: SimSearch, ledger: LossAccount, after: int) -> None:
+        self.search, self.ledger, self.after = search, ledger, after
+        n = len(search.searches)
+        self.until = np.full(n, np.inf)  # steps at which a job's watch has been played
+
+    def _each(self, name: str) -> Array:
+        """A property of the search of each job, bool."""
+        return np.array([getattr(one, name) for one in self.search.searches])
+
+    def open_jobs(self) -> list[int]:
+        """Jobs that are played on. One that searches anew has longer: what is in force now will not last."""
+        steps = self.ledger.steps
+        searching = ~self._each("is_over")
+        is_watched = steps < self.until
+        has_longer = steps < self.until + LONGER
+        is_open = is_watched | (searching & has_longer)
+        return cast(list[int], np.flatnonzero(is_open).tolist())
+
+    def at_work(self) -> Array:
+        """Jobs that still try something after their verdict: played on, even where all others have ended."""
+        trying = self._each("is_over") & ~self._each("is_done")
+        is_open = trying & (self.ledger.steps < HORIZON)
+        return np.flatnonzero(is_open)
+
+    def begin(self) -> None:
+        """The watch of jobs whose verdict is new begins; that of jobs at work goes on."""
+        ledger = self.ledger
+        is_fresh = self._each("is_over") & np.isinf(self.until)
+        fresh = np.flatnonzero(is_fresh)
+        ledger.end(fresh, self.search.tables[fresh])
+        self.until[fresh] = ledger.steps[fresh] + self.after
+        busy = self.at_work()
+        ledger.go_on(busy)
+        self.until[busy] = ledger.steps[busy] + max(self.after, 1)
+
+    def is_left(self) -> Array:
+        """Whether a job has steps to play, bool."""
+        return (self.ledger.steps < self.until) | ~self._each("is_over")
+
+    def note(self) -> None:
+        """When a job fell quiet, and its final table."""
+        ledger = self.ledger
+        is_done = self._each("is_done")
+        ledger.quiet = np.where(is_done, ledger.quiet, ledger.steps)
+        again = np.flatnonzero(np.isfinite(self.until))
+        ledger.final[again] = self.search.tables[again]
 
 
 def _turns(job: int, search: Search, player: AskedPolicy | ReplayedDecisions) -> list[int]:
@@ -167,18 +203,6 @@ def _turns(job: int, search: Search, player: AskedPolicy | ReplayedDecisions) ->
         search.decide(int(config), int(what))
         actions.append(action)
     return actions
-
-
-def _at_work(search: SimSearch, ledger: LossAccount) -> Array:
-    """Jobs that still try something after their verdict: played on, even where all others have ended."""
-    trying = _each(search, "is_over") & ~_each(search, "is_done")
-    is_open = trying & (ledger.steps < HORIZON)
-    return np.flatnonzero(is_open)
-
-
-def _each(search: SimSearch, name: str) -> Array:
-    """A property of the search of each job, (n,) bool."""
-    return np.array([getattr(one, name) for one in search.searches])
 
 
 def number(action: Any) -> int:
