@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -161,7 +161,7 @@ class _Watch:
         is_watched = steps < self.until
         has_longer = steps < self.until + LONGER
         is_open = is_watched | (searching & has_longer)
-        return cast(list[int], np.flatnonzero(is_open).tolist())
+        return np.flatnonzero(is_open).tolist()
 
     def at_work(self) -> Array:
         """Jobs that still try something after their verdict: played on, even where all others have ended."""

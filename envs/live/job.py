@@ -198,18 +198,29 @@ class Job(Reader):
                 return Window(generation, np.array([*counted]), np.array([*counted.values()]), disobeyed)
             is_pause = cut.took_ms > 0
             pauses += is_pause
-            barren = barren + 1 if is_pause and len(counted) == before else 0
+            is_barren = is_pause and len(counted) == before
+            barren = (barren + 1) * is_barren
             if chosen == self.confirmed:
                 self.rhythm.pauses += is_pause
             elif chosen and is_pause and pauses >= 2:
-                if (before := self.rhythm.pauses) < 2:  # does it pause without them too?
-                    self.window(self.confirmed, n_steps, discard)
-                    self.rhythm.pauses += self.rhythm.pauses > before
-                if barren >= 2 or self.rhythm.pauses < 2:
+                self._look_for_pauses(n_steps, discard)
+                if barren >= 2 or not self.rhythm.has_pauses:
                     return Window(generation, np.array([cut.step]), np.array([cut.took_ms]))
-            if chosen and self.rhythm.pauses < 2:
+            if chosen and not self.rhythm.has_pauses:
                 counted.clear()
-            self._say(f"the window {'goes on' if counted else 'is measured again'}: {cut.what}")
+            self._say_again(counted, cut)
+
+    def _say_again(self, counted: dict[int, float], cut: Cut) -> None:
+        """What becomes of a window that was cut short."""
+        what = "goes on" if counted else "is measured again"
+        self._say(f"the window {what}: {cut.what}")
+
+    def _look_for_pauses(self, n_steps: int, discard: int) -> None:
+        """Whether the job pauses under the confirmed table too. Raises JobEnded."""
+        before = self.rhythm.pauses
+        if not self.rhythm.has_pauses:
+            self.window(self.confirmed, n_steps, discard)
+            self.rhythm.pauses += self.rhythm.pauses > before
 
     def _attempt(
         self,

@@ -32,10 +32,13 @@ class Rhythm:
     """How long a job's steps take."""
 
     def __init__(self) -> None:
-        self.pauses = (
-            0  # under confirmed tables: two, and the job makes them of its own (rollouts, evaluations)
-        )
+        self.pauses = 0  # under confirmed tables
         self._durations: deque[float] = deque(maxlen=50)
+
+    @property
+    def has_pauses(self) -> bool:
+        """The job makes pauses of its own (rollouts, evaluations): two were seen under confirmed tables."""
+        return self.pauses >= 2
 
     @property
     def pause_ms(self) -> float:

@@ -180,11 +180,7 @@ class LiveWindows:
         seen = self.profile_events
         tuned = seen[seen["func"].isin(self.funcs)] if len(seen) else seen
         if seen.empty and not self.job.assembler.comms:
-            if not self.job.state:  # no rank has begun to agree: there is no default group
-                return NotTuning.NO_JOB_GROUP()
-            text = self.job.state[1]
-            told = NotTuning.NOT_LOADED_AS_TOLD(why=text) if text else NotTuning.NOT_LOADED()
-            return text if "other-backend" in names(text) else told
+            return self._not_loaded()
         if self.left_alone:
             return self.left_alone[0]
         if len(tuned) and not self.job.assembler.offers:
@@ -192,3 +188,11 @@ class LiveWindows:
         if seen.empty and any(func in self.funcs for _, func, _ in self.job.assembler.offers):
             return NotTuning.NOT_TOLD()
         return NotTuning.NOTHING()
+
+    def _not_loaded(self) -> str:
+        """Why no communicator is known."""
+        if not self.job.state:  # no rank has begun to agree: there is no default group
+            return NotTuning.NO_JOB_GROUP()
+        text = self.job.state[1]
+        told = NotTuning.NOT_LOADED_AS_TOLD(why=text) if text else NotTuning.NOT_LOADED()
+        return text if "other-backend" in names(text) else told

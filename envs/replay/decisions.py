@@ -181,27 +181,33 @@ def _effects(
     windows: list[SteadyWindow], tables: dict[int, tuple[dict[str, Any], ...]], profiles: list[SlotProfile]
 ) -> dict[_Part, float]:
     """Relative step time that each (slot, config) saved, by the regression."""
-    measured: list[
-        tuple[SteadyWindow, float, list[_Part]]
-    ] = []  # with what it saved against the default before it
-    last_ms = next((w.ms for w in windows if tables.get(w.generation) == ()), np.nan)
-    parts_of = {generation: _parts(rules, profiles) for generation, rules in tables.items()}
-    for w in windows:
-        if tables.get(w.generation) == ():
-            last_ms = w.ms
-        elif parts := parts_of.get(w.generation):
-            measured.append((w, 1.0 - w.ms / last_ms, parts))
+    measured = _measured(windows, tables, profiles)
     keys = sorted({part for _, _, parts in measured for part in parts})
     if not keys:
         return {}
     design = np.array([[float(key in parts) for key in keys] for _, _, parts in measured])
-    saving, weight = (
-        np.array([saved for _, saved, _ in measured]),
-        np.array([float(w.n_steps) for w, _, _ in measured]),
-    )
+    saving = np.array([saved for _, saved, _ in measured])
+    weight = np.array([float(w.n_steps) for w, _, _ in measured])
     normal = design.T @ (design * weight[:, None]) + _RIDGE * np.eye(len(keys))
     effects = np.linalg.solve(normal, design.T @ (weight * saving))
     return dict(zip(keys, effects.tolist(), strict=True))
+
+
+def _measured(
+    windows: list[SteadyWindow], tables: dict[int, tuple[dict[str, Any], ...]], profiles: list[SlotProfile]
+) -> list[tuple[SteadyWindow, float, list[_Part]]]:
+    """The windows under tables: each with what it saved against the default before it, and what its table holds."""
+    measured = []
+    last_ms = next((w.ms for w in windows if tables.get(w.generation) == ()), np.nan)
+    parts_of = {generation: _parts(rules, profiles) for generation, rules in tables.items()}
+    for w in windows:
+        parts = parts_of.get(w.generation)
+        if tables.get(w.generation) == ():
+            last_ms = w.ms
+        elif parts:
+            saved = 1.0 - w.ms / last_ms
+            measured.append((w, saved, parts))
+    return measured
 
 
 def _parts(rules: tuple[dict[str, Any], ...], profiles: list[SlotProfile]) -> list[_Part]:

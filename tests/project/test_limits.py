@@ -25,16 +25,6 @@ from paths import ROOT
 FOLDERS = ("agent", "envs", "traces", "zero_workload")
 LINES, ATTRIBUTES, COMPLEXITY, NAMES = 400, 15, 12, 8
 
-#: Functions that are beyond, with what they are at: a figure may only become smaller.
-COMPLEX = {
-    "envs/bench/job_arena.py:play": 15,
-    "envs/live/job.py:Job.window": 15,
-    "envs/live/windows.py:LiveWindows.nothing": 14,
-    "envs/nccl/agreement/agreement.py:Agreement._do": 13,
-    "envs/nccl/agreement/agreement.py:Agreement._lead_rounds": 13,
-    "envs/nccl/agreement/protocol.py:decide": 13,
-    "envs/replay/decisions.py:_effects": 14,
-}
 #: A file has at most so many names a line of code on average.
 NAMES_A_LINE = 4.0
 #: Files that are beyond, with what they are at: a figure may only become smaller.
@@ -148,7 +138,7 @@ def beyond(source: str, name: str) -> dict[str, str]:
             if isinstance(child, ast.ClassDef):
                 if (n := attributes(child)) > ATTRIBUTES:
                     found[here] = f"{n} attributes"
-            elif (n := complexity(child)) > COMPLEX.get(here, COMPLEXITY):
+            elif (n := complexity(child)) > COMPLEXITY:
                 found[here] = f"a complexity of {n}"
             elif (child.end_lineno or 0) - child.lineno >= 4 and (mean := names_a_line(child, lines)) > NAMES:
                 found[here] = f"{mean:.1f} names a line"

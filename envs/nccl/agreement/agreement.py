@@ -172,14 +172,21 @@ class Agreement:
                     return
                 continue
             message = leader.next()
-            if message is not None and (until_awake_s := self._store.wakes()):
+            if message is None:
+                continue
+            if until_awake_s := self._store.wakes():
                 leader.not_before = time.monotonic() + until_awake_s
-            elif message is not None:
-                self._lead(leader, message)
-                if not self.stopped and leader.is_over(self._comms):
-                    self._stop(next(iter(leader.gone.values())))
-                if self.stopped:
-                    return
+                continue
+            self._lead(leader, message)
+            self._stop_if_over(leader)
+            if self.stopped:
+                return
+
+    def _stop_if_over(self, leader: Leader) -> None:
+        """No communicator is left that a table could reach."""
+        if not self.stopped and leader.is_over(self._comms):
+            why = next(iter(leader.gone.values()))
+            self._stop(why)
 
     def _lead(self, leader: Leader, message: tuple[int, bytes]) -> None:
         """One round."""
@@ -237,11 +244,7 @@ class Agreement:
                     store.cast(vote, proposal.n_votes)
                 return None
             case protocol.Gather():
-                assert self._leader is not None
-                longest_s = max(_VOTES_S + 2 * store.lookout.spread_s(), 4 * self._pace.round_s)
-                votes = store.votes(number, self._leader.known, longest_s)
-                self._leader.silent = {vote.rank for vote in votes if vote.round != number}
-                return votes
+                return self._gathered(number)
             case protocol.Settle(decision):
                 return store.settle(number, decision)
             case protocol.Await():
@@ -250,6 +253,15 @@ class Agreement:
                 return self._switch(comm, span)
             case protocol.Lift(generation):
                 return self._plugin.lift(self._owner, generation)
+
+    def _gathered(self, number: int) -> list[protocol.Vote]:
+        """The votes of a round, as far as they come in time."""
+        leader, store = self._leader, self._store
+        assert leader is not None
+        longest_s = max(_VOTES_S + 2 * store.lookout.spread_s(), 4 * self._pace.round_s)
+        votes = store.votes(number, leader.known, longest_s)
+        leader.silent = {vote.rank for vote in votes if vote.round != number}
+        return votes
 
     def _switch(self, comm: int, span: Span) -> None:
         try:

@@ -124,10 +124,15 @@ def decide(
         return Decision(generation, spans), left_out
     even = {comm: words for comm, words in sound.items() if _has_rhythm(words)}
     is_late = any(not one.for_good for one in left_out.values())  # the next round may find more
-    if not is_late and (odd := _without_rhythm(sound, even)):
-        rank = next(vote.rank for vote in votes if odd[0] in vote.comms)
-        left_out[0] = LeftOut(NotAgreeing.NO_RHYTHM(rank=rank), True)
+    odd = [] if is_late else _without_rhythm(sound, even)
+    if odd:
+        left_out[0] = LeftOut(NotAgreeing.NO_RHYTHM(rank=_first_on(odd[0], votes)), True)
     return Decision(generation, _turns(even, trial)), left_out
+
+
+def _first_on(comm: int, votes: Sequence[Vote]) -> int:
+    """The first rank that has voted on a communicator."""
+    return next(vote.rank for vote in votes if comm in vote.comms)
 
 
 def _sorted_out(votes: Sequence[Vote], gone: Reasons) -> tuple[dict[int, Words], dict[int, LeftOut]]:
