@@ -20,6 +20,8 @@ from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
 from ...envs.replay_env import ReplayEnv
 from ...envs.search.config import SearchConfig
@@ -76,26 +78,24 @@ class _TwoRates(RecurrentPPO):
 class Training:
     """One training run. ``folder`` holds the checkpoint: SB3's, with the state of the optimizer."""
 
-    def __init__(self, settings: Settings, folder: Path, runs: tuple[Path, ...] = ()) -> None:
-        """``runs``: recorded runs to train on, in place of simulated jobs; each environment has one of them."""
+    def __init__(
+        self, settings: Settings, folder: Path, runs: tuple[Path, ...] = (), is_split: bool = False
+    ) -> None:
+        """``runs``: recorded runs to train on, in place of simulated jobs; each environment has one of them.
+        ``is_split``: each environment has a process of its own; the weights come out the same."""
         self.settings = settings
         self.folder = folder
         self.runs = runs
         self.seconds = 0.0
         self.curve: list[dict[str, Any]] = []
         torch.set_num_threads(1)  # with two threads small matrices train slower, and erratically
-        made = iter(range(settings.envs))
-        config = SearchConfig()
-
-        def one() -> gym.Env[Any, Any]:
-            make = partial(ReplayEnv, runs[next(made) % len(runs)]) if runs else SimEnv
-            env = make(config=config)
-            beside = make(config=config)
-            return AgainstBaseline(env, beside, most=MOST)
-
         s = settings
-        # One process: beside two cores more of them wait for each other.
-        jobs = make_vec_env(one, s.envs, s.seed)
+        of_one: list[Callable[[], gym.Env[Any, Any]]] = [
+            partial(_job, runs[i % len(runs)] if runs else None) for i in range(s.envs)
+        ]
+        # One process is the best on two cores: more of them wait for each other.
+        jobs = SubprocVecEnv(of_one) if is_split else DummyVecEnv(of_one)
+        jobs.seed(s.seed)
         shape: dict[str, Any] = {"lstm_hidden_size": s.hidden}
         shape |= {name: getattr(s, name) for name in ("head_width", "head_depth", "recurrent_rate", "sure")}
         self.model = _TwoRates(
@@ -170,6 +170,14 @@ class Training:
         if left > 0:
             self.model.learn(left, callback=_AfterRollout(self, progress), reset_num_timesteps=False)
         self.save()
+
+
+def _job(run: Path | None) -> gym.Env[Any, Any]:
+    """An environment that pays beyond the rule: of a recorded run, else of simulated jobs."""
+    make = partial(ReplayEnv, run) if run else SimEnv
+    env = make(config=SearchConfig())
+    beside = make(config=SearchConfig())
+    return Monitor(AgainstBaseline(env, beside, most=MOST))
 
 
 class _AfterRollout(BaseCallback):

@@ -16,6 +16,12 @@ def train(
     out: Annotated[
         Path, Option(help="Weights file to write; a .json record goes into the same folder.")
     ] = Path("runs/train/policy.npz"),
+    split: Annotated[
+        bool,
+        Option(
+            help="Play each of 24 jobs in a process of its own: for many cores. The weights are the same."
+        ),
+    ] = False,
     resume: Annotated[bool, Option(help="Continue from the last checkpoint in the folder of --out.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -36,7 +42,9 @@ def train(
     console = terminal(stderr=True, quiet=as_json, highlight=False)
     with refusing(OSError, ValueError):
         out.parent.mkdir(parents=True, exist_ok=True)
-        training = Training(Settings(seed=seed, turns=turns), out.with_suffix(".training"), tuple(learned))
+        training = Training(
+            Settings(seed=seed, turns=turns), out.with_suffix(".training"), tuple(learned), split
+        )
         if resume:
             training.resume()
         elif runs:

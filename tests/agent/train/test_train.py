@@ -52,7 +52,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_says_what_made_the_weights(tmp_pa
     assert [row["turns"] for row in told["curve"]] == [32, 64] and told["settings"]["rollout"] == 16
     shipped = LstmPolicy.load(tmp_path / "p.npz")
     assert shipped.record["curve"] == told["curve"]
-    twin = Training(SMALL, tmp_path / "b")
+    twin = Training(SMALL, tmp_path / "b", is_split=True)
     twin.run()
     for name, weights in training.policy.export().items():
         np.testing.assert_array_equal(weights, twin.policy.export()[name], err_msg=name)
