@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dynamiccl.envs.nccl.plugin.build import FLAGS, HERE, SOURCES, compile_once
+from dynamiccl.envs.nccl.plugin.build import FLAGS, HERE, SOURCES, TOGETHER, compile_once
 from dynamiccl.envs.nccl.shm import RunFolder
 
 PROGRAM = [str(Path(__file__).with_name(name)) for name in ("stress.c", "stress_calls.c")]
@@ -24,7 +24,9 @@ def stress(jobs: int, seed: int = 1, sanitize: str = "none", mode: str = "at onc
     Raises PluginBuildError, or RuntimeError with the sanitizer's report.
     """
     flags = [*FLAGS, "-g", f"-I{HERE}", f"-I{Path(__file__).parent}"]
-    if sanitize != "none":
+    if sanitize == "none":
+        flags.append(TOGETHER)  # as it is shipped
+    else:
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
     program = compile_once("stress-" + sanitize.replace(",", "-"), (*PROGRAM, *SOURCES), tuple(flags))
     total: dict[str, int] = {}

@@ -80,13 +80,25 @@ static bool is_closed(const struct context* c, int own, int table) {
   return is_known && c->closed[own][table];
 }
 
-// The first of the smallest, as NCCL chooses; -1 where nothing is offered.
+static uint32_t bits_of(float cost) {
+  uint32_t bits;
+  memcpy(&bits, &cost, sizeof bits);
+  return bits;
+}
+
+// The first of the smallest, as NCCL chooses; -1 where nothing is offered. As whole numbers the bits of costs
+// are in the costs' order, and those of what is not offered are above: so the compiler takes several at once.
 static int choice(const struct dccl_question* q, const float* cost) {
-  int best = -1;
-  for (int i = 0; i < q->n_algos * q->n_protos; i++) {
-    if (offered(cost[i]) && (best < 0 || cost[i] < cost[best])) best = i;
+  const int n_cells = q->n_algos * q->n_protos;
+  uint32_t least = UINT32_MAX;
+  for (int i = 0; i < n_cells; i++) {
+    const uint32_t bits = bits_of(cost[i]);
+    least = bits < least ? bits : least;
   }
-  return best;
+  if (least >= bits_of(DCCL_NO_OFFER)) return -1;
+  int first = 0;
+  while (bits_of(cost[first]) != least) first++;
+  return first;
 }
 
 // What the job does without us: `cost` as NCCL offered it, but with the choice, and the prices where they are

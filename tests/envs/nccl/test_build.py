@@ -28,6 +28,17 @@ def test_the_installed_plugin_is_taken_where_it_is_of_these_sources(tmp_path, mo
         build.plugin_path()
 
 
+def test_a_linker_that_knows_no_optimization_of_the_whole_still_builds_the_plugin(tmp_path, monkeypatch):
+    """clang without lld, say."""
+    (cc := tmp_path / "cc").write_text(
+        f'#!/bin/sh\ncase " $* " in *" {build.TOGETHER} "*) echo error: no plugin >&2; exit 1;; esac\nexec gcc "$@"\n'
+    )
+    cc.chmod(0o755)
+    monkeypatch.setenv("CC", str(cc))
+    build.install_into(tmp_path / "lib")
+    assert (tmp_path / "lib" / LIBRARY).stat().st_size > 10_000
+
+
 PATH = f"/x/{LIBRARY}"
 
 
