@@ -21,6 +21,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
 from ...envs.replay_env import ReplayEnv
@@ -42,12 +43,12 @@ class Settings:
     """Everything that shapes the weights, beside the environment itself."""
 
     seed: int = 0
-    turns: int = 120_000  #: of all environments together
+    turns: int = 60_000  #: of all environments together
     envs: int = 24  #: side by side
     rollout: int = 192  #: turns of each of them between two updates
     batch: int = 1024
     epochs: int = 4
-    rate: float = 1e-3
+    rate: float = 3e-4  #: of the first update; from there it falls to 0 in a line
     gamma: float = 0.999
     gae_lambda: float = 0.98
     target_kl: float = 0.03
@@ -101,7 +102,7 @@ class Training:
         self.model = _TwoRates(
             MaskedLstmPolicy,
             jobs,
-            learning_rate=s.rate,
+            learning_rate=LinearSchedule(s.rate, 0.0, 1.0),
             n_steps=s.rollout,
             batch_size=s.batch,
             n_epochs=s.epochs,
