@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.job.optimizers import optimizer_of
-from test_zero import adamw, train
+from dynamiccl.zero_workload.job.model import Transformer
+from test_zero import BATCH, TINY, adamw, texts, train
 from test_zero_exact import Hand
 from torch import nn
 from world import World
@@ -116,6 +117,35 @@ def test_muon_has_whole_matrices(stage: int, size: str, request: pytest.FixtureR
             for name, value in wanted.items():
                 # Muon orthogonalises in bfloat16: of a rounding of the gradient it makes one of its own.
                 assert (got[name].float() - value).abs().max() <= near, (dtype, name)
+
+
+def muon_alone(steps: int) -> list[float]:
+    """The losses of ``--optimizer torch.optim:Muon`` in one process, on the whole batch."""
+    torch.manual_seed(0)
+    model = Transformer(TINY)
+    optimizer = optimizer_of("torch.optim:Muon", 1e-2)[0](list(model.parameters()))
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(*texts(step, 0, BATCH))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("size", ["two", pytest.param("four", marks=pytest.mark.slow)])
+def test_muon_by_name_trains_as_one_process(size: str, request: pytest.FixtureRequest) -> None:
+    """Seen: the job refused it, because the class that steps Muon and AdamW was not on any list."""
+    world: World = request.getfixturevalue(size)
+    optimizer, elementwise = optimizer_of("torch.optim:Muon", 1e-2)
+    alone = muon_alone(5)
+    assert alone[-1] < alone[0] - 0.3
+    for stage in (0, 1):
+        settings = {"stage": stage, "optimizer": optimizer, "elementwise": elementwise}
+        for losses in world.run(train, 5, settings):
+            # Muon orthogonalises in bfloat16, so the last digits of a gradient matter.
+            assert losses == pytest.approx(alone, rel=1e-3), stage
 
 
 # What is not finite ------------------------------------------------------------------------------------------------

@@ -50,10 +50,17 @@ def parts_of(buckets: Sequence[Bucket], shapes: Sequence[torch.Size] | None = No
 def needs_matrices(optimizer: torch.optim.Optimizer, said: bool | None, stage: int) -> bool:
     """Whether ``optimizer`` needs whole matrices: as the user ``said`` (elementwise or not), else by its class.
 
+    An optimizer that steps several ``optimizers`` needs them if one of these does.
+
     Raises:
         ValueError: it needs them and ``stage`` cuts them, or nothing is known of it.
     """
-    kind = type(optimizer)
+    steps = getattr(optimizer, "optimizers", [optimizer])
+    found = [_needs_matrices(type(one), said, stage) for one in steps]
+    return any(found)
+
+
+def _needs_matrices(kind: type, said: bool | None, stage: int) -> bool:
     name = kind.__name__
     reason = REFUSED.get(name.lower().replace("-", "").replace("_", ""))
     if reason:
