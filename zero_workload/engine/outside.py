@@ -77,7 +77,7 @@ class Outside:
             if param.requires_grad and not self.graded[number]:
                 raise RuntimeError(f"{name} was frozen in zero() and is not now: unfreeze it before zero()")
             if self.private and param._version != self._versions[number]:
-                cure = "change it before zero(), or load it with engine.load_full_state()"
+                cure = "change it before zero(), or give a model with the changed engine.full_state() to zero() again"
                 raise RuntimeError(f"{name} was changed, but the engine holds its exact value: {cure}")
 
     def settle(self) -> None:
