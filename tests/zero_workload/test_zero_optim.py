@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dynamiccl.zero_workload import zero
-from dynamiccl.zero_workload.job.optimizers import optimizer_of
 from dynamiccl.zero_workload.job.model import Transformer
+from dynamiccl.zero_workload.job.optimizers import optimizer_of
 from test_zero import BATCH, TINY, adamw, texts, train
 from test_zero_exact import Hand
 from torch import nn

@@ -74,6 +74,30 @@ def test_gradients_that_the_engine_has_are_nobody_elses(stage: int, two: World) 
         assert all("clip them by zero(max_norm=...)" in one for one in said), said
 
 
+def replaced(stage: int, how: str) -> tuple[str, bool]:
+    """What is said of the step, and whether the weights stayed."""
+    engine = engine_of(stage)
+    engine.backward(engine.model(*texts(0, 0, 2)))
+    before = engine.state_dict()
+    if how == "removed":
+        engine.model.zero_grad()
+    else:
+        last = list(engine.model.parameters())[-1]
+        last.grad = torch.zeros_like(last)
+    said = said_of(engine.step)
+    after = engine.state_dict()
+    return said, all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("how", "name"), [("removed", "embed.weight"), ("new", "head.weight")])
+def test_gradients_are_not_replaced_after_backward(stage: int, how: str, name: str, two: World) -> None:
+    """Seen: the step was taken with the engine's gradients all the same, without a word."""
+    for said, stayed in two.run(replaced, stage, how):
+        assert stayed and said.startswith(f"the gradient of {name} was removed or replaced after backward")
+        assert "leave it until engine.step()" in said
+
+
 def changed(stage: int, what: str, dtype: torch.dtype) -> str:
     engine = engine_of(stage, param_dtype=dtype)
     param = next(engine.model.parameters())

@@ -38,6 +38,7 @@ class Outside:
         self.graded = [p.requires_grad for p in params]
         self.kinds = [(p.dtype, p.device) for p in params]
         self.stepping = False  # the engine itself steps the optimizer
+        self.taken = False  # each gradient is a Taken
         self._versions = [p._version for p in params]
         self._element: dict[Any, torch.Tensor] = {}  # (dtype, device) -> one element of memory
 
@@ -61,14 +62,18 @@ class Outside:
                 self._element[kind] = torch.zeros((), dtype=param.dtype, device=param.device)
             every = self._element[kind].expand(param.shape)
             param.grad = torch.Tensor._make_subclass(Taken, every)
+        self.taken = True
 
     def give_gradients(self) -> None:
         """Before the next step: gradients may come again."""
         for param in self.params:
             param.grad = None
+        self.taken = False
 
     def require_untouched(self) -> None:
-        """Raise RuntimeError where a parameter was changed, converted, frozen or unfrozen since the last step."""
+        """Raise RuntimeError where a parameter was changed, converted or unfrozen since the last step, or its gradient
+        removed or replaced since backward.
+        """
         for number, param in enumerate(self.params):
             name = self.names[number]
             if (param.dtype, param.device) != self.kinds[number]:
@@ -76,6 +81,11 @@ class Outside:
                 raise RuntimeError(f"{what} after zero(): convert the model before zero()")
             if param.requires_grad and not self.graded[number]:
                 raise RuntimeError(f"{name} was frozen in zero() and is not now: unfreeze it before zero()")
+            if self.taken and param.requires_grad and not isinstance(param.grad, Taken):
+                what = f"the gradient of {name} was removed or replaced after backward, and the engine has its own"
+                raise RuntimeError(
+                    f"{what}: leave it until engine.step(), which clears it, or use max_norm to clip"
+                )
             if self.private and param._version != self._versions[number]:
                 cure = "change it before zero(), or give a model with the changed engine.full_state() to zero() again"
                 raise RuntimeError(f"{name} was changed, but the engine holds its exact value: {cure}")
