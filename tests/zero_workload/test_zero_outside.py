@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dynamiccl.zero_workload import Engine, zero
 from dynamiccl.zero_workload.job.model import Transformer
 from paths import ROOT
-from test_zero import TINY, adamw, texts
+from test_zero import TINY, adamw, run, texts
 from torch import nn
 from world import World
 
@@ -104,6 +104,8 @@ def changed(stage: int, what: str, dtype: torch.dtype) -> str:
     if what == "value":
         with torch.no_grad():
             param.mul_(2)
+    elif what == "data":
+        param.data = param.data.clone()
     elif what == "dtype":
         engine.model.double()
     elif what == "optimizer":
@@ -131,6 +133,30 @@ def test_changes_behind_the_engines_back_are_told(what: str, words: str, two: Wo
             assert words in said
     # At stage 0 in float32 the parameter is what the optimizer updates, on every rank: it may be changed.
     assert what != "value" or two.run(changed, 0, what, torch.float32) == ["", ""]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_data_that_is_replaced_is_told(stage: int, two: World) -> None:
+    """Seen: the engine went on to update memory that the model no longer used (nn.utils.vector_to_parameters)."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for said in two.run(changed, stage, "data", dtype):
+            assert said.startswith("embed.weight.data was replaced") and "engine.full_state()" in said
+
+
+def frozen_later(stage: int) -> list[str]:
+    """The names of the parameters that a step changes after the first one was frozen."""
+    engine = engine_of(stage)
+    next(engine.model.parameters()).requires_grad_(False)
+    before = engine.state_dict()
+    run(engine, range(2))
+    after = engine.state_dict()
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def test_a_parameter_that_is_frozen_after_zero_stays_and_the_others_train(two: World) -> None:
+    names = [name for name, _ in Transformer(TINY).named_parameters()]
+    for stage in range(4):
+        assert two.run(frozen_later, stage) == [names[1:], names[1:]], stage
 
 
 def test_every_call_that_a_message_names_exists() -> None:
