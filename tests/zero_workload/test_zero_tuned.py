@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from command import invoke
 from dynamiccl.agent.daemon.request import workload
 from dynamiccl.agent.report.losses import difference, read_losses
 from dynamiccl.agent.report.outputs import logged
@@ -64,6 +66,15 @@ def test_tuning_does_not_change_what_is_learned(both: Both) -> None:
     assert abs(mean) < 4 * error
     page = (both.tuned / "report.html").read_text(encoding="utf-8")
     assert "Step time and loss over the run" in page and f"held-out loss {losses.held_out[-1][1]:.3f}" in page
+
+
+@pytest.mark.slow
+def test_what_a_run_used_equals_the_formulas(both: Both) -> None:
+    """Memory and traffic as measured in the run, within 1 % of what `plan` computes."""
+    told = json.loads(invoke(["plan", str(both.tuned), "--json"]).output)
+    rows = told["measured"]["rows"]
+    assert [row["what"] for row in rows] == ["weights", "gradients", "optimizer", "sent in a step"]
+    assert all(row["measured"] > 0 and abs(row["off"]) < 0.01 for row in rows), rows
 
 
 @pytest.mark.slow
