@@ -139,8 +139,12 @@ def train_cut(stage: int, dtype: torch.dtype, tensor: int = 2) -> tuple[list[flo
         return norm
 
     engine.step = noted  # type: ignore[method-assign]
+    keep = engine.model.keep
+    held: list[int] = []  # free rows of the arena while the head runs: all checkpoints lie in it then
+    engine.model.head.register_forward_hook(lambda *_: held.append(len(keep.free)))
     losses = run(engine, range(4))
-    arena = engine.model.keep.arena
+    assert held == [0, 0, 0, 0] and sorted(keep.free) == list(range(keep.count))  # backward gave them back
+    arena = keep.arena
     return losses, norms[0], arena.numel()
 
 
