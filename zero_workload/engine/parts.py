@@ -55,14 +55,17 @@ def needs_matrices(optimizer: torch.optim.Optimizer, said: bool | None, stage: i
     Raises:
         ValueError: it needs them and ``stage`` cuts them, or nothing is known of it.
     """
-    steps = getattr(optimizer, "optimizers", [optimizer])
-    found = [_needs_matrices(type(one), said, stage) for one in steps]
-    return any(found)
+    found = False
+    for one in getattr(optimizer, "optimizers", [optimizer]):
+        kind = type(one)
+        found |= _needs_matrices(kind, said, stage)
+    return found
 
 
 def _needs_matrices(kind: type, said: bool | None, stage: int) -> bool:
     name = kind.__name__
-    reason = REFUSED.get(name.lower().replace("-", "").replace("_", ""))
+    plain = name.lower().replace("-", "").replace("_", "")
+    reason = REFUSED.get(plain)
     if reason:
         raise ValueError(f"{reason}: take an elementwise optimizer, or Muon at stages 0 and 1")
     elementwise = getattr(kind, "elementwise", kind in ELEMENTWISE) if said is None else said

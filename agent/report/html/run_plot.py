@@ -131,7 +131,9 @@ def _loss(axes: Axes, losses: Losses, course: Course, size: Size) -> None:
     if losses.held_out:
         # Dashes as long as a pixel with round ends: a marker would be a reference to an id, and a page's SVG has none.
         a_pixel = len(course.steps) / size.width
-        dots = as_dashes(*np.array(losses.held_out, float).T, a_pixel)
+        seen = np.array(losses.held_out)
+        steps, heights = seen.T
+        dots = as_dashes(steps, heights, a_pixel)
         axes.plot(*dots, color=COLOURS["tuned"], linewidth=5, solid_capstyle="round")
     for mark in course.marks:
         _draw_mark(axes, mark)
