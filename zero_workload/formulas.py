@@ -6,7 +6,9 @@ heads, n layers. All sizes are in bytes unless a name says otherwise, all times 
 Sources: [Z] Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC20);
 [K] Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (MLSys 2023); [C] Chen et al.,
 Training Deep Nets with Sublinear Memory Cost (2016); [A] Xie et al., Adan (2022); [L] Chen et al., Symbolic Discovery
-of Optimization Algorithms (2023), which has Lion; [T] Patarasuk and Yuan, Bandwidth Optimal All-reduce (2009).
+of Optimization Algorithms (2023), which has Lion; [T] Patarasuk and Yuan, Bandwidth Optimal All-reduce (2009);
+[S] Kaplan et al., Scaling Laws for Neural Language Models (2020); [D] the documents after which the project is made,
+with the derivation where it is used.
 """
 
 import math
@@ -14,6 +16,9 @@ from dataclasses import dataclass
 
 #: Optimizer -> float32 tensors of state that it keeps of each parameter, the master weight apart [Z, A, L].
 MOMENTS = {"sgd": 0, "lion": 1, "adam": 2, "adan": 3}
+#: Optimizer -> float32 tensors that its implementation keeps beside them: pytorch_optimizer's Adan has the gradient of
+#: the step before, so a run of it holds 24 bytes a parameter and not 20.
+KEPT_BESIDE = {"adan": 1}
 #: Precision -> bytes of a weight, of a gradient, and of the master weight.
 PRECISIONS = {"mixed": (2, 2, 4), "fp32": (4, 4, 0)}
 #: Layers with more parameters are sharded in the hybrid by layer size, the others stay at stage 2.
@@ -21,7 +26,8 @@ LARGE_LAYER = 100e6
 #: Modes of recomputation, from the one that holds most.
 MODES = ("none", "selective", "sub-block", "block", "sqrt")
 #: Bytes that CUDA, NCCL and libraries take beside a model, as a rule: a context of 0.2 to 1 GB, NCCL's buffers of 4 MiB
-#: a channel and protocol (0.5 to 1 GB on 8 GPUs), cuBLAS's workspace, the allocator's slack.
+#: a channel and protocol (0.5 to 1 GB on 8 GPUs), cuBLAS's workspace, the allocator's slack: 2 to 4 GB in all [D]. One
+#: document says 64 MB a channel, which is not NCCL's figure.
 RUNTIME = 3e9
 
 
@@ -62,13 +68,19 @@ def traffic(
 
 
 def scalar_traffic(n_tensors: int, ranks: int, replicas: int = 1) -> float:
-    """Bytes of the engine's own all-reduce a step: an element for each parameter tensor, the norm, 16 bits, float32."""
+    """Bytes of the engine's own all-reduce a step: an element for each parameter tensor, the norm, 16 bits, float32.
+
+    Source: the message of ``engine/agreement.py``, all-reduced on a ring [T].
+    """
     message = 4 * (n_tensors + 17)
     return 2 * message * (ring(ranks) + ring(replicas))
 
 
 def hybrid(large: float, small: float, ranks: int) -> tuple[float, float]:
-    """Bytes held and sent with ``large`` parameters at stage 3 and ``small`` at stage 2; (N - 1) / N is left out."""
+    """Bytes held and sent with ``large`` parameters at stage 3 and ``small`` at stage 2; (N - 1) / N is left out.
+
+    Source: [D], by the rows of [Z] for the two stages: 16 P_L / N + 2 P_S + 14 P_S / N, and 6 P_L + 4 P_S.
+    """
     held = 16 * large / ranks + 2 * small + 14 * small / ranks
     return held, 6 * large + 4 * small
 
@@ -133,7 +145,10 @@ def activations(shape: Shape, mode: str = "none", tensor: int = 1) -> float:
 
 
 def recomputed_share(shape: Shape, mode: str) -> float:
-    """FLOPs that are done again, by those of a step (forward and backward, three times the forward's)."""
+    """FLOPs that are done again, by those of a step (forward and backward, three times the forward's).
+
+    Source: [K], appendix A: a layer's forward is 24 BLd^2 + 4 BL^2 d FLOPs.
+    """
     tokens = shape.batch * shape.seq
     attention = 4 * tokens * shape.seq * shape.width
     forward = 24 * tokens * shape.width**2 + attention
@@ -144,7 +159,8 @@ def recomputed_share(shape: Shape, mode: str) -> float:
 def recomputation_value(shape: Shape) -> list[tuple[str, float, float]]:
     """What a layer may recompute: name, bytes that it saves, FLOPs that it costs; the best first.
 
-    A multiply-add is two FLOPs. A norm, and a GELU, are taken at 8 an element.
+    A multiply-add is two FLOPs. A norm, and a GELU, are taken at 8 an element. Source: [D], by the sizes of
+    :func:`layer_activations`.
     """
     tokens, one = shape.batch * shape.seq, shape.token_bytes
     elements = tokens * shape.width
@@ -168,28 +184,34 @@ class Machine:
 
 
 def stage_3_seconds(params: float, layers: int, machine: Machine) -> float:
-    """Communication of a step at stage 3 with nothing hidden: three collectives a layer, 6 P bytes."""
+    """Communication of a step at stage 3 with nothing hidden: three collectives a layer, 6 P bytes [D, Z]."""
     return 3 * layers * machine.latency + 6 * params / machine.bandwidth
 
 
 def compute_seconds(params: float, batch: float, seq: int, machine: Machine) -> float:
-    """6 P FLOPs a token, forward and backward."""
+    """6 P FLOPs a token, forward and backward, section 2.1 of [S]."""
     return 6 * params * batch * seq / machine.flops
 
 
 def break_even_batch(params: float, layers: int, seq: int, machine: Machine, share: float = 0.05) -> int:
-    """Least sequences a rank at which stage 3's communication is below ``share`` of the compute."""
+    """Least sequences a rank at which stage 3's communication is below ``share`` of the compute.
+
+    Source: [D]: (3 n latency + 6 P / bandwidth) <= share x 6 P B L / FLOPs a second. P cancels but for the latency.
+    """
     sequence = compute_seconds(params, 1, seq, machine)
     return math.ceil(stage_3_seconds(params, layers, machine) / (share * sequence))
 
 
 def prefetch_depth(layer_params: float, compute: float, bandwidth: float) -> int:
-    """k* = ceil(T_gather / T_compute): layers to gather ahead so that no gather is waited for."""
+    """k* = ceil(T_gather / T_compute): layers to gather ahead so that no gather is waited for [D]."""
     return max(1, math.ceil(2 * layer_params / bandwidth / compute))
 
 
 def stage_that_fits(totals: dict[int, float], memory: float, ranks: int) -> int | None:
-    """The lowest stage whose bytes fit; stage 1 sends what stage 0 does, so 0 is for one rank. ``None``: none fits."""
+    """The lowest stage whose bytes fit; stage 1 sends what stage 0 does, so 0 is for one rank. ``None``: none fits.
+
+    Source: [D].
+    """
     for stage in (0,) if ranks == 1 else (1, 2, 3):
         if totals[stage] <= memory:
             return stage

@@ -60,8 +60,8 @@ def plan(
     machine = formulas.Machine(memory * GB, tflops * 1e12, bandwidth * GB, latency * 1e-6)
     with refusing(ValueError, OverflowError):
         told = estimate(params, ranks, shape, machine, optimizer, precision, tensor)
-    if measured:
-        told["measured"] = compare(measured)
+        if measured:
+            told["measured"] = compare(measured)
     print(json_module.dumps(told, indent=2) if json else "\n".join(lines(told)))
 
 
@@ -196,17 +196,26 @@ def sent_in_a_step(events: Any, ranks: int, scale: float = 1) -> dict[str, float
 
 
 def compare(measured: dict[str, Any]) -> dict[str, Any]:
-    """Measured bytes beside the formulas' for the run's stage, and by how much they differ."""
+    """Measured bytes beside the formulas' for the run's stage, and by how much they differ.
+
+    Raises:
+        ValueError: the formulas do not cover the run: its optimizer, or several micro-batches.
+    """
     from ...zero_workload import formulas as f
 
-    precision = _precision(measured["dtype"])
+    precision, optimizer = _precision(measured["dtype"]), _optimizer(measured.get("optimizer"))
+    if measured.get("accumulate", 1) > 1:
+        raise ValueError("the formulas are those of one micro-batch: run the job without --accumulate")
     params, ranks, stage = measured["params"], measured["ranks"], measured["stage"]
-    weight, gradient, _ = f.state_bytes("adam", precision)
-    held = f.model_states(params, ranks, stage, "adam", precision)
+    classic, memory = measured.get("classic", False), measured["memory"]
+    weight, gradient, _ = f.state_bytes(optimizer, precision)
+    *held, states = f.model_states(params, ranks, stage, optimizer, precision)
+    states += 4 * f.KEPT_BESIDE.get(optimizer, 0) * params / (ranks if stage else 1)
+    used = {**memory, "optimizer": memory.get("host", memory["optimizer"])}
     rows = []
-    for name, formula in zip(("weights", "gradients", "optimizer"), held, strict=True):
-        rows.append({"what": name, "measured": measured["memory"][name], "formula": formula})
-    sent = f.traffic(params, ranks, stage, weight=weight, gradient=gradient)
+    for name, formula in zip(("weights", "gradients", "optimizer"), (*held, states), strict=True):
+        rows.append({"what": name, "measured": used[name], "formula": formula})
+    sent = f.traffic(params, ranks, stage, classic, weight, gradient)
     sent -= f.ring(ranks) * weight * measured.get("kept_params", 0)
     sent += f.scalar_traffic(measured["n_tensors"], ranks) + 2 * f.ring(ranks) * 4 * (ranks + 1)
     rows.append({"what": "sent in a step", "measured": sum(measured["sent"].values()), "formula": sent})
@@ -250,6 +259,16 @@ def _settings(measured: dict[str, Any], call: Call) -> list[Any]:
 
 def _precision(dtype: str) -> str:
     return "fp32" if dtype == "fp32" else "mixed"
+
+
+def _optimizer(option: str | None) -> str:
+    """The formulas' name of the job's ``--optimizer MODULE:CLASS``. Raises ValueError if they have none."""
+    from ...zero_workload.formulas import MOMENTS
+
+    name = (option or "adam").rpartition(":")[2].lower().replace("adamw", "adam")
+    if name not in MOMENTS:
+        raise ValueError(f"no formulas for {option}: known are {', '.join(MOMENTS)}")
+    return name
 
 
 def measured_lines(compared: dict[str, Any]) -> list[str]:

@@ -139,8 +139,12 @@ def train_cut(stage: int, dtype: torch.dtype, tensor: int = 2) -> tuple[list[flo
         return norm
 
     engine.step = noted  # type: ignore[method-assign]
+    keep = engine.model.keep
+    held: list[int] = []  # free rows of the arena while the head runs: all checkpoints lie in it then
+    engine.model.head.register_forward_hook(lambda *_: held.append(len(keep.free)))
     losses = run(engine, range(4))
-    arena = engine.model.keep.arena
+    assert held == [0, 0, 0, 0] and sorted(keep.free) == list(range(keep.count))  # backward gave them back
+    arena = keep.arena
     return losses, norms[0], arena.numel()
 
 
@@ -164,9 +168,9 @@ def test_ranks_that_share_matrices_agree_with_one_process(
             assert kept == inputs // 2  # divided by the ranks that hold copies
 
 
-def cut_traffic(recompute: str) -> dict[str, int]:
+def cut_traffic(recompute: str, dtype: torch.dtype) -> dict[str, int]:
     """Bytes of a step between ranks that share matrices, by collective, and of the norm."""
-    engine = cut_engine(1, 2, torch.float32, recompute=recompute)
+    engine = cut_engine(1, 2, dtype, recompute=recompute)
     name = engine.comm.model.group.group_name  # type: ignore[union-attr]
     engine.backward(engine.model(*texts(0, 0, 3)))
     engine.step()
@@ -180,19 +184,23 @@ def cut_traffic(recompute: str) -> dict[str, int]:
     return total
 
 
-def test_traffic_between_ranks_that_share_matrices(two: World) -> None:
-    shape = formulas.Shape(TINY.layers, TINY.width, TINY.heads, TINY.seq, 3, 4)
+@pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
+def test_traffic_between_ranks_that_share_matrices(
+    size: str, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    world: World = request.getfixturevalue(size)
+    shape = formulas.Shape(TINY.layers, TINY.width, TINY.heads, TINY.seq, 3, dtype.itemsize)
     norm = 4
     for recompute, checkpoints in (("none", 0), ("block", TINY.layers)):
-        sent = two.run(cut_traffic, recompute)[0]
+        sent = world.run(cut_traffic, recompute, dtype)[0]
         # An all-reduce sends 2 (N - 1) / N of its bytes, an all-gather (N - 1) / N.
         on_a_ring = (2 * (sent["all_reduce"] - norm) + sent["all_gather"]) / 2
         assert on_a_ring == formulas.tensor_traffic(shape, 2, checkpoints), recompute
 
 
-def scalar_bytes() -> tuple[int, int]:
+def scalar_bytes(dtype: torch.dtype) -> tuple[int, int]:
     torch.manual_seed(0)
-    engine = zero(Transformer(TINY), adamw(1e-2), stage=3, param_dtype=torch.float32)
+    engine = zero(Transformer(TINY), adamw(1e-2), stage=3, param_dtype=dtype)
     with CollectiveLog() as log:
         engine.backward(engine.model(*texts(0, 0, 2)))
         engine.step()
@@ -200,10 +208,15 @@ def scalar_bytes() -> tuple[int, int]:
     return sum(call.n_bytes for call in log.calls if call.func == "all_reduce"), small
 
 
-def test_scalar_reductions_are_in_the_formulas(two: World) -> None:
-    sent, message = two.run(scalar_bytes)[0]
-    n_tensors = len(list(Transformer(TINY).parameters()))
-    assert sent == message and formulas.scalar_traffic(n_tensors, 2) == 2 * message / 2
+@pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
+def test_scalar_reductions_are_in_the_formulas(
+    size: str, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    world: World = request.getfixturevalue(size)
+    sent, message = world.run(scalar_bytes, dtype)[0]
+    n_tensors, ranks = len(list(Transformer(TINY).parameters())), len(world.ranks)
+    assert sent == message
+    assert formulas.scalar_traffic(n_tensors, ranks) == pytest.approx(2 * message * (ranks - 1) / ranks)
 
 
 # Pipelines ----------------------------------------------------------------------------------------------------------

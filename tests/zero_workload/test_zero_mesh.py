@@ -221,6 +221,10 @@ BUCKET = "a number of at least 0.001 and below 1e9"
         ("--prefetch -1", "--prefetch: a whole number from 0 up, not -1"),
         *((f"--clip {x}", f"--clip: a number above 0 and below 1e9, not {x}") for x in ("-1", "0", "nan")),
         *((f"--bucket-mb {x}", f"--bucket-mb: {BUCKET}, not {x}") for x in ("inf", "nan", "0", "0.0009")),
+        ("--log /", "--log: / is a folder: name a file in it"),
+        ("--hsdp 3", r"2 ranks are not 3 that shard \(HSDP\), times replicas"),
+        ("--recompute-every 2", "recompute_every counts blocks: give it with recompute='block'"),
+        ("--recompute selective", "fused attention does not keep: give it with materialised=True"),
         ("--timeout -5", "--timeout: a number above 0 and below 1e9, not -5"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -12,7 +14,8 @@ import torch
 import torch.distributed as dist
 from dynamiccl.zero_workload import Engine, zero
 from dynamiccl.zero_workload.job.model import Transformer
-from test_zero import TINY, adamw, texts
+from paths import ROOT
+from test_zero import TINY, adamw, run, texts
 from torch import nn
 from world import World
 
@@ -71,12 +74,38 @@ def test_gradients_that_the_engine_has_are_nobody_elses(stage: int, two: World) 
         assert all("clip them by zero(max_norm=...)" in one for one in said), said
 
 
+def replaced(stage: int, how: str) -> tuple[str, bool]:
+    """What is said of the step, and whether the weights stayed."""
+    engine = engine_of(stage)
+    engine.backward(engine.model(*texts(0, 0, 2)))
+    before = engine.state_dict()
+    if how == "removed":
+        engine.model.zero_grad()
+    else:
+        last = list(engine.model.parameters())[-1]
+        last.grad = torch.zeros_like(last)
+    said = said_of(engine.step)
+    after = engine.state_dict()
+    return said, all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("how", "name"), [("removed", "embed.weight"), ("new", "head.weight")])
+def test_gradients_are_not_replaced_after_backward(stage: int, how: str, name: str, two: World) -> None:
+    """Seen: the step was taken with the engine's gradients all the same, without a word."""
+    for said, stayed in two.run(replaced, stage, how):
+        assert stayed and said.startswith(f"the gradient of {name} was removed or replaced after backward")
+        assert "leave it until engine.step()" in said
+
+
 def changed(stage: int, what: str, dtype: torch.dtype) -> str:
     engine = engine_of(stage, param_dtype=dtype)
     param = next(engine.model.parameters())
     if what == "value":
         with torch.no_grad():
             param.mul_(2)
+    elif what == "data":
+        param.data = param.data.clone()
     elif what == "dtype":
         engine.model.double()
     elif what == "optimizer":
@@ -104,6 +133,41 @@ def test_changes_behind_the_engines_back_are_told(what: str, words: str, two: Wo
             assert words in said
     # At stage 0 in float32 the parameter is what the optimizer updates, on every rank: it may be changed.
     assert what != "value" or two.run(changed, 0, what, torch.float32) == ["", ""]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_data_that_is_replaced_is_told(stage: int, two: World) -> None:
+    """Seen: the engine went on to update memory that the model no longer used (nn.utils.vector_to_parameters)."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for said in two.run(changed, stage, "data", dtype):
+            assert said.startswith("embed.weight.data was replaced") and "engine.full_state()" in said
+
+
+def frozen_later(stage: int) -> list[str]:
+    """The names of the parameters that a step changes after the first one was frozen."""
+    engine = engine_of(stage)
+    next(engine.model.parameters()).requires_grad_(False)
+    before = engine.state_dict()
+    run(engine, range(2))
+    after = engine.state_dict()
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def test_a_parameter_that_is_frozen_after_zero_stays_and_the_others_train(two: World) -> None:
+    names = [name for name, _ in Transformer(TINY).named_parameters()]
+    for stage in range(4):
+        assert two.run(frozen_later, stage) == [names[1:], names[1:]], stage
+
+
+def test_every_call_that_a_message_names_exists() -> None:
+    """Seen: a cure named engine.load_full_state(), which no engine has."""
+    named = set()
+    for path in (ROOT / "zero_workload").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named |= set(re.findall(r"engine\.(\w+)\(", node.value))
+    assert {"step", "save"} <= named
+    assert [name for name in named if not callable(getattr(Engine, name, None))] == []
 
 
 def mixed(dtype: torch.dtype, second: torch.dtype, said: torch.dtype | None) -> str:

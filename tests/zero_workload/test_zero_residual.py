@@ -33,6 +33,17 @@ def test_the_job_logs(tmp_path: Path) -> None:
     assert head["n_ranks"] == 2 and head["stage"] == 2 and head["n_params"] > 30_000
     assert [s["step"] for s in steps] == list(range(6)) and all(s["step_ms"] > 0 for s in steps)
     assert steps[-1]["loss"] < steps[0]["loss"]
+    assert not {"loss_scale", "skipped"} & steps[0].keys()
+
+
+@pytest.mark.slow
+def test_the_job_logs_the_loss_scale_of_float16(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    done = job("--steps", "4", "--stage", "2", "--dtype", "fp16", "--log", str(log))
+    assert (done.returncode, done.stderr) == (0, "")
+    for step in read_log(log)[1]:
+        # The first scale is 2^16; each skipped step halves it.
+        assert step["loss_scale"] * 2 ** step["skipped"] == 2**16 and step["skipped"] <= step["step"] + 1
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Fingerprints tell the ZeRO stages apart without labels: by collectives a step, and their bytes."""
+"""The traffic of a step tells the ZeRO stages apart without labels: by its collectives, and their bytes."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from dry_run import CollectiveLog
 from dynamiccl.zero_workload import Engine, zero
 from dynamiccl.zero_workload.engine.agreement import message_numel
+from dynamiccl.zero_workload.engine.scale import LossScale
 from dynamiccl.zero_workload.job.model import Transformer
 from test_zero import TINY, adamw, run, texts, train, train_alone
 from test_zero_exact import spelled
@@ -94,6 +95,17 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(two: World) -> None:
             assert (found["skipped"], found["steps"], found["after"]) == (1, 0, 1)
             assert found["norm"] == pytest.approx(norm, rel=0.02)  # without the scale
             assert "call engine.backward(loss), not loss.backward()" in found["plain"]
+
+
+def test_the_scale_doubles_after_2000_good_steps_and_halves_at_an_overflow() -> None:
+    scale = LossScale(1024.0, dynamic=True)
+    for _ in range(1999):
+        scale.updated()
+    assert scale.value == 1024.0
+    scale.updated()
+    assert (scale.value, scale.overflowed(), scale.value, scale.skipped) == (2048.0, True, 1024.0, 1)
+    fixed = LossScale(1024.0, dynamic=False)
+    assert (fixed.value, fixed.overflowed(), fixed.skipped) == (1.0, False, 0)
 
 
 # Exact weights, save and resume -------------------------------------------------------------------------------------

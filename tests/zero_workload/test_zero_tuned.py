@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from command import invoke
 from dynamiccl.agent.daemon.request import workload
 from dynamiccl.agent.report.losses import difference, read_losses
 from dynamiccl.agent.report.outputs import logged
@@ -33,15 +35,22 @@ class Both(NamedTuple):
 def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
     folder = tmp_path_factory.mktemp("both")
     out, log = folder / "out", folder / "untuned.jsonl"
-    emulated = Emulated()
-    tune = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--cluster", emulated.cluster]
-    tune += ["--steps", str(STEPS), "--no-memory", "--quiet", "--out", str(out)]
-    alone = workload(3, STEPS, 2, log, backend="emulated")
-    for command, added in ((tune, {}), (alone, emulated.env())):
-        env = {**os.environ, **added}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
-        assert done.returncode == 0, done.stderr
+    tune(out)
+    finish(workload(3, STEPS, 2, log, backend="emulated"), **Emulated().env())
     return Both(out, log)
+
+
+def tune(out: Path, *options: str) -> None:
+    """Tune the job of :func:`both` on the emulated cluster; the run's folder is ``out``."""
+    command = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--cluster", Emulated().cluster]
+    finish([*command, "--steps", str(STEPS), "--no-memory", "--quiet", "--out", str(out), *options])
+
+
+def finish(command: list[str], **env: str) -> None:
+    """Run ``command`` to its end, with ``env`` beside the environment."""
+    env = {**os.environ, **env}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
@@ -57,6 +66,32 @@ def test_tuning_does_not_change_what_is_learned(both: Both) -> None:
     assert abs(mean) < 4 * error
     page = (both.tuned / "report.html").read_text(encoding="utf-8")
     assert "Step time and loss over the run" in page and f"held-out loss {losses.held_out[-1][1]:.3f}" in page
+
+
+@pytest.mark.slow
+def test_what_a_run_used_equals_the_formulas(both: Both) -> None:
+    """Memory and traffic as measured in the run, within 1 % of what `plan` computes."""
+    told = json.loads(invoke(["plan", str(both.tuned), "--json"]).output)
+    rows = told["measured"]["rows"]
+    assert [row["what"] for row in rows] == ["weights", "gradients", "optimizer", "sent in a step"]
+    assert all(row["measured"] > 0 and abs(row["off"]) < 0.01 for row in rows), rows
+
+
+@pytest.mark.slow
+def test_bitwise_decides_all_gathers_alone_and_changes_no_bit(both: Both, tmp_path: Path) -> None:
+    """What docs/safety.md promises. The run without --bitwise decides reduce-scatters too."""
+    out = tmp_path / "out"
+    tune(out, "--bitwise")
+    assert decided(both.tuned) == {"all_gather", "reduce_scatter"}
+    assert decided(out) == {"all_gather"}
+    for name in ("loss", "held_out"):
+        assert logged(out / "job.jsonl", name) == logged(both.untuned, name), name
+
+
+def decided(run: Path) -> set[str]:
+    """The collectives that any table of a run had a setting for, in trials too."""
+    tables = [line["table"] for line in Trace.read(run).log if line["kind"] == "table"]
+    return {rule["func"] for table in tables for rule in table["rules"]}
 
 
 @pytest.mark.slow

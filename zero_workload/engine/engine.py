@@ -170,7 +170,8 @@ class Engine:
         self.sharded = Sharded(large, self.reducer, self.names)
         self.owned = parts_of(self.buckets, self.shapes if whole else None)
         regroup(optimizer, self.params, self.shapes, self.owned)
-        self.outside = Outside(self.params, self.names, settings.stage > 0 or self._masters_apart)
+        private = settings.stage > 0 or self._masters_apart
+        self.outside = Outside(self.params, self.names, private, fixed=not self.sharded.units)
         self._hook()
 
     @property

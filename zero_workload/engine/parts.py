@@ -50,12 +50,22 @@ def parts_of(buckets: Sequence[Bucket], shapes: Sequence[torch.Size] | None = No
 def needs_matrices(optimizer: torch.optim.Optimizer, said: bool | None, stage: int) -> bool:
     """Whether ``optimizer`` needs whole matrices: as the user ``said`` (elementwise or not), else by its class.
 
+    An optimizer that steps several ``optimizers`` needs them if one of these does.
+
     Raises:
         ValueError: it needs them and ``stage`` cuts them, or nothing is known of it.
     """
-    kind = type(optimizer)
+    found = False
+    for one in getattr(optimizer, "optimizers", [optimizer]):
+        kind = type(one)
+        found |= _needs_matrices(kind, said, stage)
+    return found
+
+
+def _needs_matrices(kind: type, said: bool | None, stage: int) -> bool:
     name = kind.__name__
-    reason = REFUSED.get(name.lower().replace("-", "").replace("_", ""))
+    plain = name.lower().replace("-", "").replace("_", "")
+    reason = REFUSED.get(plain)
     if reason:
         raise ValueError(f"{reason}: take an elementwise optimizer, or Muon at stages 0 and 1")
     elementwise = getattr(kind, "elementwise", kind in ELEMENTWISE) if said is None else said

@@ -38,6 +38,13 @@ class ModelConfig:
             raise ValueError(f"recompute is one of {', '.join(MODES)}, not {self.recompute!r}")
         if self.recompute_every < 0:
             raise ValueError(f"recompute_every is a whole number from 0 up, not {self.recompute_every}")
+        if self.recompute_every != 1 and self.recompute != "block":
+            raise ValueError("recompute_every counts blocks: give it with recompute='block'")
+        if self.recompute == "selective" and not self.materialised:
+            raise ValueError(
+                "recompute='selective' drops attention's probabilities, which fused attention does not keep: "
+                "give it with materialised=True"
+            )
 
     @property
     def checkpoints(self) -> int:

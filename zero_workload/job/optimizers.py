@@ -14,8 +14,6 @@ OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 class Together(torch.optim.Optimizer):
     """Several optimizers as one: their groups side by side, one state. Of each class only its ``step`` is used."""
 
-    elementwise: bool | None = None  # as a class, it says nothing
-
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -69,7 +67,7 @@ def looks_at_elements(optimizer: OptimizerOf) -> bool:
 def optimizer_of(text: str | None, rate: float) -> tuple[OptimizerOf, bool | None]:
     """What makes the optimizer ``text`` (default: fused AdamW), and whether it is elementwise (``None``: zero() knows).
 
-    Muon takes the matrices of the blocks, AdamW the rest.
+    Muon takes every matrix, those of the embeddings and the head too; AdamW takes the rest.
 
     Raises:
         ValueError: there is none of that name, or it cannot be made from parameters and a rate alone.

@@ -128,8 +128,13 @@ def _loss(axes: Axes, losses: Losses, course: Course, size: Size) -> None:
     """The panel of the loss: the curve of training, a dot for each loss on held-out text, the marks of the run."""
     _style(axes, size)
     axes.plot(*binned_losses(losses), color=COLOURS["ink"], linewidth=0.9)
-    for step, loss in losses.held_out:
-        axes.plot(step, loss, "o", color=COLOURS["tuned"], markersize=4)
+    if losses.held_out:
+        # Dashes as long as a pixel with round ends: a marker would be a reference to an id, and a page's SVG has none.
+        a_pixel = len(course.steps) / size.width
+        seen = np.array(losses.held_out)
+        steps, heights = seen.T
+        dots = as_dashes(steps, heights, a_pixel)
+        axes.plot(*dots, color=COLOURS["tuned"], linewidth=5, solid_capstyle="round")
     for mark in course.marks:
         _draw_mark(axes, mark)
     axes.set_ylabel("loss", color=COLOURS["quiet"])

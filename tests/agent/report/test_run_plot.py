@@ -11,6 +11,7 @@ from dynamiccl.agent.report.html import run_plot
 from dynamiccl.agent.report.html.course import Band, course_of, in_words
 from dynamiccl.agent.report.html.points import as_dashes, binned, sparks, trial_spans
 from dynamiccl.agent.report.html.report import write_report
+from dynamiccl.agent.report.losses import Losses
 from dynamiccl.agent.report.runs import state
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.terminal import sparkline
@@ -86,6 +87,28 @@ def test_turns_are_two_bands_of_step_times_and_a_mixed_step_is_no_table():
     svg = run_plot.draw(course, run_plot.SIZES[0])
     (path,) = re.findall(rf' d="([^"]*)"[^>]*stroke: {run_plot.COLOURS["slot-1"]}', svg)
     assert path.count("L") >= 51, "and is drawn: a path without length would not be"
+
+
+def test_the_loss_has_a_panel_of_its_own_with_the_switches_in_it(course):
+    """Seen: dots of held-out losses were references to ids, which the page's SVG has not, so they were not drawn."""
+    pytest.importorskip("matplotlib")
+    every = np.arange(10_000)
+    losses = Losses(every, 5.5 - every / 4000, every > 2700, [(4999, 4.4), (9999, 3.2)])
+    for size in run_plot.SIZES:
+        bare, svg = run_plot.draw(course, size), run_plot.draw(course, size, losses=losses)
+        ET.fromstring(svg)
+        assert "href" not in svg
+        assert len(drawn(svg, "ink")) == len(drawn(bare, "ink")) + 1, "the curve of training"
+        (dots,) = drawn(svg, "tuned", width=5)
+        assert dots.count("L") == len(losses.held_out)
+        assert svg.count("stroke-dasharray") == 2 * 3  # one for each switch in each panel
+        assert ">loss</text>" in re.sub(r"\s+", "", svg)
+
+
+def drawn(svg, colour, width=r"[\d.]+"):
+    """The lines of a colour."""
+    style = f'fill: none; stroke: {run_plot.COLOURS[colour]}; stroke-width: {width}[;"]'
+    return re.findall(rf'<path d="([^"]*)"[^>]*{style}', svg)
 
 
 def test_an_earlier_releases_verdict_is_the_summarys():

@@ -1,0 +1,69 @@
+"""The table of subjects in zero_workload/README.md: the job runs with the options of each row."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dynamiccl.zero_workload.job import train as train_module
+from job_log import read_log
+from paths import ROOT
+from world import World
+
+PAGE = ROOT / "zero_workload" / "README.md"
+SMALL = [
+    "--quiet",
+    "--layers",
+    "2",
+    "--width",
+    "32",
+    "--heads",
+    "2",
+    "--seq",
+    "32",
+    "--batch",
+    "2",
+    "--steps",
+    "3",
+]
+
+
+def options_of_the_table() -> list[str]:
+    """The cells of the column "command" that are options of the job; several of one cell run one after the other."""
+    table = PAGE.read_text("utf-8").partition("| subject of the documents |")[2].partition("\n\n")[0]
+    cells = [line.split("|")[4].strip() for line in table.splitlines() if line.startswith("| ")]
+    return [cell for cell in dict.fromkeys(cells) if cell.startswith("`--")]
+
+
+def ran(options: list[str], folder: str) -> list[float]:
+    """The losses of the job's steps, read by each rank when the first one has written them."""
+    log = Path(folder, "log")
+    args = train_module.parser().parse_args([*SMALL, *options, "--log", str(log)])
+    train_module.check(args)
+    job: Any = train_module.Job(args, torch.device("cpu"))
+    job.run()
+    torch.distributed.barrier()
+    return [step["loss"] for step in read_log(log)[1]]
+
+
+def test_the_table_has_options() -> None:
+    assert {"`--offload`", "`--dtype fp16`", "`--save DIR`, `--resume DIR`"} <= set(options_of_the_table())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", options_of_the_table())
+def test_the_job_takes_the_options_of_each_row(cell: str, four: World, tmp_path: Path) -> None:
+    """Seen: the table promised Muon, which the command refused."""
+    if "pytorch_optimizer" in cell:
+        pytest.importorskip("pytorch_optimizer", reason="not installed")
+    for options in re.findall(r"`(--.*?)`", cell):
+        words = options.replace("DIR", str(tmp_path / "saved")).split()
+        resumes = "--resume" in words
+        for losses in four.run(ran, [*words, "--steps", "6" if resumes else "3"], str(tmp_path)):
+            assert len(losses) == 3
+            # A fresh model guesses one of 256 bytes: log(256) is 5.55. A resumed one has learned.
+            assert losses[0] < 5.4 if resumes else losses[0] == pytest.approx(5.55, abs=0.15)
+            assert all(0 < loss < 6 for loss in losses)
