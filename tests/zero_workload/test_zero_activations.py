@@ -148,6 +148,24 @@ def train_cut(stage: int, dtype: torch.dtype, tensor: int = 2) -> tuple[list[flo
     return losses, norms[0], arena.numel()
 
 
+def saved_and_resumed(stage: int, folder: str) -> tuple[list[float], list[float]]:
+    """Losses of three steps after saving, and of the same steps by an engine of other weights that has loaded."""
+    engine = cut_engine(stage, 2, torch.float32)
+    run(engine, range(3))
+    engine.save(folder)
+    through = run(engine, range(3, 6))
+    other = cut_engine(stage, 2, torch.float32)
+    run(other, range(7, 9))
+    other.load(folder)
+    return through, run(other, range(3, 6))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_that_share_matrices_save_and_resume(four: World, stage: int, tmp_path: Path) -> None:
+    for through, again in four.run(saved_and_resumed, stage, str(tmp_path)):
+        assert again == through and len(set(through)) == 3
+
+
 @pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
 def test_ranks_that_share_matrices_agree_with_one_process(
     size: str, dtype: torch.dtype, request: pytest.FixtureRequest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,20 @@ def traffic(job: Any, names: dict[str, str], accumulation: int = 1) -> Bytes:
     return total
 
 
+def stage_3_traffic(recompute: str) -> tuple[Bytes, int]:
+    """Bytes of a step, and those of the padded parameters."""
+    config = replace(TINY, recompute=recompute)
+    job = zero(Transformer(config), adamw(1e-2), stage=3, keep_last=False, **FP32)
+    return traffic(job, {}), 4 * sum(bucket.numel for bucket in job.buckets)
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_recomputation_gathers_nothing_more_at_stage_3(two: World, recompute: str) -> None:
+    """The gather for backward serves the forward that is run again: 3 times the parameters in all, as without."""
+    sent, whole = two.run(stage_3_traffic, recompute)[0]
+    assert sent == {("all", "reduce_scatter"): whole, ("all", "all_gather"): 2 * whole}
+
+
 # HSDP: sharded over 2 ranks, replicated over 2 -----------------------------------------------------------------------
 
 
@@ -80,6 +95,27 @@ def test_hsdp_agrees_with_one_process_and_with_fsdp2(four: World) -> None:
         assert ranks[0][0] == pytest.approx(alone, rel=1e-5)
         theirs, *_ = four.run(hsdp, {"name": peer, **settings}, 10)[0]
         assert theirs == pytest.approx(ranks[0][0], rel=1e-5)
+
+
+def hsdp_saved_and_resumed(stage: int, folder: str) -> tuple[list[float], list[float]]:
+    """Losses of three steps after saving, and of the same steps by an engine of other weights that has loaded."""
+
+    def job(seed: int) -> Engine:
+        torch.manual_seed(seed)
+        return zero(Transformer(TINY), adamw(1e-2), stage=stage, **groups(2), **FP32)
+
+    engine, other = job(0), job(1)
+    run(engine, range(3))
+    engine.save(folder)
+    through = run(engine, range(3, 6))
+    other.load(folder)
+    return through, run(other, range(3, 6))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_hsdp_saves_and_resumes(four: World, stage: int, tmp_path: Path) -> None:
+    for through, again in four.run(hsdp_saved_and_resumed, stage, str(tmp_path)):
+        assert again == through and len(set(through)) == 3
 
 
 def test_hsdp_sends_and_holds_what_the_formulas_say(four: World) -> None:
