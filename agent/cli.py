@@ -151,12 +151,14 @@ def options_of(command: str) -> set[str]:
     return {word for word in Parser(command)._option_string_actions if word.startswith("--")}
 
 
-def overview() -> str:
-    """The help of all commands."""
-    lines = ["usage: dynamiccl COMMAND [OPTIONS]", "", textwrap.fill(_ABOUT, _width())]
+def overview(first: str = "") -> str:
+    """The help of all commands, or of those whose name begins with the word ``first``."""
+    usage = " ".join(filter(None, ("usage: dynamiccl", first, "COMMAND [OPTIONS]")))
+    lines = [usage, "", textwrap.fill(_ABOUT, _width())]
     for title, group in COMMANDS.items():
-        lines += ["", f"{title}:"]
-        for name in group:
+        shown = [name for name in group if not first or name.startswith(f"{first} ")]
+        lines += ["", f"{title}:"] if shown else []
+        for name in shown:
             about = " ".join(Parser(name).paragraphs[0].split())
             lines.append(textwrap.fill(f"  {name:<16}{about}", _width(), subsequent_indent=18 * " "))
     return "\n".join([*lines, "", "Every command has --help; most have --json, for programs."])
@@ -176,6 +178,9 @@ def run(words: Sequence[str]) -> None:
     else:
         near = difflib.get_close_matches(words[0], NAMES, 1)
         inside = [name for name in NAMES if name.startswith(f"{words[0]} ")]
+        if inside and words[1:] and words[1] in ("-h", "--help"):
+            print(overview(words[0]))
+            return
         if inside:
             print(f"error: give one of its commands: {', '.join(inside)}", file=sys.stderr)
             raise SystemExit(2)

@@ -105,8 +105,8 @@ class NotTuning(Reason):
 class RowRefused(Reason):
     """Why a row of a table, or a setting of a slot, is not used."""
 
-    NOT_TRIED = "left to NCCL's {own}: no other config was tried"
-    NOT_BETTER = "left to NCCL's {own}: {tried} other configs tried, none was certainly faster"
+    NOT_TRIED = "NCCL's default, {own}, stays: no other setting was tried"
+    NOT_BETTER = "NCCL's default, {own}, stays: {tried} other settings tried, none was certainly faster"
     NOT_OBEYED = "not obeyed: NCCL ran {ran} where the table says {decision} for {slot}"
     TOO_SLOW = "not tried again: {decision} for {slot} made steps more than {times:g} times as long"
     PLUGIN_REFUSES = "the plugin refuses the table: {error}"

@@ -43,6 +43,8 @@ METRICS = (
     ("dynamiccl_lost_records_total", "records_lost", "Records of the job that were lost"),
     ("dynamiccl_mismatches_total", "mismatches", "Collectives that two ranks ran in different ways"),
 )
+#: States of a run whose tuner lives.
+ALIVE = ("tuning", "waiting")
 #: The file beside a report with its step times in short.
 SPARKS_FILE = "steps.json"
 #: Bytes of a run's log that are read from its end.
@@ -99,7 +101,7 @@ def state(out: Path) -> dict[str, Any]:
         "run": str(out),
         "job": header.get("job"),
         "emulated": header.get("emulated"),
-        "state": "tuning" if alive else "ended" if summary else "no tuner",
+        "state": _state(alive, bool(last), bool(summary)),
         "tuner_died": _has_died(alive, why, run),
         "step": _known(summary.steps, last.get("last_step")),
         "step_ms": _known(confirmed_ms, last.get("step_ms")),
@@ -121,6 +123,13 @@ def state(out: Path) -> dict[str, Any]:
         "why": why,
         "reasons": names(str(why or "")),
     }
+
+
+def _state(alive: bool, has_measured: bool, has_summary: bool) -> str:
+    """In one word. The tuner on a node without rank 0 measures nothing: it waits."""
+    if alive:
+        return "tuning" if has_measured or has_summary else "waiting"
+    return "ended" if has_summary else "no tuner"
 
 
 def _last_window(out: Path) -> dict[str, Any]:
@@ -178,7 +187,7 @@ def write_metrics(path: Path, states: list[dict[str, Any]]) -> None:
             f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}",
         ]
         for one in states:
-            value = one["state"] == "tuning" if key == "state" else one[key]
+            value = one["state"] in ALIVE if key == "state" else one[key]
             run = one["run"].replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
             if value is not None:
                 lines.append(f'{name}{{run="{run}"}} {float(value) / (1e3 if key == "step_ms" else 1)}')

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from cli_process import run
+from dynamiccl.envs.bench.strata import SUITES, filed
 from paths import ROOT
 from synthetic_trace import write_run
 
@@ -178,6 +179,22 @@ def test_the_deployment_page_has_every_variable_of_ours_and_no_other():
     theirs = set(re.findall(r"\b(?:NCCL|GLOO|TORCH|TORCHELASTIC|SLURM|XDG)_[A-Z_]+[A-Z]\b", page))
     unread = [n for n in theirs if not any(n in text for text in texts)]
     assert sorted(unread) == ["SLURM_JOB_NODELIST", "SLURM_NNODES"]  # in the example
+
+
+def test_pages_and_make_name_the_jobs_that_the_boards_have():
+    """Before: `make bench` played 200 jobs of each suite, the boards had 120, 60 and 60."""
+    jobs = {suite: filed(suite)["submissions"][0]["jobs"] for suite in SUITES}
+    read = {
+        page: (ROOT / page).read_text("utf-8")
+        for page in ("Makefile", "docs/leaderboard.md", "agent/README.md")
+    }
+    assert dict(re.findall(r"([a-z-]+):(\d+)", re.search(r"for board in (.*?);", read["Makefile"])[1])) == {
+        suite: str(n) for suite, n in jobs.items()
+    }
+    for suite, n in jobs.items():
+        assert f"--suite {suite} --jobs {n}`" in read["docs/leaderboard.md"]
+        assert f"{n} " in read["agent/README.md"].partition("the rule loses less")[2].partition("|")[2][:99]
+    assert ", ".join(map(str, jobs.values())) in (ROOT / "envs/results/README.md").read_text("utf-8")
 
 
 def test_the_snippet_of_the_environments_runs():

@@ -152,7 +152,9 @@ def main():
     parser.add_argument("--jobs", type=int, default=40, help="of each world")
     parser.add_argument("--worlds", default="lasting,alternating,many")
     parser.add_argument("--suite", default="standard")
-    parser.add_argument("--choice", action="append", choices=CHOICES, help="this one only; repeat it for more")
+    parser.add_argument(
+        "--choice", action="append", choices=CHOICES, help="this one only; repeat it for more"
+    )
     args = parser.parse_args()
     worlds, choices = args.worlds.split(","), args.choice or list(CHOICES)
     if args.what == "play":
