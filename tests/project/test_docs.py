@@ -81,6 +81,29 @@ def test_links_inside_the_repository_lead_somewhere(path):
     assert [t for t in targets if not (path.parent / t).exists()] == []
 
 
+def slugs(page):
+    """The anchors that GitHub gives to the headings of a page."""
+    lines = re.sub(r"(?ms)^```.*?^```$", "", page.read_text(encoding="utf-8")).splitlines()
+    heads = [re.sub(r"\]\(.*?\)", "", line.lstrip("#").strip()) for line in lines if re.match("#+ ", line)]
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("path", READMES, ids=name_of)
+def test_anchors_of_links_are_headings(path):
+    """Before: on GitHub docs/safety.md led to `operating.md#variables`, a page of two lines. `make docs` checks the
+    links of the site."""
+    text = path.read_text(encoding="utf-8")
+    found = re.findall(r"\]\((?!https?:)([^)#\s]*\.md|)#([^)\s]+)\)", text)
+    pages = {target: path.parent / target if target else path for target, _ in found}
+    assert [f"{target}#{anchor}" for target, anchor in found if anchor not in slugs(pages[target])] == []
+
+
+def test_the_site_suppresses_no_dead_link():
+    """Before: 21 links of the site led nowhere, because the warning about them was off."""
+    settings = (ROOT / "docs" / "conf.py").read_text(encoding="utf-8")
+    assert "xref_missing" not in settings and "-W" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
 def test_the_tour_of_the_job_names_what_is_there():
     """Every name in backticks that stands outside of links is something that the folder's modules define."""
     folder = ROOT / "zero_workload"
