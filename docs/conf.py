@@ -65,6 +65,7 @@ def read_source(app, docname, source) -> None:
     page = DOCS / f"{docname}.md"
     parts, end = [], 0
     for found in _BLOCK.finditer(source[0]):
+        app.env.note_dependency(str((DOCS / found[1]).resolve()))
         parts += [linked(source[0][end : found.start()], page), included(found)]
         end = found.end()
     source[0] = "".join([*parts, linked(source[0][end:], page)])

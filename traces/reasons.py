@@ -51,7 +51,7 @@ class RunEnds(Reason):
     TERMINATED = "terminated"
     NEVER_SWITCHED = "the ranks never switched tables: {why}"
     NO_MORE_SWITCHES = "the ranks switch no more tables: {why}"
-    TWO_WAYS = "ranks ran one collective two ways ({example}): the table was withdrawn"
+    TWO_WAYS = "two ranks ran one collective with different settings ({example}): the table was withdrawn"
     SLOWER = "the table is no longer faster than NCCL's default"
     NO_GAIN = "no gain beyond the noise: NCCL's default stays"
     CANNOT_WRITE = "the results cannot be written: {error}"

@@ -41,7 +41,7 @@ METRICS = (
         "Time that the search cost the job, compared with the default. Negative: it gained",
     ),
     ("dynamiccl_lost_records_total", "records_lost", "Records of the job that were lost"),
-    ("dynamiccl_mismatches_total", "mismatches", "Collectives that two ranks ran in different ways"),
+    ("dynamiccl_mismatches_total", "mismatches", "Collectives that two ranks ran with different settings"),
 )
 #: States of a run whose tuner lives.
 ALIVE = ("tuning", "waiting")
