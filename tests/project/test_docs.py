@@ -6,13 +6,18 @@ import os
 import re
 import subprocess
 import sys
+from fractions import Fraction
 
+import gymnasium
 import numpy as np
 import pytest
 from cli_process import run
 from dynamiccl.agent.integrations.follow import KEYS
 from dynamiccl.agent.report.runs import METRICS
 from dynamiccl.envs.bench.strata import SUITES, filed
+from dynamiccl.envs.search.observation import CONTEXT, FIGURES, N_OBSERVATION, NEVER_OPEN
+from dynamiccl.traces.fingerprint import FEATURES
+from dynamiccl.traces.spaces import N_CONFIGS, decision_of
 from paths import ROOT
 from synthetic_trace import write_run
 
@@ -221,6 +226,54 @@ def test_the_page_lists_what_loggers_get():
         row[0].strip("`") for row in rows(ROOT / "docs" / "report.md") if row[0].startswith("`dynamiccl/")
     }
     assert listed == set(KEYS)
+
+
+def words_in_source(path, kind):
+    """The fields of a dataclass and the words behind them."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    body = text.partition(f"class {kind}:")[2].partition("@property")[0]
+    return dict(re.findall(r"(?m)^    (\w+): (?:Any|Array)  # (.*)$", body))
+
+
+def test_the_page_lists_what_an_observation_holds():
+    """Before: three lists that nobody had, and 383 entries in words for 380."""
+    page = ROOT / "docs" / "environments.md"
+    table = {row[0].strip("`"): row[1:] for row in rows(page) if row[0].startswith("`")}
+    assert {name: table[name] for name in FEATURES} == {name: [words] for name, words in FEATURES.items()} | {
+        "share": table["share"]
+    }
+    listed = [row for row in rows(page) if row[0].startswith("`") and len(row) == 3]
+    words = words_in_source("envs/search/observation.py", "Context")
+    words |= words_in_source("envs/search/observation.py", "Seen")
+    scales = CONTEXT | FIGURES
+    assert [row[0].strip("`") for row in listed] == [*CONTEXT, *FIGURES]
+    for name, scale, meaning in listed:
+        assert float(Fraction(scale)) == pytest.approx(scales[name.strip("`")]), name
+        assert meaning == words[name.strip("`")], name
+    text = page.read_text(encoding="utf-8")
+    n_open = N_CONFIGS - len(NEVER_OPEN) - 1
+    of_configs = N_OBSERVATION - len(FEATURES) - len(CONTEXT) - n_open
+    assert (
+        f"the slot ({len(FEATURES)}) and the search ({len(CONTEXT)}). {of_configs} describe the settings. {n_open} "
+        in text
+    )
+    assert f"(-4, 4, ({N_OBSERVATION},))" in text and f"{len(NEVER_OPEN)} of the {N_CONFIGS}" in text
+
+
+def test_the_page_lists_the_settings_and_the_info():
+    table = rows(ROOT / "docs" / "environments.md")
+    pairs = next(row[1:] for row in table if row[0] == "pair")
+    counts = next(row[1:] for row in table if row[0] == "count: channels")
+    for config in range(N_CONFIGS):
+        pair, count = divmod(config, 8)
+        decision = decision_of(config)
+        assert pairs[pair].strip("`") == (
+            "/".join([decision.algo, decision.proto]) if decision.algo else "left to NCCL"
+        )
+        assert counts[count] == (str(decision.n_channels) if decision.n_channels else "left to NCCL")
+    listed = {row[0].strip("`") for row in table if len(row) == 2 and row[0].startswith("`")}
+    _, info = gymnasium.make("dynamiccl/Sim-v0").reset(seed=0)
+    assert {*info, "ended"} <= listed
 
 
 def test_the_page_lists_every_preset_of_a_cluster():
