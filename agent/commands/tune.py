@@ -147,11 +147,10 @@ def tune(
     """Tune a training job while it trains.
 
     A table has one setting (algorithm, protocol, channel count) for each kind and size of all-gather and
-    reduce-scatter. A policy chooses tables to try. A trial runs such a table for a few steps, to measure it. A trial
-    and the current table (at first NCCL's default) alternate step by step. In jobs whose steps have different numbers
-    of collectives, a window of the trial and a window of the current table follow each other: some steps each. All
-    ranks switch tables at the same collective. A statistical test decides whether the tuner keeps the table. It
-    monitors the kept table until the job ends.
+    reduce-scatter. A policy chooses tables to try. A trial measures such a table for a limited number of collectives.
+    The trial table and the current table (at first NCCL's default) alternate step by step. In jobs whose steps have
+    different numbers of collectives, windows of some steps take turns. All ranks switch tables at the same collective.
+    A statistical test decides whether the tuner keeps the table. It monitors the kept table until the job ends.
 
     The kept table is stored for the next run of the job on the same cluster (OPERATING.md says where). There it is the
     first candidate, and is compared with the default like any other table.

@@ -85,9 +85,13 @@ def _folders(path: Path) -> list[Path]:
 
 
 def state(out: Path) -> dict[str, Any]:
-    """One run: job, step, phase, table, gain with its interval, what the search cost, agreement, losses.
+    """One run, as ``top --json`` prints it. Unknown values are None. The summary tells, or else the last window.
 
-    Unknown values are None. What the summary says is the summary's; of a run without one its last window tells.
+    Keys: ``run`` (results folder), ``job`` (command), ``emulated``, ``state`` (tuning, waiting, ended, no tuner),
+    ``tuner_died``, ``step``, ``step_ms``, ``step_times_ms`` (medians over the run), ``phase``, ``window`` (number) of
+    the last window, ``in_force`` (letter of the current table, or default), ``decisions`` (rows that set something),
+    ``kept``, ``verdict`` (words), ``gain`` (share of the step), ``gain_ci95``, ``cost_s``, ``budget_s``, ``agreement``
+    (OPEN: the ranks switch), ``agreement_text``, ``records_lost``, ``mismatches``, ``why`` (it is over), ``reasons``.
     """
     header, summary = read_object(out / "trace" / "header.json"), RunSummary.read(out)
     last = _last_window(out)

@@ -39,6 +39,11 @@ def test_the_state_of_runs(runs):
     assert live["state"] == "tuning" and live["gain"] is None and live["phase"] == "search"
 
 
+def test_every_key_of_a_run_is_told(runs):
+    told = set(re.findall(r"``(\w+)``", state.__doc__))
+    assert set(state(runs / "over")) == told
+
+
 def test_a_tuner_without_a_window_waits(runs):
     """Before: "tuning" on all nodes of a job, so that nobody saw which of them has rank 0."""
     (runs / "live" / "trace" / "windows.jsonl").unlink()
