@@ -32,6 +32,7 @@ NAMES = tuple(name for names in COMMANDS.values() for name in names)
 _ABOUT = (
     "Tunes NCCL's algorithm, protocol and channel count of a running training job, by the measured step time."
 )
+_HELP = (["-h"], ["--help"])
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
@@ -175,18 +176,20 @@ def run(words: Sequence[str]) -> None:
         from importlib.metadata import version
 
         print(f"dynamiccl {version('dynamiccl')}")
+    elif (inside := [name for name in NAMES if name.startswith(f"{words[0]} ")]) and words[1:2] in _HELP:
+        print(overview(words[0]))
     else:
-        near = difflib.get_close_matches(words[0], NAMES, 1)
-        inside = [name for name in NAMES if name.startswith(f"{words[0]} ")]
-        if inside and words[1:] and words[1] in ("-h", "--help"):
-            print(overview(words[0]))
-            return
-        if inside:
-            print(f"error: give one of its commands: {', '.join(inside)}", file=sys.stderr)
-            raise SystemExit(2)
-        cure = f"did you mean {near[0]}?" if near else "dynamiccl --help lists them"
-        print(f"error: there is no command {words[0]}: {cure}", file=sys.stderr)
+        print(f"error: {_slip(words[0], inside)}", file=sys.stderr)
         raise SystemExit(2)
+
+
+def _slip(word: str, inside: Sequence[str]) -> str:
+    """What is wrong with a first word, and the cure. ``inside``: the commands whose name begins with it."""
+    if inside:
+        return f"give one of its commands: {', '.join(inside)}"
+    near = difflib.get_close_matches(word, NAMES, 1)
+    cure = f"did you mean {near[0]}?" if near else "dynamiccl --help lists them"
+    return f"there is no command {word}: {cure}"
 
 
 def main() -> None:
