@@ -203,13 +203,13 @@ def _runs_inside(folder: Path) -> str:
     """Names a run below a folder, as the cure of an error: the newest of those that measured something, because only
     the tuner beside rank 0 does, and its node if it is another one. Empty if there is none."""
     from ...traces.here import host
-    from ..report.runs import find_runs
+    from ..report.runs import find_runs, has_measured
     from ..report.summary import read_object
 
     found = find_runs([folder])
     if not found:
         return ""
-    with_rank_0 = [out for out in found if (out / "trace" / "windows.jsonl").is_file()]
+    with_rank_0 = [out for out in found if has_measured(out)]
     best = (with_rank_0 or found)[-1]
     node = read_object(best / "trace" / "header.json").get("host")
     return f", such as {best}" + (f", on {node}" if node not in (None, host()) else "")

@@ -136,6 +136,11 @@ def _state(alive: bool, has_measured: bool, has_summary: bool) -> str:
     return "ended" if has_summary else "no tuner"
 
 
+def has_measured(out: Path) -> bool:
+    """Whether the tuner of a run has measured a window: the one beside rank 0 does."""
+    return bool(_last_window(out))
+
+
 def _last_window(out: Path) -> dict[str, Any]:
     """The record of the run's last window, {} before the first."""
     lines = _tail(out / "trace" / "windows.jsonl")

@@ -133,7 +133,7 @@ def default_windows(trace: Trace) -> list[SteadyWindow]:
     base = [w for w in windows_of(trace) if w.generation in default]
     if not base:
         raise TraceError(
-            f"{trace.folder} holds no two steps under NCCL's own choices: nothing to compare with"
+            f"{trace.folder} holds no two steps under NCCL's default: nothing to compare with"
         )
     return base
 

@@ -187,7 +187,8 @@ def test_stop_names_the_run_of_rank_0_and_its_node(tmp_path):
         trace = tmp_path / task / "trace"
         trace.mkdir(parents=True)
         (trace / "header.json").write_text(json.dumps({"host": host}))
-    (tmp_path / "task-0" / "trace" / "windows.jsonl").write_text("{}\n")
+        kind = "window" if task == "task-0" else "table"
+        (trace / "windows.jsonl").write_text(json.dumps({"kind": kind}) + "\n")
     done = run("stop", str(tmp_path))
     assert done.exit_code == 2 and f"such as {tmp_path}/task-0, on node3" in done.stderr, done.stderr
 

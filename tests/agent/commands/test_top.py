@@ -46,7 +46,7 @@ def test_every_key_of_a_run_is_told(runs):
 
 def test_a_tuner_without_a_window_waits(runs):
     """Before: "tuning" on all nodes of a job, so that nobody saw which of them has rank 0."""
-    (runs / "live" / "trace" / "windows.jsonl").unlink()
+    (runs / "live" / "trace" / "windows.jsonl").write_text('{"kind": "table"}\n')
     assert state(runs / "live")["state"] == "waiting"
     invoke(["top", str(runs), "--once", "--metrics", str(runs / "d.prom")])
     assert f'dynamiccl_tuner_up{{run="{runs / "live"}"}} 1.0' in (runs / "d.prom").read_text()
