@@ -32,6 +32,7 @@ NAMES = tuple(name for names in COMMANDS.values() for name in names)
 _ABOUT = (
     "Tunes NCCL's algorithm, protocol and channel count of a running training job, by the measured step time."
 )
+_HELP = (["-h"], ["--help"])
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
@@ -151,12 +152,14 @@ def options_of(command: str) -> set[str]:
     return {word for word in Parser(command)._option_string_actions if word.startswith("--")}
 
 
-def overview() -> str:
-    """The help of all commands."""
-    lines = ["usage: dynamiccl COMMAND [OPTIONS]", "", textwrap.fill(_ABOUT, _width())]
+def overview(first: str = "") -> str:
+    """The help of all commands, or of those whose name begins with the word ``first``."""
+    usage = " ".join(filter(None, ("usage: dynamiccl", first, "COMMAND [OPTIONS]")))
+    lines = [usage, "", textwrap.fill(_ABOUT, _width())]
     for title, group in COMMANDS.items():
-        lines += ["", f"{title}:"]
-        for name in group:
+        shown = [name for name in group if not first or name.startswith(f"{first} ")]
+        lines += ["", f"{title}:"] if shown else []
+        for name in shown:
             about = " ".join(Parser(name).paragraphs[0].split())
             lines.append(textwrap.fill(f"  {name:<16}{about}", _width(), subsequent_indent=18 * " "))
     return "\n".join([*lines, "", "Every command has --help; most have --json, for programs."])
@@ -173,15 +176,20 @@ def run(words: Sequence[str]) -> None:
         from importlib.metadata import version
 
         print(f"dynamiccl {version('dynamiccl')}")
+    elif (inside := [name for name in NAMES if name.startswith(f"{words[0]} ")]) and words[1:2] in _HELP:
+        print(overview(words[0]))
     else:
-        near = difflib.get_close_matches(words[0], NAMES, 1)
-        inside = [name for name in NAMES if name.startswith(f"{words[0]} ")]
-        if inside:
-            print(f"error: give one of its commands: {', '.join(inside)}", file=sys.stderr)
-            raise SystemExit(2)
-        cure = f"did you mean {near[0]}?" if near else "dynamiccl --help lists them"
-        print(f"error: there is no command {words[0]}: {cure}", file=sys.stderr)
+        print(f"error: {_slip(words[0], inside)}", file=sys.stderr)
         raise SystemExit(2)
+
+
+def _slip(word: str, inside: Sequence[str]) -> str:
+    """What is wrong with a first word, and the cure. ``inside``: the commands whose name begins with it."""
+    if inside:
+        return f"give one of its commands: {', '.join(inside)}"
+    near = difflib.get_close_matches(word, NAMES, 1)
+    cure = f"did you mean {near[0]}?" if near else "dynamiccl --help lists them"
+    return f"there is no command {word}: {cure}"
 
 
 def main() -> None:

@@ -85,4 +85,24 @@ def _log2(values: Array) -> Array:
     return np.asarray(np.log2(np.maximum(values, 1)))
 
 
-N_FEATURES = 12 + 2 * len(PAIRS)
+#: Features of a slot in the order of :meth:`Fingerprint.vector`, and what they are.
+FEATURES = {
+    "is_reduce_scatter": "1: reduce-scatter, 0: all-gather",
+    "bytes": "log2(bytes of one call) / 32 - 0.5",
+    "bytes_per_rank": "log2(bytes of one call / ranks) / 32 - 0.5",
+    "calls": "log2(calls per step) / 8",
+    "ranks": "log2(ranks of the communicator) / 10",
+    "nodes": "log2(nodes of the communicator) / 8",
+    "ranks_per_node": "log2(ranks / nodes) / 4",
+    "best_price": "log10(NCCL's lowest price in microseconds) / 4",
+    "own_channels": "log2(channels of the default) / 6",
+    "comm_channels": "log2(channels of the communicator) / 6",
+    "share": "share of the step time that the slot's calls take under the default",
+    "memory_pressure": "used / total GPU memory; 0: unknown",
+}
+FEATURES |= {
+    f"price_{algo}_{proto}": "log2(NCCL's price / its lowest price) / 3, at most 1; 1: not offered"
+    for algo, proto in PAIRS
+}
+FEATURES |= {f"own_{algo}_{proto}": "1: the default runs this" for algo, proto in PAIRS}
+N_FEATURES = len(FEATURES)

@@ -51,7 +51,7 @@ class RunEnds(Reason):
     TERMINATED = "terminated"
     NEVER_SWITCHED = "the ranks never switched tables: {why}"
     NO_MORE_SWITCHES = "the ranks switch no more tables: {why}"
-    TWO_WAYS = "ranks ran one collective two ways ({example}): the table was withdrawn"
+    TWO_WAYS = "two ranks ran one collective with different settings ({example}): the table was withdrawn"
     SLOWER = "the table is no longer faster than NCCL's default"
     NO_GAIN = "no gain beyond the noise: NCCL's default stays"
     CANNOT_WRITE = "the results cannot be written: {error}"
@@ -105,8 +105,8 @@ class NotTuning(Reason):
 class RowRefused(Reason):
     """Why a row of a table, or a setting of a slot, is not used."""
 
-    NOT_TRIED = "left to NCCL's {own}: no other config was tried"
-    NOT_BETTER = "left to NCCL's {own}: {tried} other configs tried, none was certainly faster"
+    NOT_TRIED = "NCCL's default, {own}, stays: no other setting was tried"
+    NOT_BETTER = "NCCL's default, {own}, stays: {tried} other settings tried, none was certainly faster"
     NOT_OBEYED = "not obeyed: NCCL ran {ran} where the table says {decision} for {slot}"
     TOO_SLOW = "not tried again: {decision} for {slot} made steps more than {times:g} times as long"
     PLUGIN_REFUSES = "the plugin refuses the table: {error}"

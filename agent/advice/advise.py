@@ -277,9 +277,9 @@ class Advice:
                 "what of the communication the step waits for: record compute too (PyTorch's profiler does)"
             )
         if any(p.timed_by == "NCCL's price" for p in self.tasks.profiles):
-            notes.append("how long calls take: NCCL's own price stands in for it")
+            notes.append("how long calls take: NCCL's price stands in for it")
         if not self.tasks.measured[:, 1:].any():
-            notes.append("how other settings behave on this network: only NCCL's own choice was recorded")
+            notes.append("how other settings behave on this network: only NCCL's default was recorded")
         return list(dict.fromkeys(notes))
 
 

@@ -135,6 +135,11 @@ class Board:
         self.refused: dict[str, str] = {}
 
     @property
+    def n_jobs(self) -> int:
+        """Jobs that each entrant plays."""
+        return len(self.strata)
+
+    @property
     def title(self) -> str:
         """Which jobs of which suite."""
         n, of = len(self.strata), len(self.suite)

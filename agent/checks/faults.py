@@ -1,7 +1,6 @@
 """Known faults of NCCL releases that a tuner must know of, each with its source: the one table of them.
 
-The plugin masks what it can (``hazards`` in ``envs/nccl/plugin/tuner.c``, by the interface of
-NCCL that has the fault); the rest is for people.
+The plugin masks some of them (``hazards`` in ``envs/nccl/plugin/tuner.c``); the rest is for people.
 """
 
 from __future__ import annotations

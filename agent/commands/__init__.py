@@ -52,7 +52,8 @@ Headroom = Annotated[
     Option(
         min=1,
         max=64,
-        help="Channels that NCCL prepares per communicator (NCCL_MIN_CTAS): the most for a table. Costs memory.",
+        help="Maximum number of channels that a table may use (sets NCCL_MIN_CTAS). NCCL allocates memory for them. "
+        "NCCL 2.31 and newer need it: there a table cannot use more channels than the communicator has.",
     ),
 ]
 # An emulated cluster for a job without GPUs; see :func:`emulation`.
@@ -63,10 +64,11 @@ EmulatedCluster = Annotated[
     ),
 ]
 BytesScale = Annotated[
-    float | None, Option(group=EMULATION, help="Emulated bytes for one of the job's. Default: 360.")
+    float | None,
+    Option(group=EMULATION, help="Each byte of the job counts as this many emulated bytes. Default: 360."),
 ]
 ComputeScale = Annotated[
-    float | None, Option(group=EMULATION, help="Emulated operations for one of the job's. Default: 400.")
+    float | None, Option(group=EMULATION, help="Each operation of the job counts as this many. Default: 400.")
 ]
 
 Force = Annotated[bool, Option(help="Start even if `dynamiccl doctor` finds something that must be changed.")]
@@ -198,11 +200,19 @@ def run_folder(where: str) -> Path:
 
 
 def _runs_inside(folder: Path) -> str:
-    """Names a run below a folder, as the cure of an error; empty if there is none."""
-    from ..report.runs import find_runs
+    """Names a run below a folder, as the cure of an error: the newest of those that measured something, because only
+    the tuner beside rank 0 does, and its node if it is another one. Empty if there is none."""
+    from ...traces.here import host
+    from ..report.runs import find_runs, has_measured
+    from ..report.summary import read_object
 
     found = find_runs([folder])
-    return f", such as {found[-1]}" if found else ""
+    if not found:
+        return ""
+    with_rank_0 = [out for out in found if has_measured(out)]
+    best = (with_rank_0 or found)[-1]
+    node = read_object(best / "trace" / "header.json").get("host")
+    return f", such as {best}" + (f", on {node}" if node not in (None, host()) else "")
 
 
 def _or_elsewhere(out: Path) -> str:

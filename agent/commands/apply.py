@@ -42,10 +42,10 @@ def apply(
 ) -> None:
     """Run COMMAND under a fixed TABLE. NCCL decides all collectives that the table does not name.
 
-    Nothing is tuned. All ranks start to use the table at the same collective, after each rank has shown that its NCCL
-    has loaded the plugin. Otherwise no rank uses it. The last line says how many calls used the table, or why none
-    did. Start the same command on every node, or hand all variables that begin with NCCL_ and DYNAMICCL_ to the other
-    nodes (mpirun -x, srun --export=ALL).
+    Nothing is tuned. All ranks of a communicator start to use the table at the same collective, after each of them has
+    shown that its NCCL has loaded the plugin. If one has not, none of them uses the table on this communicator. The
+    last line says how many calls used the table, or why none did. Start the same command on every node, or hand all
+    variables that begin with NCCL_ and DYNAMICCL_ to the other nodes (mpirun -x, srun --export=ALL).
 
     --no-gate only sets the environment. The job may then be JAX, nccl-tests or an inference server. Each process uses
     the table as soon as it loads the plugin. Nothing checks that all processes load it. If one does not, it hangs

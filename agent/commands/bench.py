@@ -14,6 +14,10 @@ from . import Json, Option, fail, one_thread, refusing
 if TYPE_CHECKING:
     from ..bench.board import Board
 
+#: Seconds of a core for one job: by a policy that is soon done (sweep), by one that tries until the end (the rule, the
+#: LSTM). Eight jobs of `standard`, one busy virtual core.
+PLAY_S = (2.0, 13.0)
+
 
 def bench(
     policy: Annotated[
@@ -45,6 +49,9 @@ def bench(
     turn at a time: observations are (1, N_OBSERVATION), actions (1,) int64, as in dynamiccl/Sim-v0. The module
     dynamiccl.envs.search.observation says what an observation holds; its decode(observation) gives plain arrays.
 
+    Without --policy and --jobs all known policies play all 1,000 jobs, which takes a core most of a day. --jobs 8 takes
+    minutes. The board on file has 120 jobs of standard, 60 of held-out and 60 of unseen.
+
     \b
     dynamiccl bench --policy my_module:MyPolicy --suite held-out --jobs 40
     dynamiccl bench --policy model.zip --jobs 40    # of stable-baselines3
@@ -58,6 +65,7 @@ def bench(
     from ..bench.board import Board
     from ..bench.run import ENTRANTS, PART_JOBS, run
     from ..report.terminal import terminal
+    from ..report.verdict import seconds
 
     console = terminal(stderr=True, highlight=False, markup=False)
     with refusing(OSError, ValueError):
@@ -68,14 +76,17 @@ def bench(
     folder = out / Path(suite).stem
     folder.mkdir(parents=True, exist_ok=True)
     total = len(given) + len(names)
-    console.print(f"{board.title}: {', '.join(names) or 'no policy'} to play; a policy takes some minutes")
+    told = f"{', '.join(names)} to play: {_duration(len(names) * board.n_jobs, processes)}"
+    console.print(f"{board.title}: {told if names else 'no policy to play'}")
     for k, result in enumerate(given, 1):
         _tell(console.print, k, total, result, board.judge(result, check or None))
 
     begun = time.monotonic()
 
     def played(done: int, parts: int) -> None:
-        console.print(f"{time.monotonic() - begun:.0f} s: {done} of {parts} parts of {PART_JOBS} jobs")
+        passed = time.monotonic() - begun
+        left = seconds(passed / done * (parts - done))
+        console.print(f"{seconds(passed)}: {done} of {parts} parts of {PART_JOBS} jobs, about {left} left")
 
     with refusing(ValueError):
         for k, result in enumerate(
@@ -84,6 +95,14 @@ def bench(
             _tell(console.print, k, total, result, board.judge(result))
     _show(board, folder, json, total)
     console.print(f"written: {folder / 'board.md'}", soft_wrap=True)
+
+
+def _duration(plays: int, processes: int) -> str:
+    """How long so many jobs take, for people."""
+    from ..report.verdict import seconds
+
+    quick, slow = (s * plays / min(processes, plays) for s in PLAY_S)
+    return f"about {seconds(quick)} to {seconds(slow)}"
 
 
 def _given(files: list[Path], suite: str, filed: bool) -> list[Any]:

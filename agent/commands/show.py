@@ -34,7 +34,7 @@ def show(
 ) -> None:
     """Show the result of a run and its reasons.
 
-    It shows the verdict, the time of each collective, NCCL's own estimates, the settings that were tried, and the
+    It shows the verdict, the time of each collective, NCCL's estimates, the settings that were tried, and the
     decision for each slot (one kind and size of collective). For files of other tools (see `dynamiccl advise --help`)
     it shows the time of each collective.
 

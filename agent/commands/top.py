@@ -37,6 +37,8 @@ def top(
     "over the run" draws the step times of the run from 0, as the last report had them; the tuner writes a report every
     half minute. This command reads only the folders of the runs. The jobs do not notice.
 
+    state: tuning; waiting (the tuner has measured nothing yet, or rank 0 is on another node); ended; no tuner.
+
     \b
     dynamiccl top
     dynamiccl top runs/tune --once --metrics /var/lib/node_exporter/dynamiccl.prom
@@ -80,7 +82,7 @@ HEADS = (
     *("run", "state", "step", "phase", "step time", "over the run", "current table"),
     *("shorter", "cost", "ranks agree", "lost records"),
 )
-LEFT_OUT = ("phase", "lost records", "ranks agree", "over the run", "cost", "shorter", "state")
+LEFT_OUT = ("lost records", "ranks agree", "over the run", "cost", "phase", "shorter", "state")
 _NUMBERS = ("step", "step time", "lost records")
 
 

@@ -58,7 +58,13 @@ def tune(
         ),
     ] = "lstm",
     budget: Annotated[
-        float, Option(min=0, group=SEARCH, help="Maximum cost, as a share of the job's time. 0: only watch.")
+        float,
+        Option(
+            min=0,
+            group=SEARCH,
+            help="Maximum cost, as a share of the job's time. A job of fewer than 4,000 steps counts as 4,000. "
+            "0: only watch.",
+        ),
     ] = 0.05,
     once: Annotated[
         bool, Option(group=SEARCH, help="Stop at the verdict: no later trials, no monitoring.")
@@ -67,14 +73,21 @@ def tune(
         bool, Option(group=SEARCH, help="Tune only all_gather, so that sums keep their order.")
     ] = False,
     windows: Annotated[
-        int | None, Option(min=1, group=SEARCH, help="Most exploring windows. Default: 12, or 2 a slot.")
+        int | None,
+        Option(
+            min=1,
+            group=SEARCH,
+            help="Maximum number of exploring windows. Default: 12, or two per slot if that is more; "
+            "policies of your own: 20, or three per slot.",
+        ),
     ] = None,
     verify: Annotated[
         int,
         Option(
             min=2,
             group=SEARCH,
-            help="Pairs of windows that end a comparison without a promise; half of their steps if alternating.",
+            help="Pairs of windows after which a comparison ends if no gain is likely. With alternating steps: half as "
+            "many steps.",
         ),
     ] = 10,
     window_steps: Annotated[
@@ -102,7 +115,9 @@ def tune(
     out: Annotated[
         Path | None,
         Option(
-            group=OUTPUT, help="Folder; old results in it are replaced. Default: a new one, runs/tune/latest."
+            group=OUTPUT,
+            help="Folder; old results in it are replaced. Default: a new folder in runs/tune, named after the Slurm "
+            "job or the time; runs/tune/latest leads to the newest.",
         ),
     ] = None,
     json: Annotated[
@@ -132,11 +147,10 @@ def tune(
     """Tune a training job while it trains.
 
     A table has one setting (algorithm, protocol, channel count) for each kind and size of all-gather and
-    reduce-scatter. A policy chooses tables to try. A trial runs such a table for a few steps, to measure it. A trial
-    and the current table (at first NCCL's default) alternate step by step. In jobs whose steps have different numbers
-    of collectives, a window of the trial and a window of the current table follow each other: some steps each. All
-    ranks switch tables at the same collective. A statistical test decides whether the tuner keeps the table. It
-    monitors the kept table until the job ends.
+    reduce-scatter. A policy chooses tables to try. A trial measures such a table for a limited number of collectives.
+    The trial table and the current table (at first NCCL's default) alternate step by step. In jobs whose steps have
+    different numbers of collectives, windows of some steps take turns. All ranks switch tables at the same collective.
+    A statistical test decides whether the tuner keeps the table. It monitors the kept table until the job ends.
 
     The kept table is stored for the next run of the job on the same cluster (OPERATING.md says where). There it is the
     first candidate, and is compared with the default like any other table.

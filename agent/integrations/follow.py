@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..report.runs import state
+from ..report.runs import ALIVE, state
 from .loggers import LOGGERS, Logger
 
 #: Seconds between two looks at the run's folder.
@@ -43,7 +43,7 @@ def follow(out: Path, logger: Logger, every_s: float = EVERY_S, patience_s: floa
         if step is not None and step > logged:
             logger.log(step, figures(status))
             logged = step
-        if status["state"] == "tuning":
+        if status["state"] in ALIVE:
             alive = time.monotonic()
         elif status["state"] == "ended" or time.monotonic() - alive > patience_s:
             return

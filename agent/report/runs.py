@@ -41,8 +41,10 @@ METRICS = (
         "Time that the search cost the job, compared with the default. Negative: it gained",
     ),
     ("dynamiccl_lost_records_total", "records_lost", "Records of the job that were lost"),
-    ("dynamiccl_mismatches_total", "mismatches", "Collectives that two ranks ran in different ways"),
+    ("dynamiccl_mismatches_total", "mismatches", "Collectives that two ranks ran with different settings"),
 )
+#: States of a run whose tuner lives.
+ALIVE = ("tuning", "waiting")
 #: The file beside a report with its step times in short.
 SPARKS_FILE = "steps.json"
 #: Bytes of a run's log that are read from its end.
@@ -83,9 +85,13 @@ def _folders(path: Path) -> list[Path]:
 
 
 def state(out: Path) -> dict[str, Any]:
-    """One run: job, step, phase, table, gain with its interval, what the search cost, agreement, losses.
+    """One run, as ``top --json`` prints it. Unknown values are None. The summary tells, or else the last window.
 
-    Unknown values are None. What the summary says is the summary's; of a run without one its last window tells.
+    Keys: ``run`` (results folder), ``job`` (command), ``emulated``, ``state`` (tuning, waiting, ended, no tuner),
+    ``tuner_died``, ``step``, ``step_ms``, ``step_times_ms`` (medians over the run), ``phase``, ``window`` (number) of
+    the last window, ``in_force`` (letter of the current table, or default), ``decisions`` (rows that set something),
+    ``kept``, ``verdict`` (words), ``gain`` (share of the step), ``gain_ci95``, ``cost_s``, ``budget_s``, ``agreement``
+    (OPEN: the ranks switch), ``agreement_text``, ``records_lost``, ``mismatches``, ``why`` (it is over), ``reasons``.
     """
     header, summary = read_object(out / "trace" / "header.json"), RunSummary.read(out)
     last = _last_window(out)
@@ -99,7 +105,7 @@ def state(out: Path) -> dict[str, Any]:
         "run": str(out),
         "job": header.get("job"),
         "emulated": header.get("emulated"),
-        "state": "tuning" if alive else "ended" if summary else "no tuner",
+        "state": _state(alive, bool(last), bool(summary)),
         "tuner_died": _has_died(alive, why, run),
         "step": _known(summary.steps, last.get("last_step")),
         "step_ms": _known(confirmed_ms, last.get("step_ms")),
@@ -121,6 +127,18 @@ def state(out: Path) -> dict[str, Any]:
         "why": why,
         "reasons": names(str(why or "")),
     }
+
+
+def _state(alive: bool, has_measured: bool, has_summary: bool) -> str:
+    """In one word. The tuner on a node without rank 0 measures nothing: it waits."""
+    if alive:
+        return "tuning" if has_measured or has_summary else "waiting"
+    return "ended" if has_summary else "no tuner"
+
+
+def has_measured(out: Path) -> bool:
+    """Whether the tuner of a run has measured a window: the one beside rank 0 does."""
+    return bool(_last_window(out))
 
 
 def _last_window(out: Path) -> dict[str, Any]:
@@ -178,7 +196,7 @@ def write_metrics(path: Path, states: list[dict[str, Any]]) -> None:
             f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}",
         ]
         for one in states:
-            value = one["state"] == "tuning" if key == "state" else one[key]
+            value = one["state"] in ALIVE if key == "state" else one[key]
             run = one["run"].replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
             if value is not None:
                 lines.append(f'{name}{{run="{run}"}} {float(value) / (1e3 if key == "step_ms" else 1)}')

@@ -20,16 +20,27 @@ _FILE = "summary.json"
 class OfJob:
     """The job, and the cluster that it ran on."""
 
+    #: the emulated cluster
     cluster: str | None = None
+    #: times are emulated
     emulated: bool | None = None
+    #: emulated bytes for each byte of the job
     bytes_scale: float | None = None
+    #: emulated operations for each operation of the job
     compute_scale: float | None = None
+    #: ZeRO stage of the built-in job
     stage: int | None = None
+    #: of the built-in job
     n_processes: int | None = None
+    #: ranks of the largest communicator; on the emulated cluster its GPUs
     n_ranks: int | None = None
+    #: its name
     policy: str | None = None
+    #: optimizer steps that were seen
     steps: int | None = None
+    #: of the built-in job
     loss_first: float | None = None
+    #: of the built-in job
     loss_last: float | None = None
 
 
@@ -41,41 +52,63 @@ class OfVerdict:
     of the comparisons in which the default and the later table ran. The speed-up is that of pairs of windows.
     """
 
+    #: letter of the table of the verdict; None: nothing was compared
     compared: str | None = None
+    #: median step time under the default in that comparison
     default_step_ms: float | None = None
+    #: windows of it
     default_windows: int | None = None
+    #: median step time under the table in that comparison
     tuned_step_ms: float | None = None
+    #: windows of it
     tuned_windows: int | None = None
-    compared_steps: list[int] | None = None  # first and last
+    #: first and last step of the comparison
+    compared_steps: list[int] | None = None
+    #: default step time / step time under the table
     speedup: float | None = None
+    #: its 95 % interval
     speedup_ci95: list[float] | None = None
-    aa_speedup_ci95: list[float] | None = None  # the default against itself
-    detectable: float | None = None  # part of the step that a whole comparison would have been sure of
+    #: the same of the default against itself
+    aa_speedup_ci95: list[float] | None = None
+    #: smallest gain that a whole comparison would have seen, part of the step
+    detectable: float | None = None
 
 
 @dataclass
 class OfCosts:
     """What the search cost."""
 
-    cost_s: float | None = None  # what the job lost against its default up to the verdict; below 0: won
-    budget_s: float | None = None  # what it may lose
-    trials: int | None = None  # windows of trials after the verdict ...
-    trials_cost_s: float | None = None  # ... and what they lost against the current table
+    #: seconds lost up to the verdict, compared with the default; negative: saved
+    cost_s: float | None = None
+    #: seconds that the run may lose
+    budget_s: float | None = None
+    #: windows of trials after the verdict
+    trials: int | None = None
+    #: seconds that they lost, compared with the current table
+    trials_cost_s: float | None = None
 
 
 @dataclass
 class OfSearch:
     """The tables that were tried, and the comparisons between them."""
 
-    in_force: str | None = None  # the letter of the table, or "default"
-    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by letter: those compared
-    comparisons: list[dict[str, Any]] = field(default_factory=list)  # see ``daemon.account.comparison_row``
+    #: letter of the current table, or "default"
+    in_force: str | None = None
+    #: rows of each table that was compared, by letter
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    #: each: table, against, speedup, speedup_ci95, pairs, steps, outcome, ...
+    comparisons: list[dict[str, Any]] = field(default_factory=list)
+    #: measuring windows up to the verdict
     windows: int | None = None
+    #: steps until the first table was kept
     steps_to_first_gain: int | None = None
+    #: steps until the verdict
     steps_to_verdict: int | None = None
+    #: rows of the current table, each with the default's setting and the reason
     decisions: list[dict[str, Any]] = field(default_factory=list)
-    # Slot, share of the step, exposed part of its time, in default steps; empty: the job does not tell.
+    #: slots on the critical path, with their exposed part; empty: not known
     exposed: list[dict[str, Any]] = field(default_factory=list)
+    #: part of the steps after the verdict that ran under the default
     default_share_after: float | None = None
 
 
@@ -83,17 +116,29 @@ class OfSearch:
 class OfEnd:
     """What holds at the end, and why; what went wrong."""
 
+    #: a kept table is current
     kept: bool | None = None
+    #: why a kept table was dropped
     dropped: str | None = None
+    #: rows that NCCL did not follow
     not_obeyed: list[str] = field(default_factory=list)
+    #: settings that are not tried again, each with the reason
     refused: list[dict[str, Any]] = field(default_factory=list)
+    #: state and text of the ranks' agreement
     agreement: dict[str, str] | None = None
-    consistency: dict[str, int] = field(default_factory=dict)  # calls_checked, mismatches
+    #: calls_checked, mismatches
+    consistency: dict[str, int] = field(default_factory=dict)
+    #: records that the rings lost
     records_lost: int | None = None
+    #: why tuning is over, in words
     ended: str | None = None
-    reasons: dict[str, list[str]] = field(default_factory=dict)  # of ``traces.reasons``, for the texts here
+    #: names of the reasons in the texts of this object
+    reasons: dict[str, list[str]] = field(default_factory=dict)
+    #: exit status of the job
     job_status: int | None = None
+    #: where the table is stored, and what an earlier run left
     memory: dict[str, Any] | None = None
+    #: a fault that withdrew the table
     failure: str | None = None
 
 
@@ -101,10 +146,15 @@ class OfEnd:
 class OfFiles:
     """The run folder, then what is in the folder of the results."""
 
+    #: the run folder
     run: str | None = None
+    #: the folder of the trace
     trace: str | None = None
+    #: the file of the kept table
     table: str | None = None
+    #: the file of the report
     report: str | None = None
+    #: the file of the tuner's log
     log: str | None = None
 
 

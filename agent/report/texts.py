@@ -15,8 +15,8 @@ from .verdict import OWN, PHASES, ms, outcome, rows_text, seconds, side, verdict
 COSTS = (
     "slot",
     "calls/step",
-    "NCCL's own",
-    "table",
+    "default setting",
+    "table's setting",
     "default",
     "tuned",
     "change",

@@ -132,9 +132,7 @@ def default_windows(trace: Trace) -> list[SteadyWindow]:
     default = default_generations(trace)
     base = [w for w in windows_of(trace) if w.generation in default]
     if not base:
-        raise TraceError(
-            f"{trace.folder} holds no two steps under NCCL's own choices: nothing to compare with"
-        )
+        raise TraceError(f"{trace.folder} holds no two steps under NCCL's default: nothing to compare with")
     return base
 
 

@@ -70,7 +70,7 @@ def on_cluster(trace: Trace, c: Cluster) -> Trace:
             events[name] = events[source].where(rows, events[name])
     if unknown.any():
         notes.append(
-            "which algorithm and protocol ran, no kernel's name tells: taken to be NCCL's own choice by its model"
+            "which algorithm and protocol ran, no kernel's name tells: taken to be NCCL's default by its model"
         )
     if no_count.any():
         notes.append("how many channels ran is not recorded: taken to be what NCCL's model uses")

@@ -100,28 +100,28 @@ _TWO_SLOTS = 1.5
 class Context:
     """The quantities of a turn: numbers, or arrays (n,) of n observations."""
 
-    share: Any  # of the slot's calls, part of the step
-    exposure: Any  # part of the slot's time that the step waits for
-    exposure_sd: Any  # its standard deviation
+    share: Any  # share of the step time that the slot's collectives take
+    exposure: Any  # part of the slot's time that the step waits for (posterior mean)
+    exposure_sd: Any  # standard deviation of `exposure`
     noise: Any  # standard deviation of a window's log step time
-    last_saving: Any  # log, of the last window against the first default steps
-    best_saving: Any  # posterior mean saving of the table with the best means
-    best_sd: Any  # its standard deviation
+    last_saving: Any  # log saving of the last window, compared with the first default steps
+    best_saving: Any  # saving of the table with the best posterior means, part of the step
+    best_sd: Any  # standard deviation of `best_saving`
     round: Any  # exploring windows of this search
-    slots: Any  # of the job
-    place: Any  # index of this slot, over the number of slots
+    slots: Any  # slots of the job
+    place: Any  # index of this slot / number of slots
     confirmed: Any  # 1: the current table is not the default
-    comparisons: Any  # of this search
-    drift: Any  # log of the default's step time now, against the first default steps
-    off_step: Any  # standard deviations that the last step time was off its prediction ...
-    off_calls: Any  # ... and the slot's calls
-    refining: Any  # 1: the verdict is there, and slots are tried beside the current table
-    promised: Any  # saving of the table with the best means beyond the current table
-    exploring: Any  # 1: a slot before this one runs another config than the best mean
-    beaten: Any  # 1: the table with the best means has lost its comparison
-    idle: Any  # windows in a row under one table; after the verdict four times the passes over the slots without trial
-    spent: Any  # part of what the search may lose that it has lost
-    last_call: Any  # log time of the slot's calls in the last window against their default
+    comparisons: Any  # comparisons of this search
+    drift: Any  # log of the default step time now, compared with the first default steps
+    off_step: Any  # difference of the last step time from its prediction, in standard deviations
+    off_calls: Any  # the same of the time of the slot's collectives
+    refining: Any  # 1: after the verdict
+    promised: Any  # saving of the table with the best means beyond the current table, part of the step
+    exploring: Any  # 1: a slot before this one runs another setting than the best
+    beaten: Any  # 1: the table with the best posterior means has lost its comparison
+    idle: Any  # windows in a row under one table; after the verdict 4 x the passes over all slots without a trial
+    spent: Any  # loss of the run / what it may lose
+    last_call: Any  # log time of the slot's collectives in the last window, compared with the default
     last_long: Any  # cost of the long steps of the last window, part of its time
 
     @property
@@ -132,18 +132,19 @@ class Context:
 
 @dataclass
 class Seen:
-    """Observations (n, N_OBSERVATION) decoded. Effects are parts of the step."""
+    """Observations (n, N_OBSERVATION) decoded. All but the last two are (n, N_CONFIGS): float64, and bool for ``last``,
+    ``current`` and ``open``."""
 
-    saving: Array  # (n, N_CONFIGS) posterior mean of what a config saves, against the best
-    learned: Array  # (n, N_CONFIGS) what a window under it is expected to change of that (standard deviation)
-    worth: Array  # (n, N_CONFIGS) by how much the best mean is expected to rise through that window
-    count: Array  # (n, N_CONFIGS) windows measured, at most 16
-    last: Array  # (n, N_CONFIGS) bool: chosen in the last round
-    current: Array  # (n, N_CONFIGS) bool: in the current table
-    risk: Array  # (n, N_CONFIGS) probability that it makes a step too slow; 1: it did so twice, or lost its comparison
-    open: Array  # (n, N_CONFIGS) bool: may be chosen
+    saving: Array  # posterior mean of what the setting saves compared with the best one, part of the step
+    learned: Array  # standard deviation by which one window should change `saving`
+    worth: Array  # by how much that window should raise the best mean
+    count: Array  # windows measured, at most 16
+    last: Array  # 1: chosen in the last round
+    current: Array  # 1: in the current table
+    risk: Array  # probability that it makes a step too slow; 1: it did so twice, or lost its comparison
+    open: Array  # 1: may be chosen
     context: Context
-    features: Array  # (n, N_FEATURES)
+    features: Array  # (n, N_FEATURES), see ``traces.fingerprint.FEATURES``
 
     @property
     def is_last_slot(self) -> Array:

@@ -73,10 +73,10 @@ def test_a_tuner_that_joins_is_known_by_its_results(tmp_path, monkeypatch):
     try:
         assert run.out.parent == dynamiccl.agent.report.outputs.ROOT
         end = time.monotonic() + 120
-        while run.status()["state"] != "tuning" and time.monotonic() < end:
+        while run.status()["state"] != "waiting" and time.monotonic() < end:
             assert run.process.poll() is None
             time.sleep(0.1)
-        assert run.status()["state"] == "tuning"
+        assert run.status()["state"] == "waiting"
         assert dynamiccl.agent.api._results_of(run.out) == run.out
     finally:
         run.process.terminate()

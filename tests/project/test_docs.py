@@ -6,9 +6,18 @@ import os
 import re
 import subprocess
 import sys
+from fractions import Fraction
 
+import gymnasium
+import numpy as np
 import pytest
 from cli_process import run
+from dynamiccl.agent.integrations.follow import KEYS
+from dynamiccl.agent.report.runs import METRICS
+from dynamiccl.envs.bench.strata import SUITES, filed
+from dynamiccl.envs.search.observation import CONTEXT, FIGURES, N_OBSERVATION, NEVER_OPEN
+from dynamiccl.traces.fingerprint import FEATURES
+from dynamiccl.traces.spaces import N_CONFIGS, decision_of
 from paths import ROOT
 from synthetic_trace import write_run
 
@@ -78,6 +87,29 @@ def test_links_inside_the_repository_lead_somewhere(path):
     text = path.read_text(encoding="utf-8")
     targets = re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", text)
     assert [t for t in targets if not (path.parent / t).exists()] == []
+
+
+def slugs(page):
+    """The anchors that GitHub gives to the headings of a page."""
+    lines = re.sub(r"(?ms)^```.*?^```$", "", page.read_text(encoding="utf-8")).splitlines()
+    heads = [re.sub(r"\]\(.*?\)", "", line.lstrip("#").strip()) for line in lines if re.match("#+ ", line)]
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("path", READMES, ids=name_of)
+def test_anchors_of_links_are_headings(path):
+    """Before: on GitHub docs/safety.md led to `operating.md#variables`, a page of two lines. `make docs` checks the
+    links of the site."""
+    text = path.read_text(encoding="utf-8")
+    found = re.findall(r"\]\((?!https?:)([^)#\s]*\.md|)#([^)\s]+)\)", text)
+    pages = {target: path.parent / target if target else path for target, _ in found}
+    assert [f"{target}#{anchor}" for target, anchor in found if anchor not in slugs(pages[target])] == []
+
+
+def test_the_site_suppresses_no_dead_link():
+    """Before: 21 links of the site led nowhere, because the warning about them was off."""
+    settings = (ROOT / "docs" / "conf.py").read_text(encoding="utf-8")
+    assert "xref_missing" not in settings and "-W" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_the_tour_of_the_job_names_what_is_there():
@@ -178,6 +210,107 @@ def test_the_deployment_page_has_every_variable_of_ours_and_no_other():
     theirs = set(re.findall(r"\b(?:NCCL|GLOO|TORCH|TORCHELASTIC|SLURM|XDG)_[A-Z_]+[A-Z]\b", page))
     unread = [n for n in theirs if not any(n in text for text in texts)]
     assert sorted(unread) == ["SLURM_JOB_NODELIST", "SLURM_NNODES"]  # in the example
+
+
+def test_the_page_lists_every_metric_in_its_words():
+    listed = {
+        row[0].strip("`"): row[1]
+        for row in rows(ROOT / "docs" / "operations.md")
+        if row[0].startswith("`dyn")
+    }
+    assert listed == {name: words for name, _, words in METRICS}
+
+
+def test_the_page_lists_what_loggers_get():
+    listed = {
+        row[0].strip("`") for row in rows(ROOT / "docs" / "report.md") if row[0].startswith("`dynamiccl/")
+    }
+    assert listed == set(KEYS)
+
+
+def words_in_source(path, kind):
+    """The fields of a dataclass and the words behind them."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    body = text.partition(f"class {kind}:")[2].partition("@property")[0]
+    return dict(re.findall(r"(?m)^    (\w+): (?:Any|Array)  # (.*)$", body))
+
+
+def test_the_page_lists_what_an_observation_holds():
+    """Before: three lists that nobody had, and 383 entries in words for 380."""
+    page = ROOT / "docs" / "environments.md"
+    table = {row[0].strip("`"): row[1:] for row in rows(page) if row[0].startswith("`")}
+    assert {name: table[name] for name in FEATURES} == {name: [words] for name, words in FEATURES.items()} | {
+        "share": table["share"]
+    }
+    listed = [row for row in rows(page) if row[0].startswith("`") and len(row) == 3]
+    words = words_in_source("envs/search/observation.py", "Context")
+    words |= words_in_source("envs/search/observation.py", "Seen")
+    scales = CONTEXT | FIGURES
+    assert [row[0].strip("`") for row in listed] == [*CONTEXT, *FIGURES]
+    for name, scale, meaning in listed:
+        assert float(Fraction(scale)) == pytest.approx(scales[name.strip("`")]), name
+        assert meaning == words[name.strip("`")], name
+    text = page.read_text(encoding="utf-8")
+    n_open = N_CONFIGS - len(NEVER_OPEN) - 1
+    of_configs = N_OBSERVATION - len(FEATURES) - len(CONTEXT) - n_open
+    assert (
+        f"the slot ({len(FEATURES)}) and the search ({len(CONTEXT)}). {of_configs} describe the settings. {n_open} "
+        in text
+    )
+    assert f"(-4, 4, ({N_OBSERVATION},))" in text and f"{len(NEVER_OPEN)} of the {N_CONFIGS}" in text
+
+
+def test_the_page_lists_the_settings_and_the_info():
+    table = rows(ROOT / "docs" / "environments.md")
+    pairs = next(row[1:] for row in table if row[0] == "pair")
+    counts = next(row[1:] for row in table if row[0] == "count: channels")
+    for config in range(N_CONFIGS):
+        pair, count = divmod(config, 8)
+        decision = decision_of(config)
+        assert pairs[pair].strip("`") == (
+            "/".join([decision.algo, decision.proto]) if decision.algo else "left to NCCL"
+        )
+        assert counts[count] == (str(decision.n_channels) if decision.n_channels else "left to NCCL")
+    listed = {row[0].strip("`") for row in table if len(row) == 2 and row[0].startswith("`")}
+    _, info = gymnasium.make("dynamiccl/Sim-v0").reset(seed=0)
+    assert {*info, "ended"} <= listed
+
+
+def test_the_page_lists_every_preset_of_a_cluster():
+    text = (ROOT / "docs" / "your-job.md").read_text(encoding="utf-8")
+    listed = [re.findall(r"`([\w-]+)`", row[0]) for row in rows(ROOT / "docs" / "your-job.md")]
+    presets = re.findall(r"(?m)^\[([\w-]+)\]$", (ROOT / "envs/nccl_model/clusters.toml").read_text("utf-8"))
+    assert sorted(presets) == sorted(name for names in listed for name in names if name in presets)
+    assert "`advise` also predicts" in text and len(presets) > 10
+
+
+def test_pages_name_the_median_gain_of_the_suite():
+    """Before: 5.5 %, of suites that are gone."""
+    suite = json.loads((ROOT / "envs" / "bench" / SUITES["standard"]).read_text("utf-8"))
+    said = (
+        f"simulated jobs of the suite `standard` can gain less than {np.median(suite['gain']):.1%}".replace(
+            "%", " %"
+        )
+    )
+    for page in ("README.md", "docs/quickstart.md"):
+        assert said in " ".join((ROOT / page).read_text("utf-8").split())
+    assert len(suite["gain"]) == 1000
+
+
+def test_pages_and_make_name_the_jobs_that_the_boards_have():
+    """Before: `make bench` played 200 jobs of each suite, the boards had 120, 60 and 60."""
+    jobs = {suite: filed(suite)["submissions"][0]["jobs"] for suite in SUITES}
+    read = {
+        page: (ROOT / page).read_text("utf-8")
+        for page in ("Makefile", "docs/leaderboard.md", "agent/README.md")
+    }
+    assert dict(re.findall(r"([a-z-]+):(\d+)", re.search(r"for board in (.*?);", read["Makefile"])[1])) == {
+        suite: str(n) for suite, n in jobs.items()
+    }
+    for suite, n in jobs.items():
+        assert f"--suite {suite} --jobs {n}`" in read["docs/leaderboard.md"]
+        assert f"{n} " in read["agent/README.md"].partition("the rule loses less")[2].partition("|")[2][:99]
+    assert ", ".join(map(str, jobs.values())) in (ROOT / "envs/results/README.md").read_text("utf-8")
 
 
 def test_the_snippet_of_the_environments_runs():

@@ -32,7 +32,7 @@ def test_a_profile_is_replayed_on_a_named_cluster(tmp_path):
     env = ReplayEnv(trace)
     assert env.reset(seed=0)[0].shape == (N_OBSERVATION,) and env.search.open.sum() > 4
     notes = " ".join(trace.header["notes"])
-    assert "taken to be NCCL's own choice" in notes  # it does not tell algorithm and protocol
+    assert "taken to be NCCL's default" in notes  # it does not tell algorithm and protocol
 
 
 def alone(path):

@@ -16,7 +16,9 @@ from command import invoke
 from dynamiccl.agent.checks.doctor import Facts
 from dynamiccl.agent.cli import COMMANDS, NAMES, Parser
 from dynamiccl.agent.daemon.console import show_summary
+from dynamiccl.agent.policies.rule import ROUNDS, ROUNDS_A_SLOT
 from dynamiccl.agent.report.summary import RunSummary
+from dynamiccl.envs.search.config import BUDGET_STEPS, SearchConfig
 from dynamiccl.envs.sim.emulated.settings import Emulated
 from paths import DATA
 from rich.console import Console
@@ -67,6 +69,13 @@ def test_every_command_has_help_that_teaches_and_refuses_what_it_does_not_know(n
     )
 
 
+def test_a_group_of_commands_has_help_too():
+    """Before: `lab --help` was an error, although "every command has --help"."""
+    told = run("lab", "--help")
+    listed = re.findall(r"(?m)^  (\S+(?: \S+)?) +[A-Z]", told.output)
+    assert told.exit_code == 0 and listed == [name for name in NAMES if name.startswith("lab ")]
+
+
 def test_many_options_stand_in_groups():
     """Before: 31 options of `tune` in one list."""
     titles = re.findall(r"(?m)^(\S.*):$", run("tune", "--help").output)
@@ -77,7 +86,7 @@ def test_many_options_stand_in_groups():
     ("words", "says"),
     [
         (["tuna"], "there is no command tuna: did you mean tune?"),
-        (["lab", "--help"], "give one of its commands: lab gpu-check, lab submit, lab train"),
+        (["lab"], "give one of its commands: lab gpu-check, lab submit, lab train"),
         (["stop"], "the following arguments are required: RUN"),
         (["top", "--every", "x"], "--every: 'x' is not a number"),
         (["stop", "--wait", "-1", "x"], "--wait: must be at least 0, not -1"),
@@ -100,8 +109,18 @@ def test_programs_can_ask_every_command_that_tells_something():
 
 def test_the_scales_of_the_emulation_are_told_as_they_are():
     usual, said = Emulated(), " ".join(run("tune", "--help").stdout.split())
-    for scale in (usual.bytes_scale, usual.compute_scale):
-        assert f"for one of the job's. Default: {scale:g}." in said
+    for what, scale in (("this many emulated bytes", usual.bytes_scale), ("this many", usual.compute_scale)):
+        assert f"counts as {what}. Default: {scale:g}." in said
+
+
+def test_the_limits_of_a_search_are_told_as_they_are():
+    """Before: "a share of the job's time", although a short job may lose as much as one of 4,000 steps."""
+    said = " ".join(run("tune", "--help").stdout.split())
+    usual, rule = SearchConfig(), (ROUNDS, ROUNDS_A_SLOT)
+    assert f"fewer than {BUDGET_STEPS:,} steps counts as {BUDGET_STEPS:,}" in said
+    assert rule == (12, 2) and "Default: 12, or two per slot if that is more" in said
+    own = (usual.rounds, usual.rounds_a_slot)
+    assert own == (20, 3) and "policies of your own: 20, or three per slot" in said
 
 
 def test_the_version_is_the_packages():
@@ -160,6 +179,18 @@ def test_stop_answers_for_no_run_that_it_cannot_see(tmp_path, name, says):
     done = run("stop", str(tmp_path / name))
     assert done.exit_code == 2 and says.format(tmp_path) in done.stderr, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["task-1"]
+
+
+def test_stop_names_the_run_of_rank_0_and_its_node(tmp_path):
+    """Before: of a job with a folder for each node it named the newest, which is seldom that of rank 0."""
+    for task, host in (("task-0", "node3"), ("task-1", "node7")):
+        trace = tmp_path / task / "trace"
+        trace.mkdir(parents=True)
+        (trace / "header.json").write_text(json.dumps({"host": host}))
+        kind = "window" if task == "task-0" else "table"
+        (trace / "windows.jsonl").write_text(json.dumps({"kind": kind}) + "\n")
+    done = run("stop", str(tmp_path))
+    assert done.exit_code == 2 and f"such as {tmp_path}/task-0, on node3" in done.stderr, done.stderr
 
 
 def test_a_run_folder_that_is_gone_is_of_a_run_that_has_ended(tmp_path):

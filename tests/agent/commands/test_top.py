@@ -39,6 +39,19 @@ def test_the_state_of_runs(runs):
     assert live["state"] == "tuning" and live["gain"] is None and live["phase"] == "search"
 
 
+def test_every_key_of_a_run_is_told(runs):
+    told = set(re.findall(r"``(\w+)``", state.__doc__))
+    assert set(state(runs / "over")) == told
+
+
+def test_a_tuner_without_a_window_waits(runs):
+    """Before: "tuning" on all nodes of a job, so that nobody saw which of them has rank 0."""
+    (runs / "live" / "trace" / "windows.jsonl").write_text('{"kind": "table"}\n')
+    assert state(runs / "live")["state"] == "waiting"
+    invoke(["top", str(runs), "--once", "--metrics", str(runs / "d.prom")])
+    assert f'dynamiccl_tuner_up{{run="{runs / "live"}"}} 1.0' in (runs / "d.prom").read_text()
+
+
 def test_runs_of_a_job_with_several_tasks_are_found_and_told_apart(tmp_path):
     """Before: metrics of runs/tune had no run that Slurm started with one task per node."""
     for job in ("77.0", "78.0"):

@@ -14,7 +14,7 @@ from dynamiccl.agent.daemon.console import Expected, LiveView, show_summary
 from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.report.html.report import write_report
-from dynamiccl.agent.report.runs import METRICS, state
+from dynamiccl.agent.report.runs import ALIVE, METRICS, state
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.verdict import change, cost, ms, outcome, verdict
 from dynamiccl.envs.live.job_ends import JobEnded
@@ -144,7 +144,7 @@ def test_no_two_places_tell_different_figures(run):
         assert one["gain"] is None and not re.search(r"(?<!NOTHING )KEPT", "".join(told.values()))
     families = _metrics(folder)
     for name, key, _ in METRICS:
-        value = float(one["state"] == "tuning") if key == "state" else one[key]
+        value = float(one["state"] in ALIVE) if key == "state" else one[key]
         scaled = value if value is None or key != "step_ms" else value / 1e3
         assert families.get(name.removesuffix("_total")) == (
             None if scaled is None else pytest.approx(float(scaled))

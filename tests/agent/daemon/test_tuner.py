@@ -98,7 +98,7 @@ def test_where_nothing_was_tried_no_config_is_said_to_be_no_better():
     )
     outcome = tuner.run()
     assert outcome.ended and {d["reason"] for d in outcome.decisions} == {
-        "left to NCCL's ring/simple/16: no other config was tried"
+        "NCCL's default, ring/simple/16, stays: no other setting was tried"
     }
 
 
