@@ -14,9 +14,8 @@ from . import Json, Option, fail, one_thread, refusing
 if TYPE_CHECKING:
     from ..bench.board import Board
 
-#: Seconds of a core for one job: by a policy that is soon done (sweep), by one that tries until the end (the rule, the
-#: LSTM). Eight jobs of `standard`, one busy virtual core.
-PLAY_S = (2.0, 13.0)
+#: Seconds of a core for one job, on the average of a suite: on a quiet core, and on one that other programs use too.
+PLAY_S = (1.2, 3.0)
 
 
 def bench(
@@ -49,7 +48,7 @@ def bench(
     turn at a time: observations are (1, N_OBSERVATION), actions (1,) int64, as in dynamiccl/Sim-v0. The module
     dynamiccl.envs.search.observation says what an observation holds; its decode(observation) gives plain arrays.
 
-    Without --policy and --jobs all known policies play all 1,000 jobs, which takes a core most of a day. --jobs 8 takes
+    Without --policy and --jobs all known policies play all 1,000 jobs, which takes a core 3 to 6 hours. --jobs 8 takes
     minutes. The board on file has 120 jobs of standard, 60 of held-out and 60 of unseen.
 
     \b
