@@ -125,7 +125,7 @@ def test_a_command_that_lacks_a_package_names_the_extra():
         done = without([missing], words)
         assert (
             done.returncode
-            and f"pip install 'dynamiccl[{extra}]'" in done.stderr
+            and f"pip install '.[{extra}]'" in done.stderr
             and "Traceback" not in done.stderr
         )
 
