@@ -206,7 +206,8 @@ def main() -> None:
         if name in ("", "dynamiccl"):
             raise
         extra = _EXTRAS.get(name, "tuner")
-        print(f"error: this command needs {name}: pip install 'dynamiccl[{extra}]'", file=sys.stderr)
+        cure = f"pip install '.[{extra}]' in a checkout, or pip install 'FILE.whl[{extra}]'"
+        print(f"error: this command needs {name}: {cure}", file=sys.stderr)
         raise SystemExit(2) from None
     except BrokenPipeError:  # `dynamiccl show | head`
         sys.stderr.close()

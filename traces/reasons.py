@@ -143,7 +143,7 @@ class NotAgreeing(Reason):
     )
     NO_ROOM = "no room for another table: the {n} communicators of a rank hold all tables that there are"
     NOT_SWITCHED = "rank {rank} could not change its table as the others did: {error}"
-    TOO_MANY = "rank {rank}: too many process groups of this process are still being left"
+    TOO_MANY = "rank {rank}: too many destroyed process groups wait for the tuner to leave them"
     LATE_STORE = "a rank reached its limit before the job's store answered"
     NO_STORE = "rank {rank}: the job's store is gone ({error}); its tables stay as they are"
     NOT_CONNECTED = "no table changes until the job's store answers ({why})"

@@ -134,7 +134,8 @@ def _known(backend: str) -> str:
         try:
             from ray.util.joblib import register_ray
         except ImportError as error:
-            raise ValueError("--backend ray needs Ray: pip install 'dynamiccl[ray]'") from error
+            cure = "pip install '.[ray]' in a checkout, or pip install 'FILE.whl[ray]'"
+            raise ValueError(f"--backend ray needs Ray: {cure}") from error
         register_ray()
     return _BACKENDS[backend]
 

@@ -40,7 +40,7 @@ FAULTS = (
         (0,),
         (2, 22),
         "NCCL {nccl} has no tuner interface that we serve",
-        "use NCCL 2.24 or newer",
+        "use NCCL 2.27 or newer",
         "plugins/tuner of NCCL's releases",
         must_change=True,
     ),

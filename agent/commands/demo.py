@@ -37,7 +37,8 @@ def demo(
     """
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        fail(f"the demo trains a job, which needs {missing[0]}: pip install 'dynamiccl[{_EXTRA}]'")
+        cure = f"pip install '.[{_EXTRA}]' in a checkout, or pip install 'FILE.whl[{_EXTRA}]'"
+        fail(f"the demo trains a job, which needs {missing[0]}: {cure}")
     words = ["tune", "--out", str(out), "--no-memory", "--steps", str(steps)]
     words += ["--quiet"] if quiet else []
     words += ["--json"] if json else []

@@ -119,7 +119,7 @@ class Context:
     promised: Any  # saving of the table with the best means beyond the current table, part of the step
     exploring: Any  # 1: a slot before this one runs another setting than the best
     beaten: Any  # 1: the table with the best posterior means has lost its comparison
-    idle: Any  # windows in a row under one table; after the verdict 4 x the passes over all slots without a trial
+    idle: Any  # until the verdict: consecutive windows under one table; then: 4 x passes over all slots without a trial
     spent: Any  # loss of the run / what it may lose
     last_call: Any  # log time of the slot's collectives in the last window, compared with the default
     last_long: Any  # cost of the long steps of the last window, part of its time
@@ -137,7 +137,7 @@ class Seen:
 
     saving: Array  # posterior mean of what the setting saves compared with the best one, part of the step
     learned: Array  # standard deviation by which one window should change `saving`
-    worth: Array  # by how much that window should raise the best mean
+    worth: Array  # expected rise of the best posterior mean by one more window
     count: Array  # windows measured, at most 16
     last: Array  # 1: chosen in the last round
     current: Array  # 1: in the current table

@@ -37,7 +37,7 @@ def named(text: str) -> type[torch.optim.Optimizer]:
     try:
         kind = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        cure = "pip install 'dynamiccl[optimizers]' has Adan and Lion in pytorch_optimizer"
+        cure = "Adan and Lion are in pytorch_optimizer (pip install pytorch-optimizer)"
         raise ValueError(f"{text}: there is no module {error.name}: {cure}") from error
     except AttributeError as error:
         raise ValueError(f"{text}: {module} has no {name}") from error

@@ -45,7 +45,7 @@ _COURSE = (
 _LOSS = (
     "A table changes the time of a collective, and at most the order of its sums: the loss stays what it was."
 )
-_NO_PLOT = "The plot needs matplotlib: pip install 'dynamiccl[plot]'. In words:"
+_NO_PLOT = "The plot needs matplotlib: pip install '.[plot]' in a checkout, or pip install 'FILE.whl[plot]'. In words:"
 _TIMELINE = (
     "Every bar is one collective from its kernel's start to its end, on the ranks that were recorded. Each step is the "
     "one nearest the median of its kind; the dashed line is its end. AG: all_gather, and so on."

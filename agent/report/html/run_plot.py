@@ -1,6 +1,6 @@
 """The plot of a run, drawn by matplotlib as SVG: the time of each step over the whole run, and the loss below it.
 
-matplotlib is optional (``pip install 'dynamiccl[plot]'``). Only the process that draws the report imports it.
+matplotlib is optional (``pip install '.[plot]'`` in a checkout). Only the process that draws the report imports it.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def test_a_demo_without_torch_names_the_cure(tmp_path):
     code += "u.find_spec = lambda name, *rest: None if name == 'torch' else real(name, *rest)\n"
     code += "from dynamiccl.agent.cli import run; run(['demo'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2 and "pip install 'dynamiccl[train,plot]'" in done.stderr
+    assert done.returncode == 2 and "pip install '.[train,plot]'" in done.stderr
     assert not list(tmp_path.iterdir())
 
 

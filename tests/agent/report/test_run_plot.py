@@ -185,5 +185,5 @@ def test_without_matplotlib_the_run_is_told_in_words(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     path = write_report(tmp_path / "report.html", RunSummary(), long_run())
     html = path.read_text(encoding="utf-8")
-    assert "pip install 'dynamiccl[plot]'" in html.replace("&#x27;", "'") and "<svg" not in html
+    assert "pip install '.[plot]'" in html.replace("&#x27;", "'") and "<svg" not in html
     assert "steps 2700 to 5999: current table A, median step 80" in html
