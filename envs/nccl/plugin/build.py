@@ -134,8 +134,8 @@ def install_into(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, (sources, headers, flags, libraries) in _LIBRARIES.items():
         build = build_of(sources, headers)
-        flags = (_NOWHERE, *flags, f'-DDCCL_BUILD="{build}"')
-        _compile([*compiler(), *flags, *(str(HERE / s) for s in sources)], folder / name, libraries)
+        whole = (_NOWHERE, *flags, f'-DDCCL_BUILD="{build}"')
+        _compile([*compiler(), *whole, *(str(HERE / s) for s in sources)], folder / name, libraries)
         (folder / f"{name}.build").write_text(build)
 
 
