@@ -50,6 +50,9 @@ FIRST = (
     "test_protocol",
     "test_job_suites",
     "test_agreement",
+    "test_rl_examples",
+    "test_daemon",
+    "test_clock_told",
 )
 
 

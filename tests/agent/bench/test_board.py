@@ -88,6 +88,7 @@ def test_decisions_give_the_same_scores_again_all_of_them_or_a_few(
     assert idle["gain_delivered"] == 0 and idle["steps_to_verdict"][2] < 60
 
 
+@pytest.mark.slow
 def test_entrants_meet_the_same_noise_step_by_step(suite: JobSuite, honest: dict[str, Any]) -> None:
     """A job's luck depends neither on who plays nor on the other jobs."""
     alone = enter_one("coordinate-descent", suite, 1)["scores"]

@@ -111,6 +111,7 @@ def test_where_every_other_config_costs_none_is_left_that_is_slower():
     assert not played(ExpectedImprovement(), jobs, jobs.default_us).is_harmed.any()
 
 
+@pytest.mark.slow
 def test_a_rule_on_the_belief_brings_gain_and_is_repeatable(calm):
     jobs, us = calm
     found = [played(ExpectedImprovement(), jobs, us) for _ in range(2)]
