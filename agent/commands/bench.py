@@ -75,8 +75,7 @@ def bench(
     folder = out / Path(suite).stem
     folder.mkdir(parents=True, exist_ok=True)
     total = len(given) + len(names)
-    told = f"{', '.join(names)} to play: {_duration(len(names) * board.n_jobs, processes)}"
-    console.print(f"{board.title}: {told if names else 'no policy to play'}")
+    console.print(f"{board.title}: {_to_play(names, board.n_jobs, processes)}")
     for k, result in enumerate(given, 1):
         _tell(console.print, k, total, result, board.judge(result, check or None))
 
@@ -96,12 +95,15 @@ def bench(
     console.print(f"written: {folder / 'board.md'}", soft_wrap=True)
 
 
-def _duration(plays: int, processes: int) -> str:
-    """How long so many jobs take, for people."""
+def _to_play(names: list[str], n_jobs: int, processes: int) -> str:
+    """Which policies play so many jobs each, and how long that takes, for people."""
     from ..report.verdict import seconds
 
+    if not names:
+        return "no policy to play"
+    plays = len(names) * n_jobs
     quick, slow = (s * plays / min(processes, plays) for s in PLAY_S)
-    return f"about {seconds(quick)} to {seconds(slow)}"
+    return f"{', '.join(names)} to play: about {seconds(quick)} to {seconds(slow)}"
 
 
 def _given(files: list[Path], suite: str, filed: bool) -> list[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import fit_classical
 import numpy as np
 import pytest
+from command import invoke
 from dynamiccl.agent.bench.board import Board
 from dynamiccl.agent.bench.run import ENTRANTS, enter_one, run
 from dynamiccl.envs.bench.job_suites import JobSuite
@@ -193,6 +194,17 @@ def test_names_from_outside_cannot_become_columns(suite: JobSuite, honest: dict[
     board, evil = Board(suite), "a|\n| 1"
     assert board.judge(honest | {"entrant": evil}) == ""
     assert len({line.count("|") for line in board.markdown().splitlines()}) == 1
+
+
+def test_a_board_of_submissions_alone_has_nothing_to_play(
+    suite: JobSuite, made: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Seen: `bench --filed` divided by the jobs that were left to play."""
+    save(suite, tmp_path / "s.json")
+    (tmp_path / "d.json").write_text(json.dumps(made["default"]))
+    where = ["--suite", str(tmp_path / "s.json"), "--out", str(tmp_path / "out")]
+    done = invoke(["bench", "--submission", str(tmp_path / "d.json"), "--check", "1", *where])
+    assert done.exit_code == 0 and "no policy to play" in done.stderr, done.stderr
 
 
 @pytest.mark.slow
