@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
+from ..traces.here import pip_install
 from .commands import Argument, Call, Option
 
 #: What a command may lack, and the extra that brings it; all else is in `tuner`.
@@ -205,8 +206,7 @@ def main() -> None:
         name = (error.name or "").partition(".")[0]
         if name in ("", "dynamiccl"):
             raise
-        extra = _EXTRAS.get(name, "tuner")
-        cure = f"pip install '.[{extra}]' in a checkout, or pip install 'FILE.whl[{extra}]'"
+        cure = pip_install(_EXTRAS.get(name, "tuner"))
         print(f"error: this command needs {name}: {cure}", file=sys.stderr)
         raise SystemExit(2) from None
     except BrokenPipeError:  # `dynamiccl show | head`

@@ -32,6 +32,11 @@ def user_folder(variable: str, below_home: str) -> Path | None:
     return base / below_home if base else None
 
 
+def pip_install(extra: str) -> str:
+    """The command that installs an extra: no registry has the package."""
+    return f"pip install '.[{extra}]' in a checkout, or pip install 'FILE.whl[{extra}]'"
+
+
 def temp_folder() -> Path | None:
     """The folder for temporary files."""
     with contextlib.suppress(Exception):  # FileNotFoundError: no folder that can be written to

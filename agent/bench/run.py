@@ -30,6 +30,7 @@ from joblib import Parallel, delayed, parallel_config
 
 from ...envs.bench.job_suites import JobSuite
 from ...envs.bench.submissions import PlayedPart, play_part, rows_of, submission
+from ...traces.here import pip_install
 from ..policies.choosing import CLASSICAL, LSTM, RULE, make_chooser
 
 #: Entrants that read the truth and search nothing.
@@ -134,8 +135,7 @@ def _known(backend: str) -> str:
         try:
             from ray.util.joblib import register_ray
         except ImportError as error:
-            cure = "pip install '.[ray]' in a checkout, or pip install 'FILE.whl[ray]'"
-            raise ValueError(f"--backend ray needs Ray: {cure}") from error
+            raise ValueError(f"--backend ray needs Ray: {pip_install('ray')}") from error
         register_ray()
     return _BACKENDS[backend]
 

@@ -7,6 +7,7 @@ import os
 import sys
 from typing import Annotated
 
+from ...traces.here import pip_install
 from . import Argument, fail
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -22,6 +23,6 @@ def completion(shell: Annotated[str, Argument(help="bash, zsh or tcsh.")]) -> No
     if shell not in SHELLS:
         fail(f"no completion for {shell!r}: give {', '.join(SHELLS)}")
     if importlib.util.find_spec("shtab") is None:
-        fail("completion needs shtab: pip install '.[tuner]' in a checkout, or pip install 'FILE.whl[tuner]'")
+        fail(f"completion needs shtab: {pip_install('tuner')}")
     # A program of its own: it asks every command for its options, and no command knows the others.
     os.execv(sys.executable, [sys.executable, "-m", "dynamiccl.agent.completion", shell])

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+from ...traces.here import pip_install
 from . import OUTPUT, Json, Option, fail
 
 #: What the demo's job is made of, and the extra that brings it.
@@ -37,8 +38,7 @@ def demo(
     """
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        cure = f"pip install '.[{_EXTRA}]' in a checkout, or pip install 'FILE.whl[{_EXTRA}]'"
-        fail(f"the demo trains a job, which needs {missing[0]}: {cure}")
+        fail(f"the demo trains a job, which needs {missing[0]}: {pip_install(_EXTRA)}")
     words = ["tune", "--out", str(out), "--no-memory", "--steps", str(steps)]
     words += ["--quiet"] if quiet else []
     words += ["--json"] if json else []

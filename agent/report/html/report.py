@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 
 from ....traces.files import Trace, TraceError
+from ....traces.here import pip_install
 from ....traces.outside import atomically
 from ....traces.queries.costs import generations, slot_costs
 from .. import slow_rank
@@ -45,7 +46,7 @@ _COURSE = (
 _LOSS = (
     "A table changes the time of a collective, and at most the order of its sums: the loss stays what it was."
 )
-_NO_PLOT = "The plot needs matplotlib: pip install '.[plot]' in a checkout, or pip install 'FILE.whl[plot]'. In words:"
+_NO_PLOT = f"The plot needs matplotlib: {pip_install('plot')}. In words:"
 _TIMELINE = (
     "Every bar is one collective from its kernel's start to its end, on the ranks that were recorded. Each step is the "
     "one nearest the median of its kind; the dashed line is its end. AG: all_gather, and so on."
