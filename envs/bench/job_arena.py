@@ -130,8 +130,7 @@ def play(
             break
         for i in open_:
             decisions[i] += _turns(i, search.searches[i], player)
-        watch.begin()
-        is_left = watch.is_left()
+        is_left = watch.begin()
         search.measure([i for i in open_ if is_left[i]])
         watch.note()
     if not after:  # what ran last were trials: a job does not go on like them
@@ -169,20 +168,19 @@ class _Watch:
         is_open = trying & (self.ledger.steps < HORIZON)
         return np.flatnonzero(is_open)
 
-    def begin(self) -> None:
-        """The watch of jobs whose verdict is new begins; that of jobs at work goes on."""
+    def begin(self) -> Array:
+        """The watch of jobs whose verdict is new begins; that of jobs at work goes on. Whether a job has steps to play,
+        bool."""
         ledger = self.ledger
-        is_fresh = self._each("is_over") & np.isinf(self.until)
+        is_over = self._each("is_over")
+        is_fresh = is_over & np.isinf(self.until)
         fresh = np.flatnonzero(is_fresh)
         ledger.end(fresh, self.search.tables[fresh])
         self.until[fresh] = ledger.steps[fresh] + self.after
         busy = self.at_work()
         ledger.go_on(busy)
         self.until[busy] = ledger.steps[busy] + max(self.after, 1)
-
-    def is_left(self) -> Array:
-        """Whether a job has steps to play, bool."""
-        return (self.ledger.steps < self.until) | ~self._each("is_over")
+        return (ledger.steps < self.until) | ~is_over
 
     def note(self) -> None:
         """When a job fell quiet, and its final table."""
