@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+#: Options of a job of two small layers.
+SMALL_MODEL = ("--quiet", "--layers", "2", "--width", "32", "--heads", "2", "--seq", "32")
+
 
 def read_log(log: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The head of ``log``, and its steps in order."""

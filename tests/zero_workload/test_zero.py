@@ -69,6 +69,15 @@ def run(
     return losses
 
 
+def saved_and_resumed(engine: Engine, other: Engine, folder: str) -> tuple[list[float], list[float]]:
+    """Losses of three steps after saving, and of the same steps by ``other``, of other weights, that has loaded."""
+    run(engine, range(3))
+    engine.save(folder)
+    through = run(engine, range(3, 6))
+    other.load(folder)
+    return through, run(other, range(3, 6))
+
+
 def train(steps: int, settings: dict[str, Any], seed: int = 0) -> list[float]:
     """Losses of ``TINY`` under ``zero`` (or a peer: ``name``) in fp32 with AdamW, if ``settings`` say nothing else."""
     torch.manual_seed(seed)

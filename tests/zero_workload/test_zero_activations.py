@@ -21,7 +21,7 @@ from dynamiccl.zero_workload.job.model import ModelConfig, Transformer
 from dynamiccl.zero_workload.job.parallel import groups
 from dynamiccl.zero_workload.job.recompute import MODES, Checkpoints
 from dynamiccl.zero_workload.job.tensor import cut_matrices
-from test_zero import BATCH, TINY, adamw, run, texts, train_alone
+from test_zero import BATCH, TINY, adamw, run, saved_and_resumed, texts, train_alone
 from world import SIZES_AND_DTYPES, World
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -148,21 +148,16 @@ def train_cut(stage: int, dtype: torch.dtype, tensor: int = 2) -> tuple[list[flo
     return losses, norms[0], arena.numel()
 
 
-def saved_and_resumed(stage: int, folder: str) -> tuple[list[float], list[float]]:
-    """Losses of three steps after saving, and of the same steps by an engine of other weights that has loaded."""
-    engine = cut_engine(stage, 2, torch.float32)
-    run(engine, range(3))
-    engine.save(folder)
-    through = run(engine, range(3, 6))
-    other = cut_engine(stage, 2, torch.float32)
+def cut_saved_and_resumed(stage: int, folder: str) -> tuple[list[float], list[float]]:
+    """See ``saved_and_resumed``."""
+    engine, other = (cut_engine(stage, 2, torch.float32) for _ in range(2))
     run(other, range(7, 9))
-    other.load(folder)
-    return through, run(other, range(3, 6))
+    return saved_and_resumed(engine, other, folder)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_that_share_matrices_save_and_resume(four: World, stage: int, tmp_path: Path) -> None:
-    for through, again in four.run(saved_and_resumed, stage, str(tmp_path)):
+    for through, again in four.run(cut_saved_and_resumed, stage, str(tmp_path)):
         assert again == through and len(set(through)) == 3
 
 

@@ -16,9 +16,9 @@ from dynamiccl.zero_workload.engine.agreement import message_numel
 from dynamiccl.zero_workload.job import train as train_module
 from dynamiccl.zero_workload.job.model import Transformer
 from dynamiccl.zero_workload.job.parallel import groups
-from job_log import read_log
+from job_log import SMALL_MODEL, read_log
 from peers import Peer, mesh_of
-from test_zero import TINY, adamw, run, train_alone
+from test_zero import TINY, adamw, run, saved_and_resumed, train_alone
 from test_zero_exact import OVER_GLOO
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from world import World
@@ -104,12 +104,7 @@ def hsdp_saved_and_resumed(stage: int, folder: str) -> tuple[list[float], list[f
         torch.manual_seed(seed)
         return zero(Transformer(TINY), adamw(1e-2), stage=stage, **groups(2), **FP32)
 
-    engine, other = job(0), job(1)
-    run(engine, range(3))
-    engine.save(folder)
-    through = run(engine, range(3, 6))
-    other.load(folder)
-    return through, run(other, range(3, 6))
+    return saved_and_resumed(job(0), job(1), folder)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -185,21 +180,7 @@ def test_a_communicator_for_reduce_scatters_changes_no_digit(two: World) -> None
 
 # The job, cut up ------------------------------------------------------------------------------------------------------
 
-SMALL = [
-    "--quiet",
-    "--layers",
-    "2",
-    "--width",
-    "32",
-    "--heads",
-    "2",
-    "--seq",
-    "32",
-    "--steps",
-    "5",
-    "--bucket-mb",
-    "0.02",
-]
+SMALL = [*SMALL_MODEL, "--steps", "5", "--bucket-mb", "0.02"]
 
 
 def job(arguments: list[str], folder: str) -> tuple[list[float], Bytes, dict[str, int]]:

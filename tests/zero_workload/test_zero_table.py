@@ -9,26 +9,12 @@ from typing import Any
 import pytest
 import torch
 from dynamiccl.zero_workload.job import train as train_module
-from job_log import read_log
+from job_log import SMALL_MODEL, read_log
 from paths import ROOT
 from world import World
 
 PAGE = ROOT / "zero_workload" / "README.md"
-SMALL = [
-    "--quiet",
-    "--layers",
-    "2",
-    "--width",
-    "32",
-    "--heads",
-    "2",
-    "--seq",
-    "32",
-    "--batch",
-    "2",
-    "--steps",
-    "3",
-]
+SMALL = [*SMALL_MODEL, "--batch", "2", "--steps", "3"]
 
 
 def options_of_the_table() -> list[str]:
