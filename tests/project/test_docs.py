@@ -367,8 +367,8 @@ def test_the_entrant_of_the_environments_plays(tmp_path):
         "--policy",
         "my_module:MyPolicy",
         "--jobs",
-        "2",
+        "4",
     ]
     wide = {**os.environ, "COLUMNS": "160"}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=wide)
-    assert done.returncode == 0 and "my_module:MyPolicy" in done.stdout and "2 of 1000 jobs" in done.stdout
+    assert done.returncode == 0 and "my_module:MyPolicy" in done.stdout and "4 of 1000 jobs" in done.stdout

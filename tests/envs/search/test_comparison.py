@@ -78,13 +78,14 @@ def test_it_is_seldom_wrong_however_often_one_looks(noise):
     assert sum(wrong) <= 14
 
 
-def test_noise_like_an_h100s_is_seldom_taken_for_a_gain():
+@pytest.mark.parametrize(("n", "most"), [(60, 3), pytest.param(150, 8, marks=pytest.mark.slow)])
+def test_noise_like_an_h100s_is_seldom_taken_for_a_gain(n, most):
     """Two ranks on one H100 (agent/LOG.md): steps 10 % apart, each like the one before. Noise as a search knows it.
 
     Before more room was left for noise that lasts: 17 of 150.
     """
     rng, wrong = np.random.default_rng(7), 0
-    for _ in range(60):
+    for _ in range(n):
         x = np.zeros(20 + 52 * 11)
         for i, shock in enumerate(rng.standard_t(5, len(x)) * 0.1 * math.sqrt(0.6 * (1 - 0.85**2))):
             x[i] = 0.85 * x[i - 1] + shock
@@ -97,7 +98,7 @@ def test_noise_like_an_h100s_is_seldom_taken_for_a_gain():
             if (taken := decided(race, 10)) is not None:
                 break
         wrong += bool(taken)
-    assert wrong <= 3
+    assert wrong <= most
 
 
 def test_a_difference_is_found_and_a_large_one_at_once():

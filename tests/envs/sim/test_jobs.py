@@ -105,15 +105,16 @@ SMALL = [world for world in (*STANDARD.worlds, *UNSEEN.worlds) if world != "many
 
 @pytest.mark.parametrize("world", SMALL)
 @pytest.mark.parametrize(("n_slots", "most"), [(2, 300), (4, 6000)])
-def test_the_oracle_is_the_best_of_all_joint_configs_on_small_jobs(world, n_slots, most):
+@pytest.mark.parametrize("n", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_the_oracle_is_the_best_of_all_joint_configs_on_small_jobs(world, n_slots, most, n):
     family = UNSEEN if world in UNSEEN.worlds else STANDARD
     jobs = draw_jobs(family.only(world), np.random.default_rng(6), 250)
     tables = np.where(np.arange(jobs.width) < n_slots, jobs.mask.sum(axis=2), 1).prod(axis=1)
-    jobs = jobs.take(np.flatnonzero((jobs.n_slots == n_slots) & (tables <= most))[:4])
-    assert len(jobs) == 4
+    jobs = jobs.take(np.flatnonzero((jobs.n_slots == n_slots) & (tables <= most))[:n])
+    assert len(jobs) == n
     configs, us = oracle(jobs)
     assert jobs.usual_us(configs) == pytest.approx(us)
-    for j in range(4):
+    for j in range(n):
         one = jobs.take([j])
         all_of_them = list(itertools.product(*(np.flatnonzero(one.mask[0, s]) for s in range(n_slots))))
         every = np.zeros((len(all_of_them), jobs.width), int)
