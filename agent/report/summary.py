@@ -46,7 +46,7 @@ class OfJob:
 
 @dataclass
 class OfVerdict:
-    """The verdict: table ``compared`` against NCCL's own choice; None where nothing was compared.
+    """The verdict: table ``compared`` against NCCL's default; None where nothing was compared.
 
     Step times are medians of so many windows of the comparison itself; where a later table took the place of the first,
     of the comparisons in which the default and the later table ran. The speed-up is that of pairs of windows.
