@@ -32,3 +32,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The names of the Python API too, though they are not imported yet."""
+    return sorted({*globals(), *__all__})

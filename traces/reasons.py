@@ -47,6 +47,7 @@ class RunEnds(Reason):
     ONCE = "the verdict is reached: tuning ends here, as --once requests"
     STOPPED = "stopped by `dynamiccl stop`"
     SWITCHED_OFF = "the tuner is switched off here ({why})"
+    NOT_STARTED = "dynamiccl cannot start here ({why})"
     INTERRUPTED = "interrupted"
     TERMINATED = "terminated"
     NEVER_SWITCHED = "the ranks never switched tables: {why}"

@@ -8,6 +8,7 @@ A :class:`Call` holds the whole command line.
 from __future__ import annotations
 
 import os
+import pwd
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,13 +73,28 @@ ComputeScale = Annotated[
 ]
 
 Force = Annotated[bool, Option(help="Start even if `dynamiccl doctor` finds something that must be changed.")]
+OrUntuned = Annotated[
+    bool,
+    Option(
+        help="If this cannot start, print why and run COMMAND untuned. Default: COMMAND does not start, and the exit "
+        "status is 2."
+    ),
+]
 Json = Annotated[bool, Option(name="--json", help="Print JSON instead of text.")]
+
+
+class Refused(SystemExit):
+    """The end of a command that was refused, with status 2. ``message`` names the error and its cure."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(2)
+        self.message = message
 
 
 def fail(message: str) -> NoReturn:
     """Print one line with the error and its cure, and exit with status 2."""
     print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+    raise Refused(message)
 
 
 def off_here() -> str | None:
@@ -104,15 +120,33 @@ def run_alone_if_off(command: list[str] | None, json: bool = False) -> None:
     if not command:
         refuse_if_off()
         return
-    if not (off := off_here()):
-        return
+    if off := off_here():
+        _run_alone(command, off, json)
+
+
+@contextmanager
+def untuned_if_refused(command: list[str], json: bool = False) -> Iterator[None]:
+    """In this context an error makes this process the job, without anything of ours. No job may run yet."""
+    from ...traces.reasons import RunEnds
+
+    try:
+        yield
+    except Refused as error:
+        _run_alone(command, RunEnds.NOT_STARTED(why=error.message), json)
+    except Exception as error:  # also a fault of ours: the job matters more
+        why = f"{type(error).__name__}: {error}"
+        _run_alone(command, RunEnds.NOT_STARTED(why=why), json)
+
+
+def _run_alone(command: list[str], why: str, json: bool) -> NoReturn:
+    """Become the job, without anything of ours in its environment."""
     from ...envs.nccl.site_switch import leave
     from ..daemon.launcher import say
 
     leave(os.environ)
-    say(f"{off}: the job runs without it")
+    say(f"{why}: the job runs without it")
     if json:
-        _print_no_result(off)
+        _print_no_result(why)
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -197,6 +231,33 @@ def run_folder(where: str) -> Path:
     if not run.exists():
         raise ValueError(f"{where}: this run has ended{_or_elsewhere(path)}; the folder holds its results")
     return run.resolve()
+
+
+def become_owner(run: Path) -> None:
+    """As root, become the user whose run this is. Root must not leave files in a user's folders that the user cannot
+    change, and must not run the user's own policy.
+
+    Raises OSError if this process may not change its user, or if that user may not read our code.
+    """
+    owner = run.stat()
+    if os.geteuid() != 0 or owner.st_uid == 0:
+        return
+    try:
+        user = pwd.getpwuid(owner.st_uid)
+        os.initgroups(user.pw_name, owner.st_gid)
+        os.environ["HOME"] = user.pw_dir
+    except KeyError:  # a container may have users without a name
+        os.setgroups([])
+        os.environ.pop("HOME", None)
+    os.environ.pop("XDG_DATA_HOME", None)  # root's
+    os.environ.pop("XDG_CACHE_HOME", None)
+    os.setgid(owner.st_gid)
+    os.setuid(owner.st_uid)
+    if not os.access(__file__, os.R_OK):
+        raise PermissionError(
+            f"{run} belongs to user {owner.st_uid}, who may not read {__file__}: use the dynamiccl of the job, as in "
+            f"`sudo -u '#{owner.st_uid}' dynamiccl ...`"
+        )
 
 
 def _runs_inside(folder: Path) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,12 +16,14 @@ from . import (
     Force,
     Headroom,
     Option,
+    OrUntuned,
     emulation,
     fail,
     refuse_traps,
     refusing,
     results,
     run_alone_if_off,
+    untuned_if_refused,
 )
 
 if TYPE_CHECKING:
@@ -36,6 +41,7 @@ def apply(
     ] = True,
     headroom: Headroom = None,
     force: Force = False,
+    or_untuned: OrUntuned = False,
     cluster: EmulatedCluster = None,
     bytes_scale: BytesScale = None,
     compute_scale: ComputeScale = None,
@@ -55,22 +61,11 @@ def apply(
     dynamiccl apply runs/tune/latest -- torchrun --nproc-per-node 8 train.py
     dynamiccl apply table.json --no-gate -- mpirun ... all_gather_perf
     """
-    import os
-    import shutil
-
-    from ...envs.nccl.plugin.build import PluginBuildError, nccl_env, plugin_path
-    from ...envs.nccl.shm import MAX_RULES, encode_table
+    from ...envs.nccl.plugin.build import PluginBuildError
     from ...envs.nccl.tables import load_table
     from ..daemon.launcher import say
 
     run_alone_if_off(command)
-    with refusing(OSError, ValueError, PluginBuildError):
-        loaded = load_table(results(table))
-        most = MAX_RULES if gate else 1024
-        if len(loaded.rules) > most:
-            cure = "; up to 1024 with --no-gate" if gate else ""
-            fail(f"{table}: {len(loaded.rules)} rules, at most {most} can be applied{cure}")
-        path, message = plugin_path(), encode_table(loaded)
     if not command:
         fail("say what to run, after --")
     program = shutil.which(command[0])
@@ -78,41 +73,60 @@ def apply(
         fail(f"{command[0]} is not a program that can be run")
     if cluster:
         os.environ.update(emulation(cluster, bytes_scale, compute_scale)[0].env())
-    if gate:
-        refuse_traps(command, force, table=loaded, emulated="DYNAMICCL_CLUSTER" in os.environ)
-        raise SystemExit(_together(loaded, command, headroom))
+    prepare = _prepare_together if gate else _prepare_alone
+    either = untuned_if_refused(command) if or_untuned else contextlib.nullcontext()
+    with either, refusing(OSError, ValueError, PluginBuildError):
+        loaded = load_table(results(table))
+        environment, run = prepare(loaded, command, headroom, force)
+    os.environ.pop("DYNAMICCL_TABLE", None)
+    if run is not None:
+        raise SystemExit(_together(loaded, command, environment, run))
     os.environ.pop("DYNAMICCL_RUN", None)
     say("with --no-gate no calls are counted; NCCL_DEBUG=INFO names our tuner if NCCL has loaded it")
-    # Nothing is watched: no probe, no profiler, no ring.
-    refuse_traps(
-        command,
-        force,
-        table=loaded,
-        but=("autoload", "no profiler", "plugin path", "shared memory", "launch blocking"),
-    )
-    environment = {**nccl_env(path, headroom=headroom), "DYNAMICCL_TABLE": f"hex:{message.hex()}"}
     os.execve(program, command, {**os.environ, **environment})
 
 
-def _together(table: Table, command: list[str], headroom: int | None) -> int:
-    """Run the job with the table in its run folder, which its ranks use like a tuner's. Returns the job's status.
+def _prepare_together(
+    table: Table, command: list[str], headroom: int | None, force: bool
+) -> tuple[dict[str, str], RunFolder]:
+    """The job's environment, and a run folder with the table, which the ranks use like a tuner's."""
+    from ...envs.nccl.plugin.build import job_env
+    from ...envs.nccl.shm import MAX_RULES, RunFolder
+
+    _check_size(table, MAX_RULES, "; up to 1024 with --no-gate")
+    refuse_traps(command, force, table=table, emulated="DYNAMICCL_CLUSTER" in os.environ)
+    run = RunFolder.create()
+    run.table.publish(table)
+    nobody_reads_kernel_times = {"DYNAMICCL_SAMPLE_EVERY": "0"}
+    return job_env(run.path, headroom) | nobody_reads_kernel_times, run
+
+
+def _prepare_alone(
+    table: Table, command: list[str], headroom: int | None, force: bool
+) -> tuple[dict[str, str], None]:
+    """The job's environment with the table in it. Nothing is watched: no probe, no profiler, no ring."""
+    from ...envs.nccl.plugin.build import nccl_env, plugin_path
+    from ...envs.nccl.shm import encode_table
+
+    _check_size(table, 1024, "")
+    without_watching = ("autoload", "no profiler", "plugin path", "shared memory", "launch blocking")
+    refuse_traps(command, force, table=table, but=without_watching)
+    message = encode_table(table).hex()
+    return {**nccl_env(plugin_path(), headroom=headroom), "DYNAMICCL_TABLE": f"hex:{message}"}, None
+
+
+def _check_size(table: Table, most: int, cure: str) -> None:
+    if len(table.rules) > most:
+        fail(f"the table has {len(table.rules)} rules, at most {most} can be applied{cure}")
+
+
+def _together(table: Table, command: list[str], environment: dict[str, str], run: RunFolder) -> int:
+    """Run the job until it ends. Returns its status.
 
     The ranks wait for each other through the probe. If NCCL on one rank has not loaded the plugin, none uses the table.
     """
-    import os
-
-    from ...envs.nccl.plugin.build import job_env
-    from ...envs.nccl.shm import RunFolder
     from ..daemon.launcher import Launcher, Plan, say
 
-    with refusing(ValueError, OSError):
-        run = RunFolder.create()
-        run.table.publish(table)
-        environment = {
-            **job_env(run.path, headroom),
-            "DYNAMICCL_SAMPLE_EVERY": "0",
-        }  # nobody reads kernel times
-    os.environ.pop("DYNAMICCL_TABLE", None)
     status = Launcher(Plan(command, [], str(run.path), os.devnull, environment), say).run()
     say(_outcome(run) if table.rules else "the table has no rules: NCCL decided every call")
     run.close()

@@ -126,6 +126,7 @@ def _pressure(steps: pd.DataFrame) -> dict[str, float] | None:
 
 def _print(story: dict[str, Any], summary: RunSummary, windows: bool) -> None:
     from ...traces.queries.exposed import critical_lines
+    from ..report.runs import beside_rank_0
     from ..report.terminal import say, wide_terminal
     from ..report.texts import consistency_text, nothing_decided, result_lines, window_parts
     from ..report.why import lines
@@ -138,6 +139,8 @@ def _print(story: dict[str, Any], summary: RunSummary, windows: bool) -> None:
         say(console, "\n".join(["", *result_lines(summary), ""]))
     else:
         say(console, f"no decisions: {nothing_decided(summary, story['header'])}")
+    if results_there := beside_rank_0(Path(story["folder"]).parent):
+        say(console, f"rank 0 of this job was on another node: its results are in {results_there}")
     if story["slots"]:
         _print_costs(console, story["slots"])
     if not summary.exposed:  # a run has named them with its results

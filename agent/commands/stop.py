@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 from typing import Annotated
 
-from . import Argument, Json, Option, refusing, run_folder
+from . import Argument, Json, Option, become_owner, refusing, run_folder
 
 
 def stop(
@@ -18,8 +18,9 @@ def stop(
     """End tuning for good and restore NCCL's default on all ranks. The job continues.
 
     The tuner of the run ends. Without a tuner the table is withdrawn too. `dynamiccl tune --attach RUN --again` starts
-    again. The exit status is 0 once the job runs under the default, and 1 if it does not within --wait seconds. Give
-    the command on the node of rank 0: it exits with 1 on another one.
+    again. The exit status is 0 once the job runs under the default, 1 if it does not within --wait seconds, and 2 if
+    there is no such run. Give the command on the node of rank 0, as the job's user or as root: on another node it exits
+    with 1.
 
     \b
     dynamiccl stop runs/tune/latest
@@ -28,6 +29,7 @@ def stop(
 
     with refusing(ValueError, OSError):
         path = run_folder(run)
+        become_owner(path)
         found = end_tuning(path, wait)
     if json:
         what = {"had_tuner": found.had_tuner, "job_runs": found.job_runs, "in_force": found.in_force}

@@ -22,12 +22,15 @@ from . import (
     Force,
     Headroom,
     Option,
+    OrUntuned,
+    become_owner,
     emulation,
     fail,
     refuse_traps,
     refusing,
     run_alone_if_off,
     run_folder,
+    untuned_if_refused,
 )
 
 if TYPE_CHECKING:
@@ -111,6 +114,7 @@ def tune(
         Option(min=0, help="Kill the job if it has not ended this many seconds after a signal to end."),
     ] = None,
     force: Force = False,
+    or_untuned: OrUntuned = False,
     seed: Annotated[int, Option(help="Seed of the built-in job, the emulation and the policy.")] = 0,
     out: Annotated[
         Path | None,
@@ -169,12 +173,6 @@ def tune(
     dynamiccl tune --attach runs/tune/latest   # a new tuner for a running job
     """
     # Import nothing large: the job waits for these imports. The tuner imports the rest while the job starts.
-    from ...envs.live.locks import Busy
-    from ...envs.nccl.plugin.build import PluginBuildError
-    from ...envs.nccl.steps.nvml import gpus
-    from ...envs.sim.emulated.settings import Emulated
-    from ..policies.choosing import check_chooser
-
     _check(call)
     run_alone_if_off(command, json)
     if attach:
@@ -184,20 +182,38 @@ def tune(
             )
         _attach(call, attach, again)
         return
+    _check_program(command)
+    with untuned_if_refused(command, json) if command and or_untuned else contextlib.nullcontext():
+        _start(call.values)
+
+
+def _start(asked: dict[str, Any]) -> None:
+    """Refuse what cannot work, while no job runs yet; then launch the job. Does not return. ``asked``: the options."""
+    from ...envs.live.locks import Busy
+    from ...envs.nccl.plugin.build import PluginBuildError
+    from ...envs.nccl.steps.nvml import gpus
+    from ...envs.sim.emulated.settings import Emulated
+    from ..policies.choosing import check_chooser
+
+    command, cluster = asked["command"], asked["cluster"]
     n_gpus = 0 if cluster else len(gpus())
     if not command and not cluster and n_gpus < 2:
         cluster = Emulated().cluster
-    emulated, known = emulation(cluster, bytes_scale, compute_scale, seed) if cluster else (None, {})
-    _check_program(command)
-    refuse_traps(command, force, emulated=emulated is not None)
-    own = {} if command else {"stage": stage, "n_processes": ranks or (2 if emulated else n_gpus)}
+    emulated, facts = None, dict[str, Any]()
+    if cluster:
+        emulated, known = emulation(cluster, asked["bytes_scale"], asked["compute_scale"], asked["seed"])
+        facts |= known
+    refuse_traps(command, asked["force"], emulated=emulated is not None)
+    if not command:
+        n_processes = asked["ranks"] or (2 if emulated else n_gpus)
+        facts |= {"stage": asked["stage"], "n_processes": n_processes}
     with refusing(PluginBuildError, Busy, ValueError, OSError):
-        check_chooser(policy)  # all that can fail fails before the job starts
-        if log_to:
+        check_chooser(asked["policy"])
+        if asked["log_to"]:
             from ..integrations.loggers import check_logger
 
-            check_logger(log_to)
-        _launch(call.values, emulated, known | own)
+            check_logger(asked["log_to"])
+        _launch(asked, emulated, facts)
 
 
 def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, Any]) -> None:
@@ -266,6 +282,7 @@ def _attach(call: Call, where: str, again: bool) -> None:
 
     with refusing(TraceError, Busy, ValueError, OSError):
         path = run_folder(where)
+        become_owner(path)
         run = RunFolder(path)
         given = {name: call.values[name] for name in call.given}
         if "no_memory" in given:
@@ -287,6 +304,8 @@ def _attach(call: Call, where: str, again: bool) -> None:
 
 def _check(call: Call) -> None:
     asked = call.values
+    if asked["or_untuned"] and not asked["command"]:
+        fail("--or-untuned needs a COMMAND to run: give the job after --")
     if asked["command"] and asked["attach"]:
         fail("give a command to start or --attach to join one, not both")
     if theirs := [name for name in ("stage", "steps", "ranks") if asked["command"] and name in call.given]:

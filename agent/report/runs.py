@@ -136,6 +136,14 @@ def _state(alive: bool, has_measured: bool, has_summary: bool) -> str:
     return "ended" if has_summary else "no tuner"
 
 
+def beside_rank_0(out: Path) -> Path | None:
+    """The results of the same job that the tuner beside rank 0 left, among those of Slurm's tasks; None if ``out`` is
+    these, or they are not here."""
+    if not out.name.startswith("task-") or has_measured(out):
+        return None
+    return next((task for task in sorted(out.parent.glob("task-*")) if has_measured(task)), None)
+
+
 def has_measured(out: Path) -> bool:
     """Whether the tuner of a run has measured a window: the one beside rank 0 does."""
     return bool(_last_window(out))

@@ -39,7 +39,7 @@ def load_table(path: Path | str) -> Table:
     if path.is_dir():
         path /= TABLE
     if path.name == TABLE and path.parent.is_dir() and not path.exists():
-        raise ValueError(f"{path}: there is none: the run has confirmed no table, or is no run")
+        raise ValueError(f"{path}: there is none: {_why_no_table(path.parent)}")
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_TEXT + 1)
@@ -55,6 +55,15 @@ def load_table(path: Path | str) -> Table:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return table
+
+
+def _why_no_table(folder: Path) -> str:
+    """Of a job on several nodes only the tuner beside rank 0 keeps a table. Slurm's tasks leave their results in one
+    folder: it is in one of the others then."""
+    tasks = sorted(folder.parent.glob(f"task-*/{TABLE}")) if folder.name.startswith("task-") else []
+    if tasks:
+        return f"rank 0 of this job was on another node: give {tasks[-1]}"
+    return "the run has confirmed no table, or is no run; of a job on several nodes, give the results of rank 0's node"
 
 
 def _from_json(text: str) -> Table:
