@@ -88,8 +88,8 @@ class NotTuning(Reason):
         "engine)"
     )
     SLOT_TAKEN = (
-        "{variable}={value} was set after our environment (by a Slurm TaskProlog or a SPANK plugin, for example): NCCL "
-        "loads only one such plugin, so ours replaces it"
+        "{variable}={value} was set after `tune`, `env` or `apply` had set it (by a Slurm TaskProlog or a SPANK "
+        "plugin, for example): NCCL loads only one such plugin, so ours replaces it"
     )
     OTHER_BACKEND = "torch.distributed runs on {backend} here; only NCCL asks a tuner"
     NO_PROBE = "no process of the job has loaded the probe yet"

@@ -18,8 +18,8 @@ def doctor(
 ) -> None:
     """Check this machine and environment: can a job be tuned here, and safely?
 
-    Each problem is printed with its cure. The exit status is 1 if something must be changed, else 0. Give the job's
-    command, and run it in the job's environment.
+    Each problem is printed with its cure. The exit status is 1 if something must be changed, else 0. Run it in the
+    job's environment. It reads only --nproc-per-node from the job's command.
 
     \b
     dynamiccl doctor -- torchrun --nproc-per-node 8 train.py

@@ -18,9 +18,11 @@ def stop(
     """End tuning for good and restore NCCL's default on all ranks. The job continues.
 
     The tuner of the run ends. Without a tuner the table is withdrawn too. `dynamiccl tune --attach RUN --again` starts
-    again. The exit status is 0 once the job runs under the default, 1 if it does not within --wait seconds, and 2 if
-    there is no such run. Give the command on the node of rank 0, as the job's user or as root: on another node it exits
-    with 1.
+    again. Give the command on the node of rank 0, as the job's user or as root, with that node's results folder. If
+    nodes share a folder, runs/tune/latest may belong to another node. A job that hangs takes no step: end it instead.
+
+    The exit status is 0 once the job runs under the default or has ended, 1 if it does not within --wait seconds or
+    rank 0 is on another node, and 2 if the folder holds no run or the run had ended before.
 
     \b
     dynamiccl stop runs/tune/latest
