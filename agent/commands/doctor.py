@@ -32,11 +32,12 @@ def doctor(
     if trace:
         from ...traces.importers.recording import read_recording
         from ...traces.outside import TraceError
-        from ..report.slow_rank import find
+        from ..report.slow_rank import TOO_FEW, find
 
         with refusing(TraceError):
             slow = find(read_recording([results(trace)]))
-        looked_at["ranks' times"] = slow or "the other ranks wait for no rank longer than a setting can gain"
+        none = "the other ranks wait for no rank longer than a setting can gain"
+        looked_at["ranks' times"] = TOO_FEW if slow is None else slow or none
     if json:
         print(
             json_module.dumps(

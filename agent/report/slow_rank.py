@@ -15,8 +15,12 @@ BLAMED = 0.6
 LEAST_CALLS = 30
 
 
-def find(trace: Trace) -> str:
-    """What to tell of a rank that the others wait for; "" where there is none, or not enough is known."""
+#: What :func:`find` returns None for, in words.
+TOO_FEW = f"not known: this needs at least two ranks with the times of {LEAST_CALLS} collectives that both have run"
+
+
+def find(trace: Trace) -> str | None:
+    """A sentence about the rank that the others wait for; "" if there is none, None if too little is known."""
     events = trace.events
     of_all = events["func"].isin(("all_gather", "reduce_scatter", "all_reduce")) & (
         events["table_generation"] == 0
@@ -27,7 +31,7 @@ def find(trace: Trace) -> str:
         timed.assign(lasted=lasted).pivot_table("lasted", ["comm_id", "func", "seq", "step"], "rank").dropna()
     )
     if len(calls) < LEAST_CALLS or calls.shape[1] < 2:
-        return ""
+        return None
     shortest = calls.min(axis=1)
     waited = calls.median(axis=1) - shortest
     blame = waited.groupby(calls.idxmin(axis=1)).sum() / max(float(waited.sum()), 1.0)

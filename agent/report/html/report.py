@@ -94,7 +94,7 @@ def _masthead(s: RunSummary, trace: Trace, place: str) -> str:
 def _headline(s: RunSummary, trace: Trace) -> str:
     verdict, *rest = result_lines(s)
     big = what_changed(s) or [verdict]
-    notes = [*rest, consistency_text(s.consistency), slow_rank.find(trace)]
+    notes = [*rest, consistency_text(s.consistency), slow_rank.find(trace) or ""]
     lines = [escape(line).replace("-&gt;", "&rarr;") for line in big]  # an arrow of two letters may be broken
     said = "".join(f'<div class="big">{line}</div>' for line in lines)
     said += f'<div class="verdict">{escape(verdict)}</div>' if verdict not in big else ""
