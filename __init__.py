@@ -1,9 +1,9 @@
 """Tunes NCCL's algorithm, protocol and channel count for every reduce-scatter and all-gather of a running training job.
 
-``dynamiccl.tune(command)``, ``attach``, ``apply`` and ``advise`` do what the commands of these names do; see
-:mod:`dynamiccl.agent.api`. ``import dynamiccl`` registers the Gymnasium environments, once Gymnasium is imported. The
-processes of a job that is tuned import this as well; there it does nothing, so that nothing of Gymnasium's can
-trouble them.
+``dynamiccl.tune(command)``, ``attach``, ``apply`` and ``advise`` do what the commands of these names do:
+``help(dynamiccl.tune)`` lists their arguments, ``help(dynamiccl.Run)`` what a run can be asked. ``import dynamiccl``
+registers the Gymnasium environments, once Gymnasium is imported. In the processes of a tuned job the import registers
+nothing, so Gymnasium cannot disturb the job.
 """
 
 import os

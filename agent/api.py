@@ -72,10 +72,10 @@ class Run:
             wait_s: seconds to wait until a step is seen under the default.
 
         Returns:
-            True once the job runs under the default, or is over; False if neither was seen in time.
+            True once the job runs under the default, or has ended meanwhile; False if neither was seen in time.
 
         Raises:
-            ValueError: if there is no such run.
+            ValueError: if there is no such run, or it had ended before this call.
         """
         from .commands import run_folder
         from .daemon.stopping import end_tuning
@@ -123,8 +123,8 @@ def attach(run: str | Path, *, out: str | Path | None = None, **options: Any) ->
 
     Args:
         run: the folder that ``dynamiccl env`` made, or the results of a run without a tuner.
-        out: folder of the results; default: those of ``run`` if it is a folder of results, else the folder that was
-            asked for when the job was started, else a new one below ``runs/tune``.
+        out: folder of the results. Default: ``run`` itself if it is a folder of results; else the ``out`` that the job
+            was started with; else a new folder below ``runs/tune``.
         options: the options of ``dynamiccl tune`` with underscores.
 
     Raises:

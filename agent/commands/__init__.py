@@ -53,8 +53,9 @@ Headroom = Annotated[
     Option(
         min=1,
         max=64,
-        help="Maximum number of channels that a table may use (sets NCCL_MIN_CTAS). NCCL allocates memory for them. "
-        "NCCL 2.31 and newer need it: there a table cannot use more channels than the communicator has.",
+        help="Make NCCL prepare this many channels (NCCL_MIN_CTAS), so that a table may use up to as many. NCCL "
+        "allocates memory for them. NCCL 2.31 and newer need it: there a table cannot use more channels than the "
+        "communicator has.",
     ),
 ]
 # An emulated cluster for a job without GPUs; see :func:`emulation`.

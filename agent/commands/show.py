@@ -38,6 +38,8 @@ def show(
     decision for each slot (one kind and size of collective). For files of other tools (see `dynamiccl advise --help`)
     it shows the time of each collective.
 
+    After a run on several nodes give the results folder of rank 0. If you give another node's, the command names it.
+
     \b
     dynamiccl show runs/tune/latest
     """

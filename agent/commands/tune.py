@@ -89,8 +89,8 @@ def tune(
         Option(
             min=2,
             group=SEARCH,
-            help="Pairs of windows after which a comparison ends if no gain is likely. With alternating steps: half as "
-            "many steps.",
+            help="Pairs of windows after which a comparison ends if no gain is likely. With alternating steps it ends "
+            "after half the steps of these pairs; for 10 pairs: 50 to 100 steps.",
         ),
     ] = 10,
     window_steps: Annotated[
@@ -162,8 +162,11 @@ def tune(
     With a COMMAND this is a launcher for schedulers. Its exit status is the job's (128 + n after signal n). It passes
     on all signals and the job's output. The tuner prints one line per event to stderr. `dynamiccl top` in another
     terminal shows the state of the run. The tuner is a separate process: the job does not notice its end, and
-    `--attach` starts a new one. Start this command on every node. The node with rank 0 tunes, the others serve their
-    part of the job.
+    `--attach` starts a new one. Start this command on every node. The node with rank 0 tunes, and its results folder
+    holds the verdict. The others serve their part of the job.
+
+    If `dynamiccl doctor` finds something that must be changed, or the results cannot be written, the command exits with
+    status 2 and does not start the job. With --or-untuned it starts the job untuned.
 
     \b
     dynamiccl tune                             # the built-in job

@@ -48,8 +48,9 @@ class OfJob:
 class OfVerdict:
     """The verdict: table ``compared`` against NCCL's default; None where nothing was compared.
 
-    Step times are medians of so many windows of the comparison itself; where a later table took the place of the first,
-    of the comparisons in which the default and the later table ran. The speed-up is that of pairs of windows.
+    Step times are medians over the windows of the comparison (``default_windows``, ``tuned_windows``). If a later table
+    replaced the first, they come from the comparisons of the default and of the later table. The speed-up is that of
+    pairs of windows.
     """
 
     #: letter of the table of the verdict; None: nothing was compared
