@@ -22,8 +22,8 @@ def bench(
     policy: Annotated[
         list[str] | None,
         Option(
-            help="A known policy, MODULE:NAME, FILE.npz of lab train, FILE.zip (RecurrentPPO, MaskablePPO, PPO or A2C), "
-            "or a folder. Repeat it for more. Default: all known."
+            help="A known policy, MODULE:NAME, FILE.npz of lab train, FILE.zip (RecurrentPPO, MaskablePPO, PPO or "
+            "A2C), or a folder. Repeat it for more. Default: all known."
         ),
     ] = None,
     suite: Annotated[str, Option(help="standard, held-out, unseen, or a file.")] = "standard",
@@ -57,7 +57,7 @@ def bench(
 
     \b
     dynamiccl bench --policy my_module:MyPolicy --suite held-out --jobs 40
-    dynamiccl bench --policy model.zip --jobs 40    # of stable-baselines3 or sb3-contrib
+    dynamiccl bench --policy model.zip --jobs 40    # of sb3 or sb3-contrib
     dynamiccl bench --filed --policy my_module:MyPolicy    # with those on file
     dynamiccl bench --filed --check 8
     dynamiccl bench --backend ray --processes 64    # on a Ray cluster
