@@ -57,7 +57,7 @@ def bench(
 
     \b
     dynamiccl bench --policy my_module:MyPolicy --suite held-out --jobs 40
-    dynamiccl bench --policy model.zip --jobs 40    # of sb3 or sb3-contrib
+    dynamiccl bench --policy model.zip --jobs 40    # of stable-baselines3
     dynamiccl bench --filed --policy my_module:MyPolicy    # with those on file
     dynamiccl bench --filed --check 8
     dynamiccl bench --backend ray --processes 64    # on a Ray cluster
