@@ -22,8 +22,8 @@ def bench(
     policy: Annotated[
         list[str] | None,
         Option(
-            help="A known policy, MODULE:NAME, FILE.npz of lab train, FILE.zip of stable-baselines3, or a folder. "
-            "Repeat it for more. Default: all known."
+            help="A known policy, MODULE:NAME, FILE.npz of lab train, FILE.zip (RecurrentPPO, MaskablePPO, PPO or "
+            "A2C), or a folder. Repeat it for more. Default: all known."
         ),
     ] = None,
     suite: Annotated[str, Option(help="standard, held-out, unseen, or a file.")] = "standard",
@@ -34,7 +34,7 @@ def bench(
     out: Annotated[Path, Option(help="Folder for submissions and the leaderboard.")] = Path("runs/bench"),
     processes: Annotated[int, Option(min=1, help="Processes that play; the results are the same.")] = 2,
     backend: Annotated[str, Option(help="local (this machine) or ray (a Ray cluster).")] = "local",
-    limit: Annotated[float, Option(min=1, help="Maximum seconds of a policy for 20 jobs.")] = 1800.0,
+    limit: Annotated[float, Option(min=1, help="Maximum seconds of wall time for 20 jobs.")] = 1800.0,
     filed: Annotated[bool, Option(help="Add the results on file (envs/results).")] = False,
     check: Annotated[int, Option(min=0, help="Jobs of --filed or --submission to repeat; 0: all.")] = 0,
     submission: Annotated[
@@ -48,8 +48,12 @@ def bench(
     turn at a time: observations are (1, N_OBSERVATION), actions (1,) int64, as in dynamiccl/Sim-v0. The module
     dynamiccl.envs.search.observation says what an observation holds; its decode(observation) gives plain arrays.
 
-    Without --policy and --jobs all known policies play all 1,000 jobs, which takes a core 3 to 6 hours. --jobs 8 takes
-    minutes. The board on file has 120 jobs of standard, 60 of held-out and 60 of unseen.
+    One object plays 20 jobs interleaved, so it keeps its memory in the state. deterministic is True. If a decision
+    takes more than 1 s of processor time, or 20 jobs take more than --limit, the policy is refused. Limits of a search:
+    20 windows, or three per slot; 250 trials after the verdict; and the budget, as in tune.
+
+    One policy plays a job in 1.2 to 3 s of a core. Without --policy and --jobs all seven known policies play all
+    1,000 jobs: 2 to 6 hours of a core. The board on file has 120 jobs of standard, 60 of held-out and 60 of unseen.
 
     \b
     dynamiccl bench --policy my_module:MyPolicy --suite held-out --jobs 40

@@ -101,11 +101,11 @@ class Context:
     """The quantities of a turn: numbers, or arrays (n,) of n observations."""
 
     share: Any  # share of the step time that the slot's collectives take
-    exposure: Any  # part of the slot's time that the step waits for (posterior mean)
+    exposure: Any  # fraction of the slot's time that the step waits for (posterior mean)
     exposure_sd: Any  # standard deviation of `exposure`
     noise: Any  # standard deviation of a window's log step time
     last_saving: Any  # log saving of the last window, compared with the first default steps
-    best_saving: Any  # saving of the table with the best posterior means, part of the step
+    best_saving: Any  # saving of the table with the best posterior means, as a fraction of the step time
     best_sd: Any  # standard deviation of `best_saving`
     round: Any  # exploring windows of this search
     slots: Any  # slots of the job
@@ -116,13 +116,13 @@ class Context:
     off_step: Any  # difference of the last step time from its prediction, in standard deviations
     off_calls: Any  # the same of the time of the slot's collectives
     refining: Any  # 1: after the verdict
-    promised: Any  # saving of the table with the best means beyond the current table, part of the step
+    promised: Any  # saving of the table with the best means beyond the current table, as a fraction of the step time
     exploring: Any  # 1: a slot before this one runs another setting than the best
     beaten: Any  # 1: the table with the best posterior means has lost its comparison
-    idle: Any  # until the verdict: consecutive windows under one table; then: 4 x passes over all slots without a trial
-    spent: Any  # loss of the run / what it may lose
+    idle: Any  # before the verdict: windows in a row under one table; after: 4 x passes over the slots without a trial
+    spent: Any  # default steps lost / the budget
     last_call: Any  # log time of the slot's collectives in the last window, compared with the default
-    last_long: Any  # cost of the long steps of the last window, part of its time
+    last_long: Any  # cost of the long steps of the last window, as a fraction of its time
 
     @property
     def values(self) -> list[Any]:
@@ -135,11 +135,11 @@ class Seen:
     """Observations (n, N_OBSERVATION) decoded. All but the last two are (n, N_CONFIGS): float64, and bool for ``last``,
     ``current`` and ``open``."""
 
-    saving: Array  # posterior mean of what the setting saves compared with the best one, part of the step
-    learned: Array  # standard deviation by which one window should change `saving`
+    saving: Array  # posterior mean of what the setting saves compared with the best one, as a fraction of the step time
+    learned: Array  # expected change of `saving` by one more window (standard deviation)
     worth: Array  # expected rise of the best posterior mean by one more window
     count: Array  # windows measured, at most 16
-    last: Array  # 1: chosen in the last round
+    last: Array  # 1: chosen for the last exploring window; after the verdict: in the table of the verdict
     current: Array  # 1: in the current table
     risk: Array  # probability that it makes a step too slow; 1: it did so twice, or lost its comparison
     open: Array  # 1: may be chosen

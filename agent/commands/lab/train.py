@@ -26,9 +26,10 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train the LSTM policy by RecurrentPPO on whole simulated jobs. The reward is measured step time.
-    Takes 20 to 60 minutes.
+    It takes 20 to 60 minutes.
 
-    It starts as the rule and learns to save more time. With --runs it learns from your own recorded jobs. Every fifth
+    It starts as the rule. The reward of an episode is the gain over the rule on the same job, clipped to 200 default
+    steps gained or lost. The discount is 0.999. With --runs it learns from your own recorded jobs. Every fifth
     run is only used to judge: the last line gives the gain on these runs.
     """
     one_thread()
