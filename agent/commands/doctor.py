@@ -30,14 +30,7 @@ def doctor(
     facts = gather(command)
     findings, looked_at = examine(facts), checked(facts)
     if trace:
-        from ...traces.importers.recording import read_recording
-        from ...traces.outside import TraceError
-        from ..report.slow_rank import TOO_FEW, find
-
-        with refusing(TraceError):
-            slow = find(read_recording([results(trace)]))
-        none = "the other ranks wait for no rank longer than a setting can gain"
-        looked_at["ranks' times"] = TOO_FEW if slow is None else slow or none
+        looked_at["ranks' times"] = _slow_rank(trace)
     if json:
         print(
             json_module.dumps(
@@ -58,3 +51,16 @@ def doctor(
         elif not findings:
             print("no problem found")
     raise SystemExit(any(finding.must_change for finding in findings))
+
+
+def _slow_rank(recording: Path) -> str:
+    """Whether the ranks of a recorded job wait for one of them, in words."""
+    from ...traces.importers.recording import read_recording
+    from ...traces.outside import TraceError
+    from ..report.slow_rank import TOO_FEW, find
+
+    with refusing(TraceError):
+        slow = find(read_recording([results(recording)]))
+    if slow is None:
+        return TOO_FEW
+    return slow or "the other ranks wait for no rank longer than a setting can gain"

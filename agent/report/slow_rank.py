@@ -16,7 +16,9 @@ LEAST_CALLS = 30
 
 
 #: What :func:`find` returns None for, in words.
-TOO_FEW = f"not known: this needs at least two ranks with the times of {LEAST_CALLS} collectives that both have run"
+TOO_FEW = (
+    f"not known: this needs at least two ranks with the times of {LEAST_CALLS} collectives that both have run"
+)
 
 
 def find(trace: Trace) -> str | None:

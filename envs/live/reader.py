@@ -45,7 +45,6 @@ class Reader:
         self.run, self.process = run, process
         self.assembler = Assembler()
         self.audit = CallAudit()
-        self._was_withdrawn = False  # what the audit found has been raised once
         self.obedience = Obedience()
         self.damaged: dict[str, str] = {}  # rings that cannot be read any more, with the reason
         self.lost: dict[str, int] = {}  # records that each ring dropped because nobody read them in time
@@ -161,16 +160,18 @@ class Reader:
 
     def check(self) -> None:
         """Raise what ends tuning while the job goes on: Withdrawn, Stopped, Closed."""
-        is_withdrawn = bool(self.audit.mismatches)
-        if is_withdrawn and not self._was_withdrawn:
-            self._was_withdrawn = True
-            raise Withdrawn(RunEnds.TWO_WAYS(example=self.audit.example))
+        two_ways = ""
+        if self.audit.mismatches:
+            two_ways = RunEnds.TWO_WAYS(example=self.audit.example)
+        if two_ways and not self.audit.is_told:
+            self.audit.is_told = True
+            raise Withdrawn(two_ways)
         if (self.run.path / STOP).exists():
             raise Stopped(RunEnds.STOPPED())
         if why := switched_off():
             raise Stopped(RunEnds.SWITCHED_OFF(why=why))
-        if is_withdrawn:
-            raise Withdrawn(RunEnds.TWO_WAYS(example=self.audit.example))
+        if two_ways:
+            raise Withdrawn(two_ways)
         state, why = self.state or (None, "")
         if state in (AgreementState.SHUT, AgreementState.CLOSED):
             raise Closed(
