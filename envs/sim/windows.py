@@ -13,19 +13,13 @@ from ..search.config import SearchConfig
 from ..search.interfaces import PROFILE, UNTIMED, Job, Measured, Plan, warm_up_families
 from ..search.search import Search
 from .jobs import Jobs
-from .mixes import Few, Turns
+from .mixes import Few, Turns, default_tables
 from .noise import RandomNumbers
 
 Array = np.ndarray[Any, Any]
 
 #: Steps from publishing a table to the first one under it: the poll, the round under way, the round that carries it.
 SWITCH_STEPS = 3
-
-
-def _default_tables(jobs: Jobs) -> Array:
-    """A table for each job that leaves every slot as it is, (n, S)."""
-    shape = len(jobs), jobs.width
-    return np.zeros(shape, np.int64)
 
 
 class SimWindows:
@@ -38,7 +32,7 @@ class SimWindows:
         self.jobs = jobs
         self.rng = rng
         n = len(jobs)
-        self.running = _default_tables(jobs)
+        self.running = default_tables(jobs)
         always = np.ones(n)
         self.few = Few(always, self.running)
         self.waited = np.zeros(n, int)  # steps of the last window until its table held
@@ -49,7 +43,7 @@ class SimWindows:
         """Default steps of every job, and what its search is told. Kernels of the default are waited for."""
         jobs = self.jobs
         n = len(jobs)
-        default = _default_tables(jobs)
+        default = default_tables(jobs)
         rows = list(range(n))
         plans = []
         for row in rows:
@@ -250,7 +244,7 @@ class SimSearch:
     @property
     def tables(self) -> Array:
         """What is confirmed in every job, (n, width)."""
-        tables = _default_tables(self.windows.jobs)
+        tables = default_tables(self.windows.jobs)
         for table, search in zip(tables, self.searches, strict=True):
             table[: search.n_slots] = search.confirmed
         return tables
