@@ -16,15 +16,15 @@ from ..nccl_model.clusters import ClusterArrays
 from .fabric.configs import channels_of_configs, growth_of_configs, pairs_of_configs, whole_words
 from .fabric.fabric import Fabric
 from .fabric.params import N_PRODUCTS, unmodelled
-from .family import HELD_OUT, STANDARD, WORLDS, JobFamily, World, draw_fleet
+from .family import HELD_OUT, STANDARD, WORLDS, JobFamily, World, draw_fleet, draw_law
 from .mixes import FirstUse, default_tables
+from .moments import Slots
 from .noise import Noise, log_uniform
 from .regimes import MOST_REGIMES, Regimes
-from .sites import SampledClusters, draw_law
 from .step import N_CALL, N_PORTS, Calls
-from .truth import LAST_RING, Jobs, Slots
+from .truth import LAST_RING, Jobs
 from .workloads import MANY_SLOTS, N_BESIDE, SLOTS, WorkloadArrays, all_works, steps_of
-from .worlds import Extras
+from .worlds import Extras, SampledClusters
 
 Array = np.ndarray[Any, Any]
 #: Memory used of all memory, where it is known; and by how much chance moves it where it tells of the batch.
