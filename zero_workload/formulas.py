@@ -46,8 +46,11 @@ def model_states(
 ) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer on one rank: 16 P, 4 P + 12 P / N, 2 P + 14 P / N, 16 P / N [Z]."""
     weight, gradient, states = state_bytes(optimizer, precision)
-    shared = [1 / ranks if stage >= first else 1.0 for first in (3, 2, 1)]
-    return weight * params * shared[0], gradient * params * shared[1], states * params * shared[2]
+    share = 1 / ranks
+    weights = weight * params * (share if stage >= 3 else 1.0)
+    gradients = gradient * params * (share if stage >= 2 else 1.0)
+    optimizer_states = states * params * (share if stage >= 1 else 1.0)
+    return weights, gradients, optimizer_states
 
 
 def ring(ranks: int) -> float:
@@ -64,7 +67,9 @@ def traffic(
     """
     reductions = 2 if stage == 0 or classic else 1
     gathers = (0, 1, 1, 2)[stage]
-    return ring(ranks) * params * (reductions * gradient + gathers * weight)
+    reduced = reductions * gradient
+    gathered = gathers * weight
+    return ring(ranks) * params * (reduced + gathered)
 
 
 def scalar_traffic(n_tensors: int, ranks: int, replicas: int = 1) -> float:
@@ -81,8 +86,12 @@ def hybrid(large: float, small: float, ranks: int) -> tuple[float, float]:
 
     Source: [D], by the rows of [Z] for the two stages: 16 P_L / N + 2 P_S + 14 P_S / N, and 6 P_L + 4 P_S.
     """
-    held = 16 * large / ranks + 2 * small + 14 * small / ranks
-    return held, 6 * large + 4 * small
+    large_states = 16 * large / ranks
+    small_weights = 2 * small
+    small_states = 14 * small / ranks
+    held = large_states + small_weights + small_states
+    sent = 6 * large + 4 * small
+    return held, sent
 
 
 @dataclass(frozen=True)
@@ -97,14 +106,22 @@ class Shape:
     itemsize: int = 2
 
     @property
+    def tokens(self) -> int:
+        """BL: tokens of a rank's batch."""
+        return self.batch * self.seq
+
+    @property
     def token_bytes(self) -> int:
         """BLd: one value for each token and unit of width."""
-        return self.itemsize * self.batch * self.seq * self.width
+        values = self.tokens * self.width
+        return self.itemsize * values
 
     @property
     def attention_bytes(self) -> int:
         """B H L^2: the probabilities of one layer, where attention is materialised."""
-        return self.itemsize * self.batch * self.heads * self.seq**2
+        maps = self.batch * self.heads
+        probabilities = maps * self.seq**2
+        return self.itemsize * probabilities
 
 
 def layer_activations(shape: Shape, norm_outputs: bool = False) -> tuple[int, int]:
@@ -114,7 +131,9 @@ def layer_activations(shape: Shape, norm_outputs: bool = False) -> tuple[int, in
     documents leave out what the norms give to the matrices behind them, which these keep: with ``norm_outputs`` it is
     16 BLd, as [K] has it without its masks of dropout, and as a step of our transformer measures.
     """
-    return (16 if norm_outputs else 14) * shape.token_bytes, shape.attention_bytes
+    values = 16 if norm_outputs else 14
+    linear = values * shape.token_bytes
+    return linear, shape.attention_bytes
 
 
 def best_interval(layers: int) -> int:
@@ -130,18 +149,22 @@ def activations(shape: Shape, mode: str = "none", tensor: int = 1) -> float:
     share each matrix and keep 1 / N of each checkpoint (P_a of [Z], section 6.1).
     """
     linear, attention = layer_activations(shape)
-    one, n = shape.token_bytes / tensor, shape.layers
+    one = shape.token_bytes / tensor
+    n = shape.layers
     if mode == "none":
         return n * (linear + attention)
     if mode == "selective":
         return n * linear + attention
     if mode == "sub-block":
-        halves = 5 * shape.token_bytes + attention, 9 * shape.token_bytes
-        return 2 * n * one + max(halves)
+        attention_half = 5 * shape.token_bytes + attention
+        mlp_half = 9 * shape.token_bytes
+        return 2 * n * one + max(attention_half, mlp_half)
     if mode == "block":
         return n * one + linear + attention
     every = best_interval(n)
-    return math.ceil(n / every) * one + every * (linear + attention)
+    kept = math.ceil(n / every)
+    layer = linear + attention
+    return kept * one + every * layer
 
 
 def recomputed_share(shape: Shape, mode: str) -> float:
@@ -149,9 +172,10 @@ def recomputed_share(shape: Shape, mode: str) -> float:
 
     Source: [K], appendix A: a layer's forward is 24 BLd^2 + 4 BL^2 d FLOPs.
     """
-    tokens = shape.batch * shape.seq
+    tokens = shape.tokens
     attention = 4 * tokens * shape.seq * shape.width
-    forward = 24 * tokens * shape.width**2 + attention
+    matrices = 24 * tokens * shape.width**2
+    forward = matrices + attention
     again = {"none": 0.0, "selective": attention}.get(mode, forward)
     return again / (3 * forward)
 
@@ -162,8 +186,8 @@ def recomputation_value(shape: Shape) -> list[tuple[str, float, float]]:
     A multiply-add is two FLOPs. A norm, and a GELU, are taken at 8 an element. Source: [D], by the sizes of
     :func:`layer_activations`.
     """
-    tokens, one = shape.batch * shape.seq, shape.token_bytes
-    elements = tokens * shape.width
+    one = shape.token_bytes
+    elements = shape.tokens * shape.width
     rows = [
         ("norm outputs", 2.0 * one, 8.0 * 2 * elements),
         ("GELU output", 4.0 * one, 8.0 * 4 * elements),
@@ -185,12 +209,15 @@ class Machine:
 
 def stage_3_seconds(params: float, layers: int, machine: Machine) -> float:
     """Communication of a step at stage 3 with nothing hidden: three collectives a layer, 6 P bytes [D, Z]."""
-    return 3 * layers * machine.latency + 6 * params / machine.bandwidth
+    latencies = 3 * layers * machine.latency
+    transfers = 6 * params / machine.bandwidth
+    return latencies + transfers
 
 
 def compute_seconds(params: float, batch: float, seq: int, machine: Machine) -> float:
     """6 P FLOPs a token, forward and backward, section 2.1 of [S]."""
-    return 6 * params * batch * seq / machine.flops
+    operations = 6 * params * batch * seq
+    return operations / machine.flops
 
 
 def break_even_batch(params: float, layers: int, seq: int, machine: Machine, share: float = 0.05) -> int:
@@ -198,13 +225,17 @@ def break_even_batch(params: float, layers: int, seq: int, machine: Machine, sha
 
     Source: [D]: (3 n latency + 6 P / bandwidth) <= share x 6 P B L / FLOPs a second. P cancels but for the latency.
     """
+    communication = stage_3_seconds(params, layers, machine)
     sequence = compute_seconds(params, 1, seq, machine)
-    return math.ceil(stage_3_seconds(params, layers, machine) / (share * sequence))
+    allowed = share * sequence
+    return math.ceil(communication / allowed)
 
 
 def prefetch_depth(layer_params: float, compute: float, bandwidth: float) -> int:
     """k* = ceil(T_gather / T_compute): layers to gather ahead so that no gather is waited for [D]."""
-    return max(1, math.ceil(2 * layer_params / bandwidth / compute))
+    gather = 2 * layer_params / bandwidth
+    layers = math.ceil(gather / compute)
+    return max(1, layers)
 
 
 def stage_that_fits(totals: dict[int, float], memory: float, ranks: int) -> int | None:
@@ -212,7 +243,8 @@ def stage_that_fits(totals: dict[int, float], memory: float, ranks: int) -> int 
 
     Source: [D].
     """
-    for stage in (0,) if ranks == 1 else (1, 2, 3):
+    stages = (0,) if ranks == 1 else (1, 2, 3)
+    for stage in stages:
         if totals[stage] <= memory:
             return stage
     return None
@@ -226,4 +258,5 @@ def tensor_traffic(shape: Shape, tensor: int, checkpoints: int = 0) -> float:
     """
     again = 2 * shape.layers - checkpoints if checkpoints else 0
     all_reduces = 4 * shape.layers + again
-    return ring(tensor) * shape.token_bytes * (2 * all_reduces + checkpoints)
+    messages = 2 * all_reduces + checkpoints
+    return ring(tensor) * shape.token_bytes * messages

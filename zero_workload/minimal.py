@@ -9,6 +9,7 @@ Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion 
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from torch.multiprocessing.spawn import spawn
 
 from .buffers.comm import Collectives
 
+#: Makes an optimizer of the shards that this rank updates.
+OptimizerOf = Callable[..., torch.optim.Optimizer]
+
 
 class Stage1:
     """Optimizer states are sharded. Held, in parameters: 2 (weights, gradients) + 3 / N (a shard, its moments).
@@ -24,36 +28,46 @@ class Stage1:
     A step sends two times the parameters: gradients are reduced to the ranks that own them, new values are gathered.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
-        self.comm, self.params = Collectives(), list(model.parameters())
-        self.flat: dict[
-            nn.Parameter, torch.Tensor
-        ] = {}  # [a multiple of N] the parameter's memory, with filling
-        self.shards: dict[nn.Parameter, nn.Parameter] = {}  # [1 / N of that] what this rank updates
+    def __init__(self, model: nn.Module, optimizer: OptimizerOf) -> None:
+        self.comm = Collectives()
+        self.params = list(model.parameters())
+        #: Parameter -> its memory, with filling: [a multiple of N].
+        self.flat: dict[nn.Parameter, torch.Tensor] = {}
+        #: Parameter -> what this rank updates: [1 / N of that].
+        self.shards: dict[nn.Parameter, nn.Parameter] = {}
         for p in self.params:
             self.comm.broadcast(p.detach())
             flat = self.filled(p)
-            p.data = flat[: p.numel()].view(p.shape)
-            self.flat[p], self.shards[p] = (
-                flat,
-                nn.Parameter(flat.chunk(self.comm.size)[self.comm.rank].clone()),
-            )
-        self.optimizer = optimizer(list(self.shards.values()))
+            elements = flat[: p.numel()]
+            p.data = elements.view(p.shape)
+            parts = flat.chunk(self.comm.size)
+            mine = parts[self.comm.rank].clone()
+            self.flat[p] = flat
+            self.shards[p] = nn.Parameter(mine)
+        shards = list(self.shards.values())
+        self.optimizer = optimizer(shards)
 
     def filled(self, tensor: torch.Tensor) -> torch.Tensor:
         """A flat copy, with zeros at the end so that N ranks can share it."""
-        return nn.functional.pad(tensor.detach().flatten(), (0, -tensor.numel() % self.comm.size)).clone()
+        elements = tensor.detach().flatten()
+        missing = -tensor.numel() % self.comm.size
+        padded = nn.functional.pad(elements, (0, missing))
+        return padded.clone()
 
     def reduce(self, p: nn.Parameter) -> None:
         """The mean of all ranks' gradients of ``p``: of it, this rank gets its shard."""
         assert p.grad is not None
-        mine = torch.empty_like(self.shards[p])
-        self.comm.reduce_scatter(mine, self.filled(p.grad)).wait()
-        self.shards[p].grad, p.grad = mine, None
+        shard = self.shards[p]
+        mine = torch.empty_like(shard)
+        whole = self.filled(p.grad)
+        self.comm.reduce_scatter(mine, whole).wait()
+        shard.grad = mine
+        p.grad = None
 
     def gather(self, p: nn.Parameter) -> None:
         """All ranks' shards of ``p``, end to end."""
-        self.comm.all_gather(self.flat[p], self.shards[p].detach()).wait()
+        shard = self.shards[p].detach()
+        self.comm.all_gather(self.flat[p], shard).wait()
 
     def backward(self, loss: torch.Tensor) -> None:
         """All gradients, in full, on every rank; then each is reduced."""
@@ -75,7 +89,7 @@ class Stage2(Stage1):
     that there is never more than one whole gradient.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    def __init__(self, model: nn.Module, optimizer: OptimizerOf) -> None:
         super().__init__(model, optimizer)
         for p in self.params:
             p.register_post_accumulate_grad_hook(self.reduce)
@@ -92,22 +106,26 @@ class Stage3(Stage2):
     give the memory back: autograd keeps views of it, which find the values again when it has been filled again.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    def __init__(self, model: nn.Module, optimizer: OptimizerOf) -> None:
         super().__init__(model, optimizer)
         for p in self.params:
             self.free(p)
         for module in model.modules():
-            if list(module.parameters(recurse=False)):
+            own = list(module.parameters(recurse=False))
+            if own:
                 module.register_forward_pre_hook(self.gather_module)
                 module.register_forward_hook(self.after_forward)
 
     def free(self, p: nn.Parameter) -> None:
         """Only the shard is left."""
-        self.flat[p].untyped_storage().resize_(0)
+        memory = self.flat[p].untyped_storage()
+        memory.resize_(0)
 
     def gather(self, p: nn.Parameter) -> None:
         """As before, into new memory."""
-        self.flat[p].untyped_storage().resize_(self.flat[p].nbytes)
+        flat = self.flat[p]
+        memory = flat.untyped_storage()
+        memory.resize_(flat.nbytes)
         super().gather(p)
 
     def gather_module(self, module: nn.Module, *_: object) -> None:
@@ -135,11 +153,16 @@ class Stage3(Stage2):
 
 
 def example() -> tuple[nn.Module, torch.Tensor]:
-    """The model with its first weights 2, -3, 1, 0.5, and this rank's loss."""
-    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1))
-    for p, values in zip(model.parameters(), ([[2.0, -3.0]], [[1.0]], [0.5]), strict=True):
+    """The model with its first weights 2, -3, 1, 0.5, and this rank's x1, x2 and t, [3]."""
+    hidden = nn.Linear(2, 1, bias=False)
+    output = nn.Linear(1, 1)
+    model = nn.Sequential(hidden, nn.ReLU(), output)
+    first_weights = ([[2.0, -3.0]], [[1.0]], [0.5])
+    for p, values in zip(model.parameters(), first_weights, strict=True):
         p.data = torch.tensor(values)
-    return model, torch.tensor([([1.0, 3.0, 5.0]), ([2.0, 1.0, 7.0])][dist.get_rank()])
+    rows = [1.0, 3.0, 5.0], [2.0, 1.0, 7.0]  # x1, x2 and t of each rank
+    rank = dist.get_rank()
+    return model, torch.tensor(rows[rank])
 
 
 def show(rank: int, store: str) -> None:
@@ -147,11 +170,17 @@ def show(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     for kind in (Stage1, Stage2, Stage3):
         model, row = example()
-        zero = kind(model, lambda shards: torch.optim.Adam(shards, lr=0.1))
-        zero.backward(0.5 * (model(row[:2]) - row[2]).square().sum())
-        gradients = [s.grad.tolist() for s in zero.shards.values() if s.grad is not None]
+        zero = kind(model, partial(torch.optim.Adam, lr=0.1))
+        error = model(row[:2]) - row[2]
+        loss = 0.5 * error.square().sum()
+        zero.backward(loss)
+        shards = zero.shards.values()
+        gradients = [shard.grad.tolist() for shard in shards if shard.grad is not None]
         zero.step()
-        weights = [[round(v, 4) for v in s.tolist()] for s in zero.shards.values()]
+        weights = []
+        for shard in shards:
+            rounded = [round(value, 4) for value in shard.tolist()]
+            weights.append(rounded)
         whole = sum(p.untyped_storage().nbytes() for p in zero.params)
         for turn in range(2):
             dist.barrier()

@@ -22,6 +22,7 @@ import numpy as np
 from ..nccl_model.clusters import ClusterArrays, GraphArrays
 from .noise import NODE, SHARED, NoiseFamily, Range, log_uniform
 from .regimes import RegimeFamily
+from .step import Law
 from .worlds import Extra
 
 Array = np.ndarray[Any, Any]
@@ -299,4 +300,37 @@ def draw_fleet(family: ClusterFamily, rng: np.random.Generator, n: int) -> Clust
         n_sms=np.array([80, 108, 132, 148])[gen],
         n_nics=n_nics,
         nic_gbs=nic,
+    )
+
+
+def draw_law(kind: World, fleet: ClusterArrays, rng: np.random.Generator) -> Law:
+    """How the calls of each job disturb each other."""
+    n = len(fleet)
+    contention = kind.contention
+    most = 2 * fleet.comm_channels
+
+    def some(share: float, value: Callable[[], Array]) -> Array:
+        has = rng.random(n) < share
+        drawn = value()
+        return np.where(has, drawn, 0.0)
+
+    def limit() -> Array:
+        part = rng.uniform(*contention.limit, n)
+        return part * most
+
+    def port() -> Array:
+        return log_uniform(rng, contention.port_size, n)
+
+    # The order of draws is the order of jobs.
+    return Law(
+        crowd=rng.uniform(*kind.crowd, n),
+        power=rng.uniform(*kind.power, n),
+        saturation=rng.uniform(*kind.saturation, n),
+        drag=rng.uniform(*kind.drag, n),
+        budget=some(contention.budget, limit),
+        squeeze=log_uniform(rng, contention.squeeze, n),
+        serial=some(contention.serial, limit),
+        port=some(contention.port, port),
+        knee=np.zeros(n),
+        steep=np.zeros(n),
     )

@@ -14,6 +14,12 @@ from ..search.interfaces import arms_of
 Array = np.ndarray[Any, Any]
 
 
+def default_tables(jobs: Any) -> Array:
+    """A table for each of ``jobs`` that leaves every slot as it is, (n, S)."""
+    shape = len(jobs), jobs.width
+    return np.zeros(shape, np.int64)
+
+
 @dataclass
 class FirstUse(Columns):
     """What the first use of an algorithm costs each job: NCCL connects it then. A communicator for each collective."""

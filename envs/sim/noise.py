@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
+from numpy.random import Generator
 
 from ..nccl_model.columns import Columns
 from .fabric.measured import ranges
@@ -20,11 +21,18 @@ Array = np.ndarray[Any, Any]
 Range = tuple[float, float]
 
 
-def log_uniform(rng: np.random.Generator, bounds: Range, n: int) -> Array:
+def log_uniform(rng: Generator, bounds: Range, n: int) -> Array:
     """``n`` numbers within ``bounds``, even on a log scale."""
     low, high = np.log(bounds)
     logs = rng.uniform(low, high, n)
-    return np.asarray(np.exp(logs))
+    values = np.exp(logs)
+    return np.asarray(values)
+
+
+def longest(n_steps: Array) -> int:
+    """The largest of the numbers of steps ``n_steps`` (n,) that jobs run; 0 of no jobs."""
+    most = n_steps.max(initial=0)
+    return int(most)
 
 
 @dataclass(frozen=True)
@@ -66,13 +74,15 @@ class Shocks:
     slow: Array  # to the part that lasts, standard normal
 
     @classmethod
-    def draw(cls, rng: np.random.Generator, shape: tuple[int, ...], lasting: bool) -> Shocks:
+    def draw(cls, rng: Generator, shape: tuple[int, ...], lasting: bool) -> Shocks:
         """Numbers of ``shape``. Those of the part that lasts are drawn where there is one (``lasting``)."""
-        shock = rng.standard_t(5, shape) / np.sqrt(5 / 3)
+        spread = np.sqrt(5 / 3)  # standard deviation of Student's t with 5 degrees of freedom
+        shock = rng.standard_t(5, shape) / spread
         heavy = rng.random(shape)
         flips = rng.random(shape)
         waits = rng.exponential(1.0, shape)
-        size = 0.1 + np.minimum(rng.pareto(1.5, shape), 2.0)
+        beyond = rng.pareto(1.5, shape)
+        size = 0.1 + np.minimum(beyond, 2.0)
         slow = np.zeros(shape)
         if lasting:
             slow = rng.normal(0.0, 1.0, shape)
@@ -95,58 +105,71 @@ class NoiseStream:
         self.keys = [(seed, int(job)) for job in jobs]
         n = len(self.keys)
         n_shocks = len(fields(Shocks))
+        two_blocks = 2 * BLOCK
         self.first = np.full(n, -1)  # block that a job's part of the buffers begins with
-        self._steps = np.zeros((n, 2 * BLOCK, n_shocks))
-        self._calls = np.zeros((n, 2 * BLOCK, n_calls))
+        self._steps = np.zeros((n, two_blocks, n_shocks))
+        self._calls = np.zeros((n, two_blocks, n_calls))
 
     def _fill(self, at: Array, rows: Array) -> Array:
-        """Numbers of the two blocks from step ``at`` (n,) on, of the jobs at ``rows``; where ``at`` is in them."""
+        """Numbers of the two blocks from step ``at`` (n,) on, of the jobs at ``rows`` (m,); where each job's ``at`` is
+        in them, (m,)."""
         block = at // BLOCK
-        for i in rows[self.first[rows] != block[rows]]:
-            self.first[i] = block[i]
+        has_other = self.first[rows] != block[rows]
+        for row in rows[has_other]:
+            i = int(row)
+            first = int(block[i])
+            self.first[i] = first
             for k in (0, 1):
-                key = [*self.keys[i], int(block[i]) + k]
-                first = k * BLOCK
-                part = slice(first, first + BLOCK)
+                number = first + k
+                key = [*self.keys[i], number]
+                begin = k * BLOCK
+                part = slice(begin, begin + BLOCK)
                 own = np.random.default_rng(key)
-                self._draw(int(i), part, own)
-        return at - self.first * BLOCK
+                self._draw(i, part, own)
+        first_step = self.first[rows] * BLOCK
+        return at[rows] - first_step
 
-    def _draw(self, i: int, part: slice, rng: np.random.Generator) -> None:
+    def _draw(self, i: int, part: slice, rng: Generator) -> None:
         """The numbers of one block of job ``i``."""
         n_calls = self._calls.shape[2]
         shocks = Shocks.draw(rng, (BLOCK,), lasting=False)
-        self._calls[i, part] = rng.normal(0.0, 1.0, (BLOCK, n_calls))
+        calls = rng.normal(0.0, 1.0, (BLOCK, n_calls))
+        self._calls[i, part] = calls
         # Last, so that all other numbers are what they were before a part of the noise could last.
-        shocks = replace(shocks, slow=rng.normal(0.0, 1.0, BLOCK))
-        for k, values in enumerate(vars(shocks).values()):
+        slow = rng.normal(0.0, 1.0, BLOCK)
+        shocks = replace(shocks, slow=slow)
+        columns = vars(shocks).values()
+        for k, values in enumerate(columns):
             self._steps[i, part, k] = values
 
     def steps(self, at: Array, n_steps: Array) -> Shocks:
         """Shocks (max(n_steps), n) of the steps from ``at`` (n,) on; 0 where a job does not run."""
         rows = np.flatnonzero(n_steps > 0)
-        most = int(n_steps.max(initial=0))
-        begin = self._fill(at, rows)[rows]
+        most = longest(n_steps)
+        begin = self._fill(at, rows)
         place = begin[:, None] + np.arange(most)
-        place = np.minimum(place, 2 * BLOCK - 1)
+        last = 2 * BLOCK - 1
+        place = np.minimum(place, last)
         numbers = self._steps[rows[:, None], place]
         n_shocks = numbers.shape[2]
-        out = np.zeros((n_shocks, most, len(at)))
+        n = len(at)
+        out = np.zeros((n_shocks, most, n))
         out[:, :, rows] = numbers.transpose(2, 1, 0)
         return Shocks(*out)
 
     def calls(self, at: Array, n_steps: Array) -> Array:
         """Standard normal numbers (n, n_calls) of windows that ended before step ``at`` (n,)."""
         rows = np.flatnonzero(n_steps > 0)
-        place = self._fill(at, rows)[rows]
+        place = self._fill(at, rows)
         n_calls = self._calls.shape[2]
-        out = np.zeros((len(at), n_calls))
+        n = len(at)
+        out = np.zeros((n, n_calls))
         out[rows] = self._calls[rows, place]
         return out
 
 
 #: Where random numbers come from: one source for all jobs together, or one for each job.
-RandomNumbers = np.random.Generator | NoiseStream
+RandomNumbers = Generator | NoiseStream
 
 
 @dataclass
@@ -160,12 +183,19 @@ class Drift(Columns):
     def step(self, on: Array, shock: Array) -> Array:
         """Log time (n,) one step later, for the jobs that are ``on``: the sum of two scales that the same shocks
         (n,) move."""
-        stay = np.sqrt(1.0 - self.keep**2)
-        moved = self.keep * self.level + stay * shock[:, None]
-        self.level = np.where(on[:, None], moved, self.level)
-        together = stay.prod(axis=1) / (1.0 - self.keep.prod(axis=1))  # correlation of the two
+        keep = self.keep
+        stay = np.sqrt(1.0 - keep**2)
+        kept = keep * self.level
+        moved = kept + stay * shock[:, None]
+        is_on = on[:, None]
+        self.level = np.where(is_on, moved, self.level)
+        both_stay = stay.prod(axis=1)
+        both_keep = keep.prod(axis=1)
+        together = both_stay / (1.0 - both_keep)  # correlation of the two
+        spread = np.sqrt(2.0 + 2.0 * together)
         total = self.level.sum(axis=1)
-        return np.asarray(self.size * total / np.sqrt(2.0 + 2.0 * together))
+        log = self.size * total / spread
+        return np.asarray(log)
 
 
 @dataclass
@@ -189,22 +219,26 @@ class Noise(Columns):
     is_slow: Array  # at the slower of two paces
 
     @classmethod
-    def draw(cls, family: NoiseFamily, rng: np.random.Generator, n: int) -> Noise:
+    def draw(cls, family: NoiseFamily, rng: Generator, n: int) -> Noise:
         """``n`` jobs at their first step."""
 
         def some(share: float, value: Array) -> Array:
-            return np.where(rng.random(n) < share, value, 0.0)
+            has = rng.random(n) < share
+            return np.where(has, value, 0.0)
 
         def drawn(bounds: Range) -> Array:
             return log_uniform(rng, bounds, n)
 
         # The order of draws is the order of jobs. What only some have is drawn for all, before it is drawn who has it.
         save_every = drawn(family.save_every).round()
-        every = some(family.saves, save_every).astype(int)
+        every = some(family.saves, save_every)
         low, high = family.sampled
         unsampled = rng.random(n) < family.unsampled
         often = rng.integers(low, high + 1, n)
         sampled = np.where(unsampled, 0, often)
+        none = np.zeros(n)
+        at_rest = np.zeros((n, 2))
+        no_drift = Drift(none, at_rest, at_rest.copy())
         noise = cls(
             sigma=drawn(family.sigma),
             memory=rng.uniform(*family.memory, n),
@@ -212,9 +246,9 @@ class Noise(Columns):
             pace=some(family.two_paces, drawn(family.pace)),
             hold=drawn(family.hold),
             late=some(family.late_rank, drawn(family.late)),
-            save_every=every,
+            save_every=every.astype(int),
             save_cost=drawn(family.save_cost),
-            drift=Drift(np.zeros(n), np.zeros((n, 2)), np.zeros((n, 2))),
+            drift=no_drift,
             swing=np.zeros((n, 3)),
             call_sigma=drawn(family.call_sigma),
             sampled=sampled,
@@ -225,7 +259,8 @@ class Noise(Columns):
         if family.slow[1] > 0:
             short = drawn(family.slow_steps)
             size = drawn(family.slow)
-            steps = np.stack([short, family.longer * short], axis=1)
+            long = family.longer * short
+            steps = np.stack([short, long], axis=1)
             memory = np.exp(-1 / steps)
             begin = rng.normal(0.0, 1.0, (n, 2))
             noise.drift = Drift(size, memory, begin)
@@ -239,70 +274,95 @@ class Noise(Columns):
         of ``us``.
         """
         n = len(us)
-        most = int(n_steps.max(initial=0))
+        most = longest(n_steps)
 
         def by_step(values: Array) -> Array:
             columns = values[:, None] if values.ndim == 1 else values
             return np.broadcast_to(columns, (n, most))
 
         us = by_step(us)
-        often = by_step(late[0])
-        size = by_step(late[1])
+        late_often, late_size = late
+        often = by_step(late_often)
+        size = by_step(late_size)
         out = np.full((n, most), np.nan)
-        lasting = bool(self.drift.size.any())
+        drift = self.drift
+        lasting = bool(drift.size.any())
         numbers = self._numbers(rng, n_steps, most, lasting)
         for t in range(most):
             on = n_steps > t
-            self._move(on, numbers.shock[t], numbers.flips[t])
+            shock = numbers.shock[t]
+            flips = numbers.flips[t]
+            self._move(on, shock, flips)
             pace = self.pace * (self.is_slow - 0.5)
             log = self.sigma * self.level + pace
             if lasting:
-                log += self.drift.step(on, numbers.slow[t])
+                slow = numbers.slow[t]
+                log += drift.step(on, slow)
             waits = self.late * numbers.waits[t]
             factor = np.exp(log) + waits
+            heavy = numbers.heavy[t]
+            heavy_size = numbers.size[t]
             late_now = often[:, t], size[:, t]
-            factor += self._long(numbers.heavy[t], numbers.size[t], late_now)
+            factor += self._long(heavy, heavy_size, late_now)
             took = us[:, t] * factor
-            out[:, t] = np.where(on, took, np.nan)
+            measured = np.where(on, took, np.nan)
+            out[:, t] = measured
         return out
 
     def _numbers(self, rng: RandomNumbers, n_steps: Array, most: int, lasting: bool) -> Shocks:
         """Random numbers of the next ``n_steps`` (n,) steps, (most, n)."""
         if isinstance(rng, NoiseStream):
             return rng.steps(self.at, n_steps)
-        return Shocks.draw(rng, (most, len(n_steps)), lasting)
+        shape = most, len(n_steps)
+        return Shocks.draw(rng, shape, lasting)
 
     def _move(self, on: Array, shock: Array, flips: Array) -> None:
         """One step later, for the jobs that are ``on`` (n,) bool."""
-        stay = np.sqrt(1.0 - self.memory**2)
-        kept = self.memory * self.level
+        keep = self.memory
+        stay = np.sqrt(1.0 - keep**2)
+        kept = keep * self.level
         moved = kept + stay * shock
         self.level = np.where(on, moved, self.level)
-        is_flip = on & (flips < 1.0 / self.hold)
-        self.is_slow = np.where(is_flip, ~self.is_slow, self.is_slow)
+        probability = 1.0 / self.hold
+        is_flip = on & (flips < probability)
+        before = self.is_slow
+        self.is_slow = np.where(is_flip, ~before, before)
         self.at = self.at + on
 
     def _long(self, heavy: Array, size: Array, late: tuple[Array, Array]) -> Array:
         """What single steps take longer (n,), in steps: far too long ones, stragglers, those that save."""
         often, by = late
-        more = np.where(heavy < self.tail, size, 0.0)
-        straggles = (heavy >= self.tail) & (heavy < self.tail + often)
+        tail = self.tail
+        is_far_too_long = heavy < tail
+        more = np.where(is_far_too_long, size, 0.0)
+        either = tail + often
+        straggles = (heavy >= tail) & (heavy < either)
         more += np.where(straggles, by, 0.0)
-        since = self.at % np.maximum(self.save_every, 1)
+        every = np.maximum(self.save_every, 1)
+        since = self.at % every
         is_saving = (self.save_every > 0) & (since == 0)
-        return np.asarray(more + np.where(is_saving, self.save_cost, 0.0))
+        saving = np.where(is_saving, self.save_cost, 0.0)
+        return np.asarray(more + saving)
 
     def calls(self, call_us: Array, n_steps: Array, rng: RandomNumbers, all_: Any = False) -> Array:
         """Mean durations (n, S) over the last ``n_steps``, NaN where no step was sampled; of ``all_`` each is."""
         often = np.maximum(self.sampled, 1)
         every = np.where(all_, 1, often)
-        before = (self.at - n_steps) // every
-        count = self.at // every - before
-        count = np.where(self.sampled > 0, count, 0)[:, None]
-        sigma = self.call_sigma * (1.0 + 10.0 * self.late)
-        spread = sigma[:, None] / np.sqrt(np.maximum(count, 1))
-        off = self._call_numbers(rng, n_steps, call_us.shape)
-        seen = call_us * np.exp(off * spread)
+        begin = self.at - n_steps
+        before = begin // every
+        after = self.at // every
+        count = after - before
+        is_sampled = self.sampled > 0
+        count = np.where(is_sampled, count, 0)
+        count = count[:, None]
+        more = 1.0 + 10.0 * self.late
+        sigma = self.call_sigma * more
+        at_least_one = np.maximum(count, 1)
+        spread = sigma[:, None] / np.sqrt(at_least_one)
+        shape = call_us.shape
+        off = self._call_numbers(rng, n_steps, shape)
+        factor = np.exp(off * spread)
+        seen = call_us * factor
         return np.where(count > 0, seen, np.nan)
 
     def _call_numbers(self, rng: RandomNumbers, n_steps: Array, shape: tuple[int, ...]) -> Array:

@@ -25,7 +25,7 @@ N_PORTS = 4
 
 @dataclass(frozen=True)
 class Law(Columns):
-    """How what runs side by side slows each other; fields are floats or arrays (n,), drawn, see :mod:`.jobs`.
+    """How what runs side by side slows each other; fields are floats or arrays (n,), drawn, see :mod:`.family`.
 
     A call runs ``max(1, load) ** power`` times as long, where ``load`` is the sum of what all running calls take of the
     link that it uses (links are shared, as by processor sharing), times ``1 + crowd`` for each unit of ``Calls.crowd``

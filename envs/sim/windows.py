@@ -13,7 +13,7 @@ from ..search.config import SearchConfig
 from ..search.interfaces import PROFILE, UNTIMED, Job, Measured, Plan, warm_up_families
 from ..search.search import Search
 from .jobs import Jobs
-from .mixes import Few, Turns
+from .mixes import Few, Turns, default_tables
 from .noise import RandomNumbers
 
 Array = np.ndarray[Any, Any]
@@ -29,112 +29,184 @@ class SimWindows:
     takes_turns = True
 
     def __init__(self, jobs: Jobs, rng: RandomNumbers) -> None:
-        self.jobs, self.rng = jobs, rng
+        self.jobs = jobs
+        self.rng = rng
         n = len(jobs)
-        self.running = np.zeros((n, jobs.width), np.int64)
-        self.few = Few(np.ones(n), self.running)
+        self.running = default_tables(jobs)
+        always = np.ones(n)
+        self.few = Few(always, self.running)
         self.waited = np.zeros(n, int)  # steps of the last window until its table held
         self.tried = self.running  # configs of the last window
         self.tried_steps = np.zeros(n, int)  # steps under them
 
     def begin(self, n_steps: int) -> tuple[list[Job], list[Measured]]:
         """Default steps of every job, and what its search is told. Kernels of the default are waited for."""
-        jobs, f = self.jobs, self.jobs.fingerprint
-        none = np.zeros((len(jobs), jobs.width), np.int64)
-        rows = range(len(jobs))
-        seen = self.measure(list(rows), [Plan(PROFILE, none[i, : jobs.n_slots[i]], n_steps, 3) for i in rows])
-        late = jobs.noise.calls(jobs.step_us(none)[1], np.full(len(jobs), 8), self.rng)
-        features, told = f.vector(), []
-        for i, m in enumerate(seen):
-            s = int(jobs.n_slots[i])
-            part = slice(i * jobs.width, i * jobs.width + s)
-            told.append(
-                Job(
-                    features=features[part],
-                    mask=jobs.mask[i, :s],
-                    share=np.asarray(f.share[part], np.float64),
-                    call_us=np.where(np.isfinite(m.call_us), m.call_us, late[i, :s]),
-                    families=warm_up_families(f.own_pair[part]),
-                    calls=np.asarray(jobs.calls[i, :s], np.float64),
-                    takes_turns=self.takes_turns,
-                )
-            )
+        jobs = self.jobs
+        n = len(jobs)
+        default = default_tables(jobs)
+        rows = list(range(n))
+        plans = []
+        for row in rows:
+            n_slots = jobs.n_slots[row]
+            configs = default[row, :n_slots]
+            plan = Plan(PROFILE, configs, n_steps, 3)
+            plans.append(plan)
+        seen = self.measure(rows, plans)
+        _, default_us = jobs.step_us(default)
+        steps = np.full(n, 8)
+        noise = jobs.noise
+        all_late_us = noise.calls(default_us, steps, self.rng)
+        features = jobs.fingerprint.vector()
+        told = []
+        for row, measured in enumerate(seen):
+            # Calls of which no kernel was sampled in the window are heard of later.
+            sampled_us = measured.call_us
+            is_sampled = np.isfinite(sampled_us)
+            n_slots = len(sampled_us)
+            late_us = all_late_us[row, :n_slots]
+            call_us = np.where(is_sampled, sampled_us, late_us)
+            job = self._told(row, features, call_us)
+            told.append(job)
         return told, seen
+
+    def _told(self, row: int, features: Array, call_us: Array) -> Job:
+        """What the search of the job at ``row`` is told: ``features`` (places of all jobs, ...) as the fingerprint has
+        them, ``call_us`` (its slots,) us of its calls under the default."""
+        jobs = self.jobs
+        fingerprint = jobs.fingerprint
+        n_slots = int(jobs.n_slots[row])
+        first = row * jobs.width
+        stop = first + n_slots
+        places = slice(first, stop)
+        share = fingerprint.share[places]
+        own_pair = fingerprint.own_pair[places]
+        calls = jobs.calls[row, :n_slots]
+        mask = jobs.mask[row, :n_slots]
+        return Job(
+            features=features[places],
+            mask=mask,
+            share=np.asarray(share, np.float64),
+            call_us=call_us,
+            families=warm_up_families(own_pair),
+            calls=np.asarray(calls, np.float64),
+            takes_turns=self.takes_turns,
+        )
 
     def measure(self, rows: Sequence[int], plans: Sequence[Plan]) -> list[Measured]:
         """One window for each of the jobs at ``rows``, as ``windows.Windows.measure`` does for one."""
-        rows, n = list(rows), len(self.jobs)
-        configs, counted = self.running.copy(), np.zeros(n, int)
-        few = self.few.take(np.arange(n))
-        turns = Turns(np.zeros(n, int), np.zeros_like(configs))
+        n = len(self.jobs)
+        configs = self.running.copy()
+        counted = np.zeros(n, int)  # steps of each job's window
+        every = np.arange(n)
+        before = self.few
+        few = before.take(every)
+        no_turns = np.zeros(n, int)
+        no_others = np.zeros_like(configs)
+        turns = Turns(no_turns, no_others)
         for row, plan in zip(rows, plans, strict=True):
-            slots = slice(len(plan.configs))
-            configs[row, slots] = plan.configs
+            n_slots = len(plan.configs)
+            place = row, slice(n_slots)
+            configs[place] = plan.configs
             counted[row] = plan.n_steps + plan.discard
-            few.part[row], few.others[row, slots] = 1 / max(plan.one_of, 1), plan.others
-            turns.steps[row], turns.others[row, slots] = plan.turns, plan.others
+            one_of = max(plan.one_of, 1)
+            few.part[row] = 1 / one_of
+            few.others[place] = plan.others
+            turns.steps[row] = plan.turns
+            turns.others[place] = plan.others
         in_turns = turns.steps > 0
         after = np.where(in_turns[:, None], turns.others, configs)  # the current table runs between turns
-        is_new = (after != self.running).any(axis=1) | (few.part != self.few.part) | in_turns
+        is_other = after != self.running
+        is_other_part = few.part != before.part
+        is_new = is_other.any(axis=1) | is_other_part | in_turns
         self.waited, waited_us = self._wait(is_new)
-        steps, calls = self.jobs.window(configs, counted, self.rng, few, turns)
-        self.running, self.few, self.tried, found = after, few, configs, []
+        steps_us, calls_us = self.jobs.window(configs, counted, self.rng, few, turns)
+        self.running = after
+        self.few = few
+        self.tried = configs
         # A round after turns says whether they count, where rank 0 is not in all communicators: they are sharded in
         # the node and replicated over nodes.
-        works = self.jobs.works
-        is_replicated = works.replicated[self.jobs.which]
-        ended, ended_us = self._wait(in_turns & is_replicated)
+        jobs = self.jobs
+        works = jobs.works
+        is_replicated = works.replicated[jobs.which]
+        has_round = in_turns & is_replicated
+        ended, ended_us = self._wait(has_round)
+        rounds = self.waited + ended
+        rounds_us = waited_us + ended_us
         self.tried_steps = np.zeros(n, int)
-        arms = turns.arms(steps.shape[1])
+        most = steps_us.shape[1]
+        arms = turns.arms(most)
+        found = []
         for row, plan in zip(rows, plans, strict=True):
-            ms, ran = steps[row, : counted[row]] / 1e3, arms[row, : counted[row]]
-            seen = self._cut(plan, ms, ran, calls[row, : len(plan.configs)].copy())
-            taken = plan.discard + len(seen.step_ms)
-            self.tried_steps[row] = int(ran[:taken].sum())
-            around_ms = (waited_us[row] + ended_us[row]) / 1e3
-            billed = int(self.waited[row] + ended[row]) + taken
-            billed_ms = float(around_ms + ms[:taken].sum())
-            found.append(replace(seen, billed=billed, billed_ms=billed_ms))
+            stop = counted[row]
+            step_us = steps_us[row, :stop]
+            step_ms = step_us / 1e3
+            ran = arms[row, :stop]
+            n_slots = len(plan.configs)
+            call_us = calls_us[row, :n_slots].copy()
+            seen = self._cut(plan, step_ms, ran, call_us)
+            told = len(seen.step_ms)
+            taken = plan.discard + told
+            tried = ran[:taken].sum()
+            self.tried_steps[row] = int(tried)
+            billed = int(rounds[row]) + taken
+            rounds_ms = rounds_us[row] / 1e3
+            taken_ms = step_ms[:taken].sum()
+            billed_ms = float(rounds_ms + taken_ms)
+            seen = replace(seen, billed=billed, billed_ms=billed_ms)
+            found.append(seen)
         return found
 
     def _wait(self, is_new: Array) -> tuple[Array, Array]:
         """Let a round pass on the jobs (n,) bool that have one; its steps, and their time, us, (n,) each."""
-        waited_us = np.zeros(len(self.jobs))
+        n = len(self.jobs)
         waited = np.where(is_new, SWITCH_STEPS, 0)
+        waited_us = np.zeros(n)
         changed = np.flatnonzero(is_new)
         if len(changed):
-            before = self.running[changed], changed, self.few.take(changed)
-            waited_us[changed] = SWITCH_STEPS * self.jobs.step_us(*before)[0]
+            running = self.running[changed]
+            few = self.few.take(changed)
+            step_us, _ = self.jobs.step_us(running, changed, few)
+            waited_us[changed] = SWITCH_STEPS * step_us
         self.jobs.advance(waited)
         return waited, waited_us
 
     @staticmethod
     def _cut(plan: Plan, ms: Array, arms: Array, call_us: Array) -> Measured:
         """What is told of a window: it ends with its first step of the plan's configs that is too slow."""
-        too_slow = (ms[plan.discard :] > plan.limit_ms) & (arms[plan.discard :] == 1)
-        over = np.flatnonzero(too_slow)
-        end = plan.discard + int(over[0]) + 1 if len(over) else len(ms)
-        if not plan.one_of and (len(over) or plan.kind in UNTIMED):
+        first = plan.discard
+        counted_ms = ms[first:]
+        is_over = counted_ms > plan.limit_ms
+        is_own = arms[first:] == 1
+        too_slow = np.flatnonzero(is_over & is_own)
+        end = len(ms)
+        if len(too_slow):
+            end = first + int(too_slow[0]) + 1
+        is_untimed = len(too_slow) > 0 or plan.kind in UNTIMED
+        if is_untimed and not plan.one_of:
             call_us[:] = np.nan
-        told = arms[plan.discard : end] if plan.turns else arms[:0]
-        obeyed = np.ones(len(call_us), bool)
-        return Measured(ms[plan.discard : end], call_us, obeyed, 0, 0.0, arms=told)
+        told_ms = ms[first:end]
+        told_arms = arms[first:end] if plan.turns else arms[:0]
+        n_slots = len(call_us)
+        obeyed = np.ones(n_slots, bool)
+        return Measured(told_ms, call_us, obeyed, 0, 0.0, arms=told_arms)
 
 
 class OneJob:
     """The windows of a batch of one as ``windows.Windows``."""
 
     def __init__(self, batch: SimWindows, profile_steps: int) -> None:
-        self.batch, self.profile_steps = batch, profile_steps
+        self.batch = batch
+        self.profile_steps = profile_steps
 
     def begin(self) -> tuple[Job, Measured]:
         """See ``windows.Windows``."""
-        (job,), (seen,) = self.batch.begin(self.profile_steps)
-        return job, seen
+        jobs, windows = self.batch.begin(self.profile_steps)
+        return jobs[0], windows[0]
 
     def measure(self, plan: Plan) -> Measured:
         """See ``windows.Windows``."""
-        return self.batch.measure([0], [plan])[0]
+        windows = self.batch.measure([0], [plan])
+        return windows[0]
 
     def confirm(self, configs: Array) -> None:
         """See ``windows.Windows``: nothing takes a table back here."""
@@ -145,22 +217,34 @@ class SimSearch:
 
     def __init__(self, windows: SimWindows, prior: Prior, config: SearchConfig) -> None:
         self.windows = windows
-        begun = zip(*self.windows.begin(config.profile_steps), strict=True)
-        self.searches = [Search(job, default, prior, config) for job, default in begun]
+        jobs, defaults = windows.begin(config.profile_steps)
+        self.searches = []
+        for job, default in zip(jobs, defaults, strict=True):
+            search = Search(job, default, prior, config)
+            self.searches.append(search)
 
     def measure(self, rows: Sequence[int]) -> list[int]:
         """One window of each of the jobs at ``rows`` where it is not the policy's turn; which these are."""
-        plans = {i: plan for i in rows if (plan := self.searches[i].plan()) is not None}
+        measured = []
+        plans = []
+        for row in rows:
+            search = self.searches[row]
+            plan = search.plan()
+            if plan is not None:
+                measured.append(row)
+                plans.append(plan)
         if not plans:
             return []
-        for i, seen in zip(plans, self.windows.measure(list(plans), list(plans.values())), strict=True):
-            self.searches[i].record(plans[i], seen)
-        return list(plans)
+        windows = self.windows.measure(measured, plans)
+        for row, plan, seen in zip(measured, plans, windows, strict=True):
+            search = self.searches[row]
+            search.record(plan, seen)
+        return measured
 
     @property
     def tables(self) -> Array:
         """What is confirmed in every job, (n, width)."""
-        out = np.zeros((len(self.searches), self.windows.jobs.width), np.int64)
-        for row, search in zip(out, self.searches, strict=True):
-            row[: search.n_slots] = search.confirmed
-        return out
+        tables = default_tables(self.windows.jobs)
+        for table, search in zip(tables, self.searches, strict=True):
+            table[: search.n_slots] = search.confirmed
+        return tables

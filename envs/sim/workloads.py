@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy import arange, argsort, concatenate, flatnonzero, where
 
+from ..nccl_model.clusters import ClusterArrays
+from .family import World
 from .step import Steps
 
 Array = np.ndarray[Any, Any]
@@ -82,6 +84,35 @@ def numbered_for_jobs(recorded: WorkloadArrays) -> WorkloadArrays:
     slot = where(kind >= SLOTS, kind - SLOTS, after)
     steps = replace(recorded.steps, slot=slot.astype(np.int32))
     return replace(recorded, steps=steps)
+
+
+def steps_of(kind: World, fleet: ClusterArrays, rng: np.random.Generator) -> Array:
+    """Which of all steps each job on ``fleet`` takes, (n,): any that the world has, that fits the job's cluster."""
+    works = all_works()
+    n = len(fleet)
+    is_one_node = fleet.n_nodes == 1
+    is_full = fleet.gpus_per_node == 8
+    may_replicate = rng.random(n) < kind.replicated
+    replicated = is_one_node & is_full & may_replicate
+    one = rng.random(n) < kind.one_communicator
+    pick = rng.random(n)
+    names = works.names
+    is_one = np.array(["one communicator" in name for name in names])
+    many = np.array(["many slots" in name for name in names])
+    known = np.array([name.startswith(kind.works) for name in names])
+    known &= many == kind.many
+    which = np.zeros(n, int)
+    for is_replicated in (False, True):
+        for has_one in (False, True):
+            alike = works.replicated == is_replicated
+            alike &= is_one == has_one
+            fit = flatnonzero(alike & known)
+            mine = replicated == is_replicated
+            mine &= one == has_one
+            place = pick[mine] * len(fit)
+            number = place.astype(int)
+            which[mine] = fit[number]
+    return which
 
 
 @dataclass(frozen=True)

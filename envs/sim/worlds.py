@@ -1,4 +1,5 @@
-"""What jobs of some worlds have beyond a schedule: effects between slots, stragglers, congestion that moves.
+"""Where jobs run, and what jobs of some worlds have beyond a schedule: effects between slots, stragglers, congestion
+that moves.
 
 All of it is drawn: no public figure says how large such effects are on real machines (single collectives that jump 50
 to 280 fold: NVIDIA/nccl#361; a change of one CTA that costs half the speed: NVIDIA/nccl#2307). What a config meets is a
@@ -8,15 +9,18 @@ every pair of slots would be larger than all else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy import arange, asarray, full, ones, take_along_axis, where, zeros
 
 from ...traces.spaces import N_CHANNELS
+from ..nccl_model.clusters import ClusterArrays
 from ..nccl_model.columns import Columns
+from .fabric.params import FabricParams
 from .noise import Range, log_uniform
+from .step import Law
 
 Array = np.ndarray[Any, Any]
 #: Groups of slots of a job whose configs act on the step together.
@@ -148,6 +152,32 @@ class Extras(Columns):
     def usual_weights(self) -> tuple[Array, Array]:
         """Two weights (n,) whose mean effect is the mean of a period."""
         return tuple(where(self.sudden, round(w), w) for w in USUAL)  # type: ignore[return-value]
+
+
+@dataclass
+class SampledClusters(Columns):
+    """Where ``n`` jobs run: what another job on the same clusters has in common with them. Arrays (n, ...)."""
+
+    fleet: ClusterArrays
+    truth: FabricParams
+    #: (n, 2, 6, N_COUNTS) what the formulas miss, far in message size from where truth.effect holds
+    other: Array
+    turn: Array  # pi / 2 / octaves of message size from the one to the other
+    touch: Array  # calls slow the compute so many times as much as the fabric says
+    law: Law
+    world: Array  # index into WORLDS
+    extras: Extras
+
+    def truth_at(self, rows: Array, n_bytes: Array) -> FabricParams:
+        """The fabrics at ``rows`` (m,), with what the formulas miss of messages of ``n_bytes`` (m,) there."""
+        truth = self.truth.take(rows)
+        shard = n_bytes / self.fleet.n_ranks[rows]
+        octave = np.log2(shard)
+        turned = self.turn[rows] * (octave - 20.0)
+        angle = turned[:, None, None, None]
+        here = np.cos(angle) * truth.effect
+        elsewhere = np.sin(angle) * self.other[rows]
+        return replace(truth, effect=here + elsewhere)
 
 
 #: SplitMix64's multipliers and shifts.

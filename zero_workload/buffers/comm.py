@@ -13,6 +13,8 @@ from .gloo import Exchange, GatherInPlace
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Group = dist.ProcessGroup | None
+#: What free buffers are sorted by: their elements and dtype.
+Kind = tuple[int, torch.dtype]
 #: Reductions under way at once, where each has buffers of its own.
 IN_FLIGHT = 2
 
@@ -47,12 +49,13 @@ class Collectives:
         self.replicas = Collectives(replicas) if replicas else None
         self.model = Collectives(model_group) if model_group else None
         self.buffer_bytes = 0  # of all buffers that were made
-        self._free: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        self._free: defaultdict[Kind, list[torch.Tensor]] = defaultdict(list)
         self._exchanges: deque[Exchange] = deque()
 
     def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """A buffer [numel] of that dtype with any content: a few are used again and again (ZeRO's constant C_B)."""
-        free = self._free[numel, like.dtype]
+        kind = numel, like.dtype
+        free = self._free[kind]
         if free:
             return free.pop()
         buffer = like.new_empty(numel)
@@ -61,11 +64,13 @@ class Collectives:
 
     def give(self, buffer: torch.Tensor) -> None:
         """Return a buffer that :meth:`take` gave out."""
-        self._free[buffer.numel(), buffer.dtype].append(buffer)
+        kind = buffer.numel(), buffer.dtype
+        self._free[kind].append(buffer)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work:
         """``shard`` [S] of every rank into ``full`` [size * S]; ``shard`` may be this rank's slice of ``full``."""
-        whole, part = full.untyped_storage(), shard.untyped_storage()
+        whole = full.untyped_storage()
+        part = shard.untyped_storage()
         in_place = whole._cdata == part._cdata
         if self.backend == "gloo" and in_place:
             return GatherInPlace(self, full)
@@ -75,7 +80,8 @@ class Collectives:
         """The mean of ``full`` [size * S] over the ranks; slice ``rank`` of it into ``shard`` [S]."""
         if self.backend == "gloo" and self.size > 1:
             while len(self._exchanges) >= IN_FLIGHT:
-                self._exchanges.popleft().wait()
+                oldest = self._exchanges.popleft()
+                oldest.wait()
             exchange = Exchange(self, shard, full)
             self._exchanges.append(exchange)
             return exchange
@@ -106,9 +112,11 @@ class Collectives:
             self.replicas.require_same(about)
         digests: list[Any] = [None] * self.size
         text = repr(about)
-        mine = zlib.crc32(text.encode())
+        raw = text.encode()
+        mine = zlib.crc32(raw)
         dist.all_gather_object(digests, mine, group=self.group)
-        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        first = digests[0]
+        others = [rank for rank, digest in enumerate(digests) if digest != first]
         if others:
             where = "names, shapes, groups of the optimizer"
             raise ValueError(f"ranks {others} have another model or other settings than rank 0: {where}")

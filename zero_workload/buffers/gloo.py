@@ -14,8 +14,9 @@ class GatherInPlace(dist.Work):
     def __init__(self, comm: Collectives, full: torch.Tensor) -> None:
         super().__init__()
         self._works = []
-        for rank, part in enumerate(full.chunk(comm.size)):
-            work = dist.broadcast(part, group=comm.group, group_src=rank, async_op=True)
+        shards = full.chunk(comm.size)
+        for rank, shard in enumerate(shards):
+            work = dist.broadcast(shard, group=comm.group, group_src=rank, async_op=True)
             self._works.append(work)
 
     def wait(self, timeout: Any = None) -> bool:
@@ -30,7 +31,8 @@ class Exchange(dist.Work):
 
     def __init__(self, comm: Collectives, shard: torch.Tensor, full: torch.Tensor) -> None:
         super().__init__()
-        self._comm, self._shard = comm, shard
+        self._comm = comm
+        self._shard = shard
         received = comm.take(full.numel(), full)
         self._received: torch.Tensor | None = received
         self._work = dist.all_to_all_single(received, full, group=comm.reduce_group, async_op=True)
@@ -40,11 +42,12 @@ class Exchange(dist.Work):
         if self._received is None:
             return True
         self._work.wait()
-        first, second, *rest = self._received.chunk(self._comm.size)
+        ranks = self._comm.size
+        first, second, *rest = self._received.chunk(ranks)
         torch.add(first, second, out=self._shard)  # torch.sum over the ranks takes twice as long
         for part in rest:
             self._shard.add_(part)
-        self._shard.div_(self._comm.size)
+        self._shard.div_(ranks)
         self._comm.give(self._received)
         self._received = None
         return True

@@ -5,15 +5,18 @@ shard r. A bucket knows which piece of which parameter lies where in it. A *row*
 allocation and cut into buckets.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from .comm import Collectives
 from .settings import Settings
+
+#: Index of a parameter -> the element of a row at which it begins.
+Begins = dict[int, int]
 
 # Views of large parameters start on 64 bytes in fp32, 32 in bf16: matrix kernels are slower on odd addresses.
 ALIGN, ALIGN_FROM = 16, 256
@@ -30,7 +33,13 @@ class Piece(NamedTuple):
     @property
     def where(self) -> slice:
         """Its place there."""
-        return slice(self.offset, self.offset + self.numel)
+        stop = self.offset + self.numel
+        return slice(self.offset, stop)
+
+
+def _nothing() -> torch.Tensor:
+    """What stands for a tensor that is still to be made."""
+    return torch.empty(0)
 
 
 @dataclass(eq=False)
@@ -44,9 +53,9 @@ class Bucket:
     pieces: list[Piece] = field(default_factory=list)
     owned: slice = field(default_factory=lambda: slice(0, 0))  # where this rank's shard lies; all at stage 0
     #: [numel] parameters in param_dtype; without storage while sharded at stage 3.
-    full: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    full: torch.Tensor = field(default_factory=_nothing)
     #: [S] this rank's part of ``full``: a view of it, at stage 3 a tensor of its own.
-    shard: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    shard: torch.Tensor = field(default_factory=_nothing)
     master: nn.Parameter | None = None  # [S] what the optimizer updates; None if frozen
     grads: torch.Tensor | None = None  # [numel] local gradients, at stages 0 and 1
     grad_shard: torch.Tensor | None = None  # [S] reduced gradients
@@ -54,17 +63,20 @@ class Bucket:
 
     def ends(self) -> tuple[int, int]:
         """Its last parameter, and the element with which that parameter's piece begins."""
-        return max((piece[:2] for piece in self.pieces), default=(-1, 0))
+        beginnings = [(piece.param, piece.start) for piece in self.pieces]
+        return max(beginnings, default=(-1, 0))
 
     def mine(self) -> list[Piece]:
         """The pieces in this rank's shard, in order; offsets are those in the shard."""
         found = []
-        first, stop = self.owned.start, self.owned.stop
+        first = self.owned.start
+        stop = self.owned.stop
         for param, start, numel, offset in self.pieces:
             low = max(offset, first)
             high = min(offset + numel, stop)
             if low < high:
-                part = Piece(param, start + low - offset, high - low, low - first)
+                skipped = low - offset  # elements of the piece that lie in the shards before
+                part = Piece(param, start + skipped, high - low, low - first)
                 found.append(part)
         return found
 
@@ -79,7 +91,8 @@ class Bucket:
 
 def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the two lie in the same allocation."""
-    here, there = one.untyped_storage(), other.untyped_storage()
+    here = one.untyped_storage()
+    there = other.untyped_storage()
     return here._cdata == there._cdata
 
 
@@ -92,19 +105,20 @@ def _aligned(at: int, numel: int) -> int:
     return _up(at, ALIGN) if numel >= ALIGN_FROM else at
 
 
-def end_to_end(sizes: dict[int, int], n_ranks: int) -> tuple[dict[int, int], int]:
+def end_to_end(sizes: dict[int, int], n_ranks: int) -> tuple[Begins, int]:
     """Where each parameter (index -> numel) begins in a row, and where the row ends, a multiple of ``n_ranks``.
 
     Padding is below ``n_ranks`` elements plus what alignment takes (15 elements a parameter at most).
     """
-    begins, end = {}, 0
+    begins = {}
+    end = 0
     for index, numel in sizes.items():
         begins[index] = _aligned(end, numel)
         end = begins[index] + numel
     return begins, _up(end, n_ranks)
 
 
-def cut(sizes: dict[int, int], begins: dict[int, int], total: int, bucket_numel: int) -> list[Bucket]:
+def cut(sizes: dict[int, int], begins: Begins, total: int, bucket_numel: int) -> list[Bucket]:
     """Cut a row into buckets of ``bucket_numel``, the last shorter.
 
     A parameter may lie across several, so that messages and buffers have a constant size however large a layer is.
@@ -112,33 +126,41 @@ def cut(sizes: dict[int, int], begins: dict[int, int], total: int, bucket_numel:
     buckets = []
     for at in range(0, total, bucket_numel):
         rest = total - at
-        buckets.append(Bucket(min(bucket_numel, rest)))
-    for index, begin in sorted(begins.items(), key=lambda item: item[1]):
+        numel = min(bucket_numel, rest)
+        bucket = Bucket(numel)
+        buckets.append(bucket)
+    in_order = sorted(begins, key=begins.__getitem__)
+    for index in in_order:
+        begin = begins[index]
+        end = begin + sizes[index]
         at = begin
-        end = at + sizes[index]
         while at < end:
             number, offset = divmod(at, bucket_numel)
             bucket = buckets[number]
-            n = min(end - at, bucket.numel - offset)
-            piece = Piece(index, at - begin, n, offset)
+            room = bucket.numel - offset
+            numel = min(end - at, room)
+            start = at - begin
+            piece = Piece(index, start, numel, offset)
             bucket.pieces.append(piece)
-            at += n
+            at += numel
     return buckets
 
 
-def deal(sizes: dict[int, int], n_ranks: int) -> tuple[dict[int, int], int]:
+def deal(sizes: dict[int, int], n_ranks: int) -> tuple[Begins, int]:
     """As :func:`end_to_end`, but no parameter lies in two of the ``n_ranks`` equal shards: for whole matrices.
 
     The largest parameter goes first, each to the rank that has least. The fullest rank sets the size of a shard.
     """
     loads = [0] * n_ranks
     place: dict[int, tuple[int, int]] = {}  # the rank, and where in its shard
-    for index in sorted(sizes, key=lambda index: -sizes[index]):
+    largest_first = sorted(sizes, key=lambda index: -sizes[index])
+    for index in largest_first:
+        numel = sizes[index]
         least = min(loads)
         rank = loads.index(least)
-        begin = _aligned(least, sizes[index])
+        begin = _aligned(least, numel)
         place[index] = rank, begin
-        loads[rank] = begin + sizes[index]
+        loads[rank] = begin + numel
     fullest = max(loads)
     shard = _up(fullest, ALIGN)
     begins = {}
@@ -164,36 +186,51 @@ class Row:
         stage: int,
         whole: bool = False,
     ) -> None:
-        self.shapes = {i: params[i].shape for i in indices}
-        self.trainable = any(params[i].requires_grad for i in indices)
+        self.shapes = {}
+        self.trainable = False
+        for index in indices:
+            param = params[index]
+            self.shapes[index] = param.shape
+            self.trainable |= param.requires_grad
         self.begins, self.buckets = self._lay(comm, settings, stage, whole)
-        total = sum(bucket.numel for bucket in self.buckets)
         sharded = stage == 3 or (stage > 0 and self.trainable)
         for bucket in self.buckets:
             bucket.owned = slice(0, bucket.numel)
             if sharded:
-                n = bucket.numel // comm.size
-                first = comm.rank * n
-                bucket.owned = slice(first, first + n)
-        device = params[indices[0]].device
-        exact = torch.zeros(total, dtype=settings.master, device=device)
-        for index in indices:
-            value = params[index].detach()
-            self.view(exact, index).copy_(value)
-        for part in self._split(exact):
+                share = bucket.numel // comm.size
+                first = comm.rank * share
+                stop = first + share
+                bucket.owned = slice(first, stop)
+        exact = self._exact(params, settings.master)
+        for _, part in self._parts(exact):
             comm.broadcast(part)
         self.arena = exact.to(settings.param_dtype)
         for index in indices:
-            params[index].data = self.view(self.arena, index)
+            place = self.view(self.arena, index)
+            params[index].data = place
         self._hold_weights(exact, stage, settings.offload)
         if self.trainable:
             self._hold_gradients(stage, settings.sums, comm.size)
 
+    def _exact(self, params: Sequence[nn.Parameter], master: torch.dtype) -> torch.Tensor:
+        """The parameters' values in dtype ``master``, laid out as a row: [elements of all buckets], on their device."""
+        numel = sum(bucket.numel for bucket in self.buckets)
+        one = next(iter(self.shapes))
+        device = params[one].device
+        exact = torch.zeros(numel, dtype=master, device=device)
+        for index in self.shapes:
+            value = params[index].detach()
+            place = self.view(exact, index)
+            place.copy_(value)
+        return exact
+
     def _lay(
         self, comm: Collectives, settings: Settings, stage: int, whole: bool
-    ) -> tuple[dict[int, int], list[Bucket]]:
+    ) -> tuple[Begins, list[Bucket]]:
         """Where each parameter begins, and the buckets. With ``whole`` parameters, and at stage 3, there is one."""
-        sizes = {i: shape.numel() for i, shape in self.shapes.items()}
+        sizes = {}
+        for index, shape in self.shapes.items():
+            sizes[index] = shape.numel()
         if whole:
             sharing = comm.size if stage else 1
             begins, total = deal(sizes, sharing)
@@ -201,25 +238,26 @@ class Row:
             begins, total = end_to_end(sizes, comm.size)
         bucket_numel = total
         if not whole and stage < 3:
-            itemsize = settings.param_dtype.itemsize
+            dtype = settings.param_dtype
+            itemsize = dtype.itemsize
             multiple = comm.size * ALIGN * itemsize
-            wanted = _up(settings.bucket_bytes, multiple) // itemsize
+            bucket_bytes = _up(settings.bucket_bytes, multiple)
+            wanted = bucket_bytes // itemsize
             bucket_numel = min(wanted, total)
-        buckets = cut(sizes, begins, total, max(1, bucket_numel))
+        bucket_numel = max(1, bucket_numel)
+        buckets = cut(sizes, begins, total, bucket_numel)
         return begins, buckets
 
     def _hold_gradients(self, stage: int, sums: torch.dtype, n_ranks: int) -> None:
         """Those of all parameters up to stage 1, where they add up until they are reduced; else this rank's shard."""
         if stage <= 1:
             self.grads = torch.zeros_like(self.arena)
-            parts = self._split(self.grads)
-            for bucket, part in zip(self.buckets, parts, strict=True):
+            for bucket, part in self._parts(self.grads):
                 bucket.grads = part
             return
         numel = len(self.arena) // n_ranks
         shards = self.arena.new_zeros(numel, dtype=sums)
-        parts = self._split(shards, n_ranks)
-        for bucket, part in zip(self.buckets, parts, strict=True):
+        for bucket, part in self._parts(shards, n_ranks):
             bucket.grad_shard = part
 
     def _hold_weights(self, exact: torch.Tensor, stage: int, offload: bool) -> None:
@@ -229,46 +267,58 @@ class Row:
         masters lie in host memory, and the optimizer's states with them.
         """
         mine = []
-        parts = self._split(exact)
-        for bucket, part in zip(self.buckets, parts, strict=True):
-            mine.append(part[bucket.owned])
+        for bucket, part in self._parts(exact):
+            owned = part[bucket.owned]
+            mine.append(owned)
         offload = offload and self.trainable
-        apart = self.trainable and exact.dtype != self.arena.dtype
+        rounded = self.arena.dtype
+        apart = self.trainable and exact.dtype != rounded
         if stage == 3 or apart or offload:  # one allocation of their own
             mine = _joined(mine)
         masters = _on_host(mine) if offload else mine
-        fulls = self._split(self.arena)
-        for bucket, full in zip(self.buckets, fulls, strict=True):
+        for bucket, full in self._parts(self.arena):
             bucket.full = full
             bucket.shard = full[bucket.owned]
-        for bucket, weights, master in zip(self.buckets, mine, masters, strict=True):
+        for number, bucket in enumerate(self.buckets):
             if stage == 3:
-                bucket.shard = weights.to(bucket.full.dtype)
+                weights = mine[number]
+                bucket.shard = weights.to(rounded)
             if self.trainable:
+                master = masters[number]
                 bucket.master = nn.Parameter(master)
 
-    def _split(self, arena: torch.Tensor, over: int = 1) -> tuple[torch.Tensor, ...]:
-        return arena.split([b.numel // over for b in self.buckets])
+    def _parts(self, arena: torch.Tensor, over: int = 1) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Each bucket with its part of ``arena``, which has 1 / ``over`` of the elements of all buckets."""
+        sizes = [bucket.numel // over for bucket in self.buckets]
+        parts = arena.split(sizes)
+        return zip(self.buckets, parts, strict=True)
 
     def view(self, arena: torch.Tensor, index: int) -> torch.Tensor:
         """Parameter ``index`` in ``arena`` [all buckets]: its pieces lie end to end, across buckets."""
-        begin, shape = self.begins[index], self.shapes[index]
+        begin = self.begins[index]
+        shape = self.shapes[index]
         end = begin + shape.numel()
-        return arena[begin:end].view(shape)
+        flat = arena[begin:end]
+        return flat.view(shape)
+
+
+def _cut_like(whole: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of ``whole`` with the sizes of ``parts``, in order."""
+    sizes = [part.numel() for part in parts]
+    views = whole.split(sizes)
+    return list(views)
 
 
 def _joined(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Copies that lie end to end in one allocation."""
     whole = torch.cat(parts)
-    sizes = [part.numel() for part in parts]
-    return list(whole.split(sizes))
+    return _cut_like(whole, parts)
 
 
 def _on_host(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Copies in host memory, page-locked where they come from a GPU, so that they travel at the bus's full rate."""
     there = torch.cat(parts)
-    like: dict[str, Any] = {"dtype": there.dtype, "device": "cpu"}
-    host = torch.empty(there.shape, pin_memory=there.is_cuda, **like)
+    pinned = there.is_cuda
+    host = torch.empty(there.shape, dtype=there.dtype, device="cpu", pin_memory=pinned)
     host.copy_(there)
-    sizes = [part.numel() for part in parts]
-    return list(host.split(sizes))
+    return _cut_like(host, parts)

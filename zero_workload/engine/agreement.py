@@ -26,23 +26,26 @@ def agree(reducer: Reducer, parts: Sequence[Part], order: int) -> torch.Tensor:
     Raises:
         RuntimeError: on every rank: the ranks gathered different units, or in another order.
     """
-    used, comm = reducer.used, reducer.comm
+    used = reducer.used
+    comm = reducer.comm
     bits = [float(order >> bit & 1) for bit in range(ORDER_BITS)]
     message = [*used, 0.0, *bits]
-    device = reducer.params[0].device
+    first = reducer.params[0]
     dtype = reducer.settings.master
-    seen = torch.tensor(message, dtype=dtype, device=device)
+    seen = torch.tensor(message, dtype=dtype, device=first.device)
     at = len(used)
     seen[at] = _squares(reducer, parts)
     comm.agree(seen)
     if comm.model:  # other ranks have other parameters: of what they share with this one each counts its part
-        comm.model.agree(seen[at : at + 1])
+        norm = seen[at : at + 1]
+        comm.model.agree(norm)
     reducer.used = [0.0] * len(used)
     if comm.backend != "fake":
         counts = seen.tolist()
         copies = comm.replicas.size if comm.replicas else 1
         ranks = comm.size * copies
-        if any(count not in (0, ranks) for count in counts[at + 1 :]):
+        bits_seen = counts[at + 1 :]
+        if any(count not in (0, ranks) for count in bits_seen):
             raise RuntimeError(
                 "the ranks called the model's units in different orders, which stage 3 cannot gather: "
                 "keep whole what some ranks leave out, by hybrid or min_unit"
@@ -54,16 +57,19 @@ def agree(reducer: Reducer, parts: Sequence[Part], order: int) -> torch.Tensor:
 
 def _forget_unused(parts: Sequence[Part], counts: Sequence[float]) -> None:
     for part in parts:
-        if not counts[part.piece.param]:
+        index = part.piece.param
+        if not counts[index]:
             part.param.grad = None
 
 
 def _squares(reducer: Reducer, parts: Sequence[Part]) -> torch.Tensor | float:
     """This rank's share of the gradient's squared norm (scalar): of what several ranks hold, each counts its part."""
-    grads = [part.param.grad for part in parts if part.param.grad is not None]  # that is, all
+    params = [part.param for part in parts]
+    grads = [param.grad for param in params if param.grad is not None]  # that is, all
     if not grads:
         return 0.0
-    comm, settings = reducer.comm, reducer.settings
+    comm = reducer.comm
+    settings = reducer.settings
     copies = 1 if settings.stage else comm.size
     if comm.replicas:
         copies *= comm.replicas.size
@@ -73,6 +79,7 @@ def _squares(reducer: Reducer, parts: Sequence[Part]) -> torch.Tensor | float:
     if comm.model:
         owners = [reducer.params[part.piece.param] for part in parts]
         shared = [getattr(owner, "model_copies", 1) for owner in owners]
-        squares = squares / torch.tensor(shared, device=squares.device)
+        model_copies = torch.tensor(shared, device=squares.device)
+        squares = squares / model_copies
     total = squares.sum()
     return total / copies

@@ -29,9 +29,8 @@ class Part(NamedTuple):
 
     bucket: Bucket
     piece: Piece  # of the bucket's shard
-    param: (
-        nn.Parameter
-    )  # [elements], or of the parameter's shape where matrices stay whole: a view of the master
+    #: [elements], or of the parameter's shape where matrices stay whole: a view of the master
+    param: nn.Parameter
 
 
 def parts_of(buckets: Sequence[Bucket], shapes: Sequence[torch.Size] | None = None) -> list[Part]:
@@ -43,7 +42,8 @@ def parts_of(buckets: Sequence[Bucket], shapes: Sequence[torch.Size] | None = No
             part = bucket.master.detach()[piece.where]
             if shapes is not None:
                 part = part.view(shapes[piece.param])
-            found.append(Part(bucket, piece, nn.Parameter(part)))
+            param = nn.Parameter(part)
+            found.append(Part(bucket, piece, param))
     return found
 
 
@@ -68,7 +68,10 @@ def _needs_matrices(kind: type, said: bool | None, stage: int) -> bool:
     reason = REFUSED.get(plain)
     if reason:
         raise ValueError(f"{reason}: take an elementwise optimizer, or Muon at stages 0 and 1")
-    elementwise = getattr(kind, "elementwise", kind in ELEMENTWISE) if said is None else said
+    elementwise = said
+    if said is None:
+        listed = kind in ELEMENTWISE
+        elementwise = getattr(kind, "elementwise", listed)
     if elementwise:
         return False
     if kind not in BY_MATRIX:
@@ -92,11 +95,14 @@ def group_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, in
     numbers = dict[int, int]()
     for number, group in enumerate(optimizer.param_groups):
         numbers |= {id(p): number for p in group["params"]}
-    found = {name: numbers.get(id(p), -1) for name, p in model.named_parameters() if p.requires_grad}
-    for name, number in found.items():
-        if number < 0:
+    found = {}
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        if id(p) not in numbers:
             cure = "give it to one, or freeze it (requires_grad)"
             raise ValueError(f"{name} is in no group of the optimizer: {cure}")
+        found[name] = numbers[id(p)]
     known = {id(p) for p in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
         if any(id(p) not in known for p in group["params"]):
@@ -114,11 +120,15 @@ def regroup(
     number_of = {id(p): n for n, p in enumerate(params)}
     optimizer.state.clear()
     for _, piece, param in parts:
-        for name, value in born.get(params[piece.param], {}).items():
-            shape = shapes[piece.param]
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape == (shape or (1,)):
-                elements = value.reshape(-1)[piece.start : piece.start + piece.numel]
-                value = elements.to(param, copy=True).view(param.shape)
+        whole = params[piece.param]
+        shape = shapes[piece.param] or (1,)
+        states = born.get(whole, {})
+        for name, value in states.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == shape:
+                stop = piece.start + piece.numel
+                elements = value.reshape(-1)[piece.start : stop]
+                value = elements.to(param, copy=True)
+                value = value.view(param.shape)
             optimizer.state[param][name] = copy.deepcopy(value)
     for group in optimizer.param_groups:
         numbers = {number_of[id(p)] for p in group["params"]}

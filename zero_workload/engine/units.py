@@ -1,5 +1,6 @@
 """Gather units: the parts of a model that stage 3 gathers and frees as one."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -41,7 +42,10 @@ class Unit:
     @property
     def buckets(self) -> list[Bucket]:
         """Those of its rows."""
-        return [bucket for row in self.rows for bucket in row.buckets]
+        found = []
+        for row in self.rows:
+            found += row.buckets
+        return found
 
 
 def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -64,14 +68,16 @@ def _has_blocks(module: nn.Module) -> bool:
     """Whether a container lies in it, at any depth."""
     if isinstance(module, _CONTAINERS):
         return True
-    return any(_has_blocks(child) for _, child in _children(module, ""))
+    children = _children(module, "")
+    return any(_has_blocks(child) for _, child in children)
 
 
 class _Finder:
     """Walks through a model and notes its units, each with the number of the block around it, or -1."""
 
     def __init__(self, unit: str, min_unit: int) -> None:
-        self.by_layer, self.min_unit = unit == "layer", min_unit
+        self.by_layer = unit == "layer"
+        self.min_unit = min_unit
         self.units: list[Unit] = []
         self.around: list[int] = []
 
@@ -95,7 +101,8 @@ class _Finder:
                 self._add(name, part, number)
 
     def _add(self, path: str, module: nn.Module, around: int = -1) -> None:
-        self.units.append(Unit(path, module))
+        unit = Unit(path, module)
+        self.units.append(unit)
         self.around.append(around)
 
 
@@ -114,17 +121,22 @@ def find_units(model: nn.Module, unit: str, min_unit: int) -> list[Unit]:
             found._add_block(name, block)
     else:
         found.walk(model)
-    holders: dict[int, set[int]] = {id(p): set() for p in model.parameters()}
+    holders = defaultdict[int, set[int]](set)  # id of a parameter -> numbers of the units that hold it
     for number, part in enumerate(found.units):
+        around = found.around[number]
         for p in part.module.parameters():
-            holders[id(p)].discard(
-                found.around[number]
-            )  # a part takes its parameters from the block around it
-            holders[id(p)].add(number)
+            holding = holders[id(p)]
+            holding.discard(around)  # a part takes its parameters from the block around it
+            holding.add(number)
     root = Unit("root", model)
     for index, p in enumerate(model.parameters()):
-        if p.is_floating_point():
-            numbers = holders[id(p)]  # units side by side leave what they share to the root
-            owner = found.units[numbers.pop()] if len(numbers) == 1 else root
-            owner.params.append(index)
-    return [root, *(u for u in found.units if u.params)]
+        if not p.is_floating_point():
+            continue
+        owner = root
+        holding = holders[id(p)]
+        if len(holding) == 1:  # units side by side leave what they share to the root
+            number = holding.pop()
+            owner = found.units[number]
+        owner.params.append(index)
+    used = [unit for unit in found.units if unit.params]
+    return [root, *used]

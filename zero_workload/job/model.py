@@ -2,6 +2,7 @@
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,7 +31,8 @@ class ModelConfig:
     materialised: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.width, self.heads, self.seq, self.vocab) < 1:
+        sizes = self.layers, self.width, self.heads, self.seq, self.vocab
+        if min(sizes) < 1:
             raise ValueError("layers, width, heads, seq and vocab start at 1")
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
@@ -51,7 +53,10 @@ class ModelConfig:
         """Inputs that are kept for backward."""
         if self.recompute == "sub-block":
             return 2 * self.layers
-        return math.ceil(self.layers / self.every) if self.recompute == "block" else 0
+        if self.recompute == "block":
+            groups = self.layers / self.every
+            return math.ceil(groups)
+        return 0
 
     @property
     def every(self) -> int:
@@ -61,9 +66,15 @@ class ModelConfig:
 
 def _materialised(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Causal attention step by step, [batch, heads, seq, head] each."""
-    scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]))
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(later, float("-inf")).softmax(-1) @ v
+    scale = 1 / math.sqrt(q.shape[-1])
+    keys = k.transpose(-1, -2)
+    scores = q @ keys * scale
+    device = q.device
+    pairs = scores.shape[-2:]
+    every_pair = torch.ones(pairs, dtype=torch.bool, device=device)
+    later = every_pair.triu(1)
+    scores = scores.masked_fill(later, float("-inf"))
+    return scores.softmax(-1) @ v
 
 
 class Attention(nn.Module):
@@ -71,9 +82,10 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head = config.width // config.heads
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width)
+        width = config.width
+        self.head = width // config.heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         fused = partial(F.scaled_dot_product_attention, is_causal=True)
         self.attend = _materialised if config.materialised else fused
         if config.recompute == "selective":
@@ -81,13 +93,14 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Attend to this and earlier positions."""
-        heads = self.qkv(x).unflatten(
-            -1, (-1, 3, self.head)
-        )  # head by head, so that ranks can hold some of them
-        q, k, v = (part.transpose(1, 2) for part in heads.unbind(-2))
+        by_head = -1, 3, self.head  # head by head, so that ranks can hold some of them
+        heads = self.qkv(x).unflatten(-1, by_head)
+        parts = heads.unbind(-2)
+        q, k, v = (part.transpose(1, 2) for part in parts)
         attended = self.attend(q, k, v)
-        out: torch.Tensor = self.out(attended.transpose(1, 2).flatten(2))
-        return out
+        by_position = attended.transpose(1, 2)
+        joined = by_position.flatten(2)
+        return self.out(joined)
 
 
 class Block(nn.Module):
@@ -101,24 +114,34 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, keep: Checkpoints | None) -> None:
         super().__init__()
         width = config.width
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
         self.attention = Attention(config)
-        up, down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.mlp: nn.Module = nn.Sequential(OrderedDict(up=up, gelu=nn.GELU(), down=down))
+        up = nn.Linear(width, 4 * width)
+        down = nn.Linear(4 * width, width)
+        gelu = nn.GELU()
+        parts = OrderedDict[str, nn.Module](up=up, gelu=gelu, down=down)
+        self.mlp: nn.Module = nn.Sequential(parts)
         self.keep = keep
 
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.attention(self.norm1(x))
-        return out
+        normed = self.norm1(x)
+        return self.attention(normed)
 
     def _think(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.mlp(self.norm2(x))
-        return out
+        normed = self.norm2(x)
+        return self.mlp(normed)
+
+    def _output(self, part: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """What ``part`` makes of ``x``; recomputed in backward where there is a place for its input."""
+        if self.keep is None:
+            return part(x)
+        return recomputed(part, x, keep=self.keep)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq, width] to the same."""
         for part in (self._attend, self._think):
-            x = x + (part(x) if self.keep is None else recomputed(part, x, keep=self.keep))
+            x = x + self._output(part, x)
         return x
 
 
@@ -135,11 +158,13 @@ class Transformer(nn.Module):
         self.config = config
         self.keep = keep or Checkpoints(config.checkpoints)
         inside = self.keep if config.recompute == "sub-block" else None
-        self.embed = nn.Embedding(config.vocab, config.width)
-        self.position: nn.Embedding | None = nn.Embedding(config.seq, config.width)
-        self.blocks = nn.Sequential(*(Block(config, inside) for _ in range(config.layers)))
-        self.norm: nn.Module = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, config.vocab, bias=False)
+        width = config.width
+        self.embed = nn.Embedding(config.vocab, width)
+        self.position: nn.Embedding | None = nn.Embedding(config.seq, width)
+        blocks = [Block(config, inside) for _ in range(config.layers)]
+        self.blocks = nn.Sequential(*blocks)
+        self.norm: nn.Module = nn.LayerNorm(width)
+        self.head = nn.Linear(width, config.vocab, bias=False)
         self.apply(self._init)
 
     @staticmethod
@@ -153,13 +178,21 @@ class Transformer(nn.Module):
         """``tokens``, ``targets`` [batch, seq] int64; returns a float32 scalar."""
         x = self.embed(tokens)
         if self.position is not None:
-            places = torch.arange(tokens.shape[1], device=tokens.device)
+            length = tokens.shape[1]
+            device = tokens.device
+            places = torch.arange(length, device=device)
             x = x + self.position(places)
         if self.config.recompute == "block":
             every = self.config.every
-            for at in range(0, len(self.blocks), every):
-                x = recomputed(self.blocks[at : at + every], x, keep=self.keep)
+            n_blocks = len(self.blocks)
+            for first in range(0, n_blocks, every):
+                stop = first + every
+                together = self.blocks[first:stop]
+                x = recomputed(together, x, keep=self.keep)
         else:
             x = self.blocks(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        x = self.norm(x)
+        logits = self.head(x)
+        scores = logits.float().flatten(0, 1)
+        following = targets.flatten()
+        return F.cross_entropy(scores, following)

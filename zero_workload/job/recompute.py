@@ -1,11 +1,12 @@
 """Recomputation: keep a part of the model's input only, run its forward again in backward; and where the input lies."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ..buffers.comm import Collectives
@@ -18,7 +19,9 @@ class _Kept:
     """A row of the arena, for as long as autograd holds it."""
 
     def __init__(self, arena: "Checkpoints", row: int, shape: torch.Size) -> None:
-        self.arena, self.row, self.shape = arena, row, shape
+        self.arena = arena
+        self.row = row
+        self.shape = shape
 
     def __del__(self) -> None:
         self.arena.free.append(self.row)
@@ -45,12 +48,16 @@ class Checkpoints:
         if not tensor.is_floating_point() or tensor.numel() % size:
             return tensor
         rank = self.comm.rank if self.comm else 0
-        part = tensor.detach().reshape(-1).chunk(size)[rank]
+        flat = tensor.detach().reshape(-1)
+        part = flat.chunk(size)[rank]
+        numel = part.numel()
         if self.arena is None:
-            self.arena = part.new_empty(self.count, part.numel())
-            self.free = list(range(self.count))
-        fits = (part.numel(), part.dtype) == (self.arena.shape[1], self.arena.dtype)
-        if not fits or not self.free:
+            rows = range(self.count)
+            self.arena = part.new_empty(self.count, numel)
+            self.free = list(rows)
+        same_size = numel == self.arena.shape[1]
+        same_dtype = part.dtype == self.arena.dtype
+        if not (same_size and same_dtype and self.free):
             return tensor
         row = self.free.pop()
         self.arena[row].copy_(part)
@@ -63,9 +70,12 @@ class Checkpoints:
         assert self.arena is not None
         part = self.arena[kept.row]
         if self.comm is None:
-            return part.clone().view(kept.shape)
-        whole: torch.Tensor = part.new_empty(part.numel() * self.comm.size)
-        self.comm.all_gather(whole, part).wait()
+            copied = part.clone()
+            return copied.view(kept.shape)
+        numel = part.numel() * self.comm.size
+        whole = part.new_empty(numel)
+        gather = self.comm.all_gather(whole, part)
+        gather.wait()
         return whole.view(kept.shape)
 
 
@@ -74,6 +84,8 @@ def recomputed(
 ) -> torch.Tensor:
     """``function(*args)``, whose inner activations are recomputed in backward; its inputs lie in ``keep``."""
     # The hooks see what checkpoint() itself saves, that is the inputs; inside it installs its own.
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep.save, keep.load) if keep else nullcontext()
+    hooks: AbstractContextManager[None] = nullcontext()
+    if keep:
+        hooks = saved_tensors_hooks(keep.save, keep.load)
     with hooks:
         return checkpoint(function, *args, use_reentrant=False)

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from .model import Transformer
 
@@ -17,13 +19,14 @@ class _Copy(torch.autograd.Function):
     """Identity, whose gradients are summed: each rank's matrix contributes a part."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        grad = grads[0].contiguous()
+        (grad,) = grads
+        grad = grad.contiguous()
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
 
@@ -32,26 +35,30 @@ class _Sum(torch.autograd.Function):
     """The sum over the ranks, whose gradient is everybody's."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         dist.all_reduce(x, group=group)
         ctx.mark_dirty(x)
         return x
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
+        (grad,) = grads
+        return grad, None
 
 
-def _part(weight: torch.Tensor, dim: int, group: dist.ProcessGroup) -> nn.Parameter:
+def _part(weight: torch.Tensor, dim: int, group: ProcessGroup) -> nn.Parameter:
     """This rank's part of a matrix, or of a bias."""
-    mine = weight.detach().chunk(group.size(), dim)[group.rank()]
-    return nn.Parameter(mine.clone())
+    ranks = group.size()
+    parts = weight.detach().chunk(ranks, dim)
+    rank = group.rank()
+    mine = parts[rank].clone()
+    return nn.Parameter(mine)
 
 
 class ColumnLinear(nn.Module):
     """``linear`` with its outputs cut over ``group``: [..., in] to [..., out / N]."""
 
-    def __init__(self, linear: nn.Linear, group: dist.ProcessGroup) -> None:
+    def __init__(self, linear: nn.Linear, group: ProcessGroup) -> None:
         super().__init__()
         self.group = group
         self.weight = _part(linear.weight, 0, group)
@@ -59,27 +66,28 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's outputs."""
-        same: torch.Tensor = _Copy.apply(x, self.group)
-        return nn.functional.linear(same, self.weight, self.bias)
+        same = _Copy.apply(x, self.group)
+        return F.linear(same, self.weight, self.bias)
 
 
 class RowLinear(nn.Module):
     """``linear`` with its inputs cut over ``group``: [..., in / N] to [..., out], which all ranks have alike."""
 
-    def __init__(self, linear: nn.Linear, group: dist.ProcessGroup) -> None:
+    def __init__(self, linear: nn.Linear, group: ProcessGroup) -> None:
         super().__init__()
         self.group = group
         self.weight = _part(linear.weight, 1, group)
-        self.bias = nn.Parameter(linear.bias.detach().clone())
+        bias = linear.bias.detach()
+        self.bias = nn.Parameter(bias.clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The whole outputs."""
-        part = nn.functional.linear(x, self.weight)
+        part = F.linear(x, self.weight)
         whole: torch.Tensor = _Sum.apply(part, self.group)
         return whole + self.bias
 
 
-def cut_matrices(model: Transformer, group: dist.ProcessGroup) -> None:
+def cut_matrices(model: Transformer, group: ProcessGroup) -> None:
     """Cut attention and MLP of each block of ``model``, built alike on all ranks of ``group``, in place.
 
     Parameters that all ranks of the group keep whole are marked (``model_copies``), for the gradient's norm.
@@ -87,19 +95,26 @@ def cut_matrices(model: Transformer, group: dist.ProcessGroup) -> None:
     Raises:
         ValueError: the heads cannot be divided evenly.
     """
-    heads, size = model.config.heads, group.size()
+    heads = model.config.heads
+    size = group.size()
     if heads % size:
         raise ValueError(f"{heads} heads are not a multiple of {size} ranks that share matrices")
     parts = set[nn.Parameter]()
     for block in model.blocks:
         attention: Any = block.attention
         mlp: Any = block.mlp
-        attention.qkv = ColumnLinear(attention.qkv, group)
-        attention.out = RowLinear(attention.out, group)
-        mlp.up = ColumnLinear(mlp.up, group)
-        mlp.down = RowLinear(mlp.down, group)
-        parts |= {attention.qkv.weight, attention.qkv.bias, attention.out.weight}
-        parts |= {mlp.up.weight, mlp.up.bias, mlp.down.weight}
+        qkv = ColumnLinear(attention.qkv, group)
+        out = RowLinear(attention.out, group)
+        up = ColumnLinear(mlp.up, group)
+        down = RowLinear(mlp.down, group)
+        attention.qkv = qkv
+        attention.out = out
+        mlp.up = up
+        mlp.down = down
+        for column in (qkv, up):
+            parts |= {column.weight, column.bias}
+        for row in (out, down):
+            parts |= {row.weight}  # each rank has the whole bias
     for param in model.parameters():
         if param not in parts:
             param.model_copies = size  # type: ignore[attr-defined]

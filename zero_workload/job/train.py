@@ -30,7 +30,8 @@ HELD_OUT_BATCHES = 4
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; returns the exit code: 0, 1 (it failed), 2 (bad input), 128 + signal."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    rank = int(os.environ.get("RANK", "-1")) if "WORLD_SIZE" in os.environ else -1
+    under_launcher = "WORLD_SIZE" in os.environ
+    rank = int(os.environ.get("RANK", "-1")) if under_launcher else -1
     try:
         args = parser().parse_args(arguments)
         check(args)
@@ -60,12 +61,15 @@ def work(args: argparse.Namespace) -> None:
     device = torch.device(args.device)
     if args.device == "cuda":
         place = int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device("cuda", place % torch.cuda.device_count())
+        n_devices = torch.cuda.device_count()
+        device = torch.device("cuda", place % n_devices)
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    dist.init_process_group(args.backend, timeout=timedelta(seconds=args.timeout))
-    Job(args, device).run()
+    timeout = timedelta(seconds=args.timeout)
+    dist.init_process_group(args.backend, timeout=timeout)
+    job = Job(args, device)
+    job.run()
     dist.destroy_process_group()
 
 
@@ -74,7 +78,8 @@ def build(args: argparse.Namespace, device: torch.device) -> Engine:
     found = groups(args.hsdp or 0, args.reduce_scatter_group, args.tensor_parallel)
     sharing = found.get("model_group")
     torch.manual_seed(args.seed)
-    model = Transformer(args.model, Checkpoints(args.model.checkpoints, sharing))
+    keep = Checkpoints(args.model.checkpoints, sharing)
+    model = Transformer(args.model, keep)
     if sharing:
         cut_matrices(model, sharing)
     model.to(device)
@@ -88,16 +93,19 @@ class Job:
     """Model, data and engine of one rank, and the loop over steps."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        self.args, self.device = args, device
+        self.args = args
+        self.device = device
         self.stopped = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
         # Ranks that share matrices share the data.
-        self.place = dist.get_rank() // args.tensor_parallel
+        rank = dist.get_rank()
+        self.place = rank // args.tensor_parallel
         self.size = dist.get_world_size() // args.tensor_parallel
-        self.parent = int(os.environ.get(LAUNCHER, os.getppid()))
+        parent = os.getppid()
+        self.parent = int(os.environ.get(LAUNCHER, parent))
         self.engine = build(args, device)
-        first = dist.get_rank() == 0
+        first = rank == 0
         self.log = args.log.open("w") if args.log and first else None
         self.quiet = args.quiet or not first
 
@@ -123,11 +131,15 @@ class Job:
             work.wait()
             *losses, stopped = seen.tolist()
             loss = sum(losses) / self.size
-            times.append((time.perf_counter() - begin) * 1e3 / (step + 1 - done))
-            begin, done = time.perf_counter(), step + 1
-            self._write({"step": step, "loss": loss, "step_ms": round(times[-1], 3), **self._scale()})
+            spent_ms = (time.perf_counter() - begin) * 1e3
+            step_ms = spent_ms / (step + 1 - done)
+            times.append(step_ms)
+            begin = time.perf_counter()
+            done = step + 1
+            self._write({"step": step, "loss": loss, "step_ms": round(step_ms, 3), **self._scale()})
             if last or (step + 1) % max(10, every) == 0:
-                took = statistics.median(times[-10:])
+                recent = times[-10:]
+                took = statistics.median(recent)
                 self._say(f"step {step + 1:5d}/{args.steps}  loss {loss:.4f}  {took:.0f} ms")
             if stopped:
                 self._say(f"stopped after step {step + 1}")
@@ -148,32 +160,49 @@ class Job:
 
     def _look_at_held_out(self, step: int) -> None:
         """The loss on text that is never trained on, of all ranks together."""
-        args, total = self.args, torch.zeros((), device=self.device)
+        corpus = self.args.corpus
+        total = torch.zeros((), device=self.device)
         with torch.no_grad():
             for turn in range(HELD_OUT_BATCHES):
-                first = (turn * self.size + self.place) * args.batch
-                batch = args.corpus.unseen(first, first + args.batch)
-                total += self.engine.model(*(t.to(self.device) for t in batch))
+                first, stop = self._rows(turn)
+                batch = corpus.unseen(first, stop)
+                there = [t.to(self.device) for t in batch]
+                total += self.engine.model(*there)
         dist.all_reduce(total)
-        loss = total.item() / HELD_OUT_BATCHES / dist.get_world_size()
+        ranks = dist.get_world_size()
+        loss = total.item() / HELD_OUT_BATCHES / ranks
         self._write({"step": step, "held_out": loss})
         self._say(f"held-out loss {loss:.4f}")
 
+    def _rows(self, turn: int) -> tuple[int, int]:
+        """Where this rank's rows of a global batch begin and end, in batch ``turn`` of several in a row."""
+        args = self.args
+        number = turn * self.size + self.place
+        first = number * args.batch
+        return first, first + args.batch
+
     def _headline(self) -> str:
-        args, n_params = self.args, self._n_params()
+        args = self.args
+        millions = self._n_params() / 1e6
+        ranks = dist.get_world_size()
         data = f"{args.batch} x {args.seq} bytes a rank, {args.backend}, {args.dtype}"
-        return f"zero-{args.stage}  {n_params / 1e6:.2f} M parameters, {dist.get_world_size()} ranks, {data}"
+        return f"zero-{args.stage}  {millions:.2f} M parameters, {ranks} ranks, {data}"
 
     def _n_params(self) -> int:
         return sum(shape.numel() for shape in self.engine.shapes)
 
     def about(self) -> dict[str, Any]:
         """What the log says of the run."""
+        args = self.args
         same = ("stage", "backend", "dtype", "batch", "steps", "classic", "optimizer", "accumulate")
-        about: dict[str, Any] = {name: getattr(self.args, name) for name in same}
-        about["model"] = {name: getattr(self.args, name) for name in ("layers", "width", "heads", "seq")}
-        about |= {"n_params": self._n_params(), "n_ranks": self.size, "device": str(self.device)}
-        about |= {"tensor_parallel": self.args.tensor_parallel, "n_tensors": len(self.engine.params)}
+        shape = ("layers", "width", "heads", "seq")
+        about: dict[str, Any] = {name: getattr(args, name) for name in same}
+        about["model"] = {name: getattr(args, name) for name in shape}
+        about["n_params"] = self._n_params()
+        about["n_ranks"] = self.size
+        about["device"] = str(self.device)
+        about["tensor_parallel"] = args.tensor_parallel
+        about["n_tensors"] = len(self.engine.params)
         return about
 
     def _scale(self) -> dict[str, float]:
@@ -186,14 +215,16 @@ class Job:
         args = self.args
         seen = torch.zeros(self.size + 1, device=self.device)
         for micro in range(args.accumulate):
-            first = (micro * self.size + self.place) * args.batch
-            batch = args.corpus.batch(first, first + args.batch, step=step, seed=args.seed)
+            first, stop = self._rows(micro)
+            batch = args.corpus.batch(first, stop, step=step, seed=args.seed)
             if self.device.type == "cuda":
-                batch = [t.pin_memory().to(self.device, non_blocking=True) for t in batch]
+                pinned = [t.pin_memory() for t in batch]
+                batch = [t.to(self.device, non_blocking=True) for t in pinned]
             loss = self.engine.model(*batch)
             self.engine.backward(loss)
             seen[self.place] += loss.detach() / args.accumulate / args.tensor_parallel
-        seen[-1] = float(self.stopped or os.getppid() != self.parent)  # told to stop, or the launcher died
+        launcher_died = os.getppid() != self.parent
+        seen[-1] = float(self.stopped or launcher_died)
         work = dist.all_reduce(seen, async_op=True)
         self.engine.step()
         return seen, work

@@ -35,6 +35,7 @@ from .clock import Clock, Collective
 from .nccl_caller import Communicator
 from .settings import Emulated
 
+Array = np.ndarray[Any, Any]
 #: The collectives that take emulated time; the others (broadcast, barrier ...) only happen at set-up.
 TIMED = ("all_gather", "reduce_scatter", "all_reduce")
 DEPTH = 1024  # collectives that one rank may be ahead of another
@@ -58,20 +59,31 @@ def with_neighbours(c: Collective, others: Iterable[Collective]) -> int:
     Links are shared: who comes later gets what the earlier leave free, so that together they take as long as if they
     shared evenly (the law of the simulated jobs, :class:`.step.Law`), and none's end has to be taken back.
     """
-    _, *mine = c.beside
-    left, now = float(c.duration_ns), float(c.start_ns)
-    beside = sorted((o for o in others if o.end_ns > c.start_ns), key=lambda o: o.end_ns)
+    left = float(c.duration_ns)
+    now = float(c.start_ns)
+    running = [other for other in others if other.end_ns > c.start_ns]
+    beside = sorted(running, key=lambda other: other.end_ns)
     while beside:
-        taken = [min(sum(o.beside[1 + k] for o in beside), 1.0 - LEAST_LINK) for k in range(2)]
-        pace = max([1.0, *(m / (1.0 - t) for m, t in zip(mine, taken, strict=True))]) * (
-            1.0 + CROWD * len(beside)
-        )
-        passed = min(beside[0].end_ns - now, left * pace)
-        left, now = left - passed / pace, now + passed
+        pace = _pace(c, beside)
+        next_end = beside[0].end_ns
+        passed = min(next_end - now, left * pace)
+        left = left - passed / pace
+        now = now + passed
         if left <= 0.0:
             return round(now - c.start_ns)
-        beside = [o for o in beside if o.end_ns > now]
+        beside = [other for other in beside if other.end_ns > now]
     return round(now + left - c.start_ns)
+
+
+def _pace(c: Collective, beside: Sequence[Collective]) -> float:
+    """How many times as long ``c`` takes while those ``beside`` it run: by the link that is fullest, and the crowd."""
+    pace = 1.0
+    for link in (1, 2):  # within the node, and the network: see Fabric.beside
+        taken = sum(other.beside[link] for other in beside)
+        free = 1.0 - min(taken, 1.0 - LEAST_LINK)
+        pace = max(pace, c.beside[link] / free)
+    crowd = 1.0 + CROWD * len(beside)
+    return pace * crowd
 
 
 class Arrivals:
@@ -84,7 +96,7 @@ class Arrivals:
 
     def __init__(self, store: Any, rank: int, n_processes: int) -> None:
         shape = (DEPTH, n_processes, 2)  # the sequence number and the nanosecond
-        size = int(np.prod(shape)) * 8
+        size = int(np.prod(shape)) * 8  # bytes
         if rank == 0:
             folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
             fd, path = tempfile.mkstemp(prefix="dynamiccl-arrivals-", dir=folder)
@@ -95,7 +107,8 @@ class Arrivals:
             fd = os.open(path, os.O_RDWR)
         with os.fdopen(fd, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), size)
-        self._array: np.ndarray[Any, Any] = np.frombuffer(self._map, np.int64).reshape(shape)
+        cells = np.frombuffer(self._map, np.int64)
+        self._array: Array = cells.reshape(shape)
         self._rank = rank
         store.set(f"arrivals-open-{rank}", "1")
         if rank == 0:  # nobody needs the name any more once all have opened it: nothing is left behind
@@ -105,14 +118,17 @@ class Arrivals:
 
     def note(self, seq: int, now_ns: int) -> None:
         """This rank enqueues its ``seq``-th collective (from 1) at ``now_ns``."""
-        cell = self._array[seq % DEPTH, self._rank]
+        place = seq % DEPTH
+        cell = self._array[place, self._rank]
         cell[1] = now_ns
         cell[0] = seq
 
     def last(self, seq: int) -> int:
         """The latest arrival noted for collective ``seq``, ns; ranks that have not arrived do not count."""
         row = self._array[seq % DEPTH]
-        return int(np.where(row[:, 0] == seq, row[:, 1], 0).max())
+        has_arrived = row[:, 0] == seq
+        arrivals_ns = np.where(has_arrived, row[:, 1], 0)
+        return int(arrivals_ns.max())
 
 
 class Timeline:
@@ -128,16 +144,21 @@ class Timeline:
         world: int,
         comm_id: int,
     ) -> None:
-        self._emulated, self._clock = emulated, clock
-        self._cluster = part_of(cluster(emulated.cluster), ranks, world)
-        self._fabric = Fabric.of(self._cluster, seed=emulated.seed)
-        n_ranks, n_nodes = self._cluster.n_ranks, self._cluster.n_nodes
-        PROCESSES[comm_id] = len(ranks)
-        self._nccl = Communicator(plugin_path(), comm_id, n_ranks, n_nodes, rank)
+        self._emulated = emulated
+        self._clock = clock
+        whole = cluster(emulated.cluster)
+        part = part_of(whole, ranks, world)
+        self._cluster = part
+        self._fabric = Fabric.of(part, seed=emulated.seed)
+        n_processes = len(ranks)
+        PROCESSES[comm_id] = n_processes
+        plugin = plugin_path()
+        self._nccl = Communicator(plugin, comm_id, part.n_ranks, part.n_nodes, rank)
         self._rank = rank
-        self._library = ctypes.CDLL(str(plugin_path()))
-        self._library.dynamiccl_clock(ctypes.byref(clock.cell))
-        self._arrivals = Arrivals(store, rank, len(ranks))
+        self._library = ctypes.CDLL(str(plugin))
+        cell = ctypes.byref(clock.cell)
+        self._library.dynamiccl_clock(cell)
+        self._arrivals = Arrivals(store, rank, n_processes)
         self._comm_id = comm_id
         self._connected: set[str] = set()
         self._order = 0
@@ -151,24 +172,29 @@ class Timeline:
         """Plan a collective of ``n_bytes`` (whole buffer, before scaling) and put it on the stream."""
         with _LOCK:
             now = self._clock.enqueued()
-            unit = element_bytes * self._cluster.n_ranks if func != "all_reduce" else element_bytes
-            count = max(1, round(n_bytes * self._emulated.bytes_scale / unit))
+            unit = element_bytes
+            if func != "all_reduce":  # the others count the elements of one rank
+                unit = element_bytes * self._cluster.n_ranks
+            scaled = n_bytes * self._emulated.bytes_scale
+            count = max(1, round(scaled / unit))
             n_bytes = count * unit
             self._order += 1
             self._seq[func] += 1
             algo, proto, n_channels = self._plan(func, n_bytes)
             self._arrivals.note(self._order, now)
             sampled = self._nccl.is_sampled
-            handle = self._nccl.start_coll(
-                func, self._seq[func], count, element_bytes, n_channels, algo, proto
-            )
+            seq = self._seq[func]
+            setting = n_channels, algo, proto
+            handle = self._nccl.start_coll(func, seq, count, element_bytes, *setting)
             self._nccl.stop(handle)
+            call = func, n_bytes, algo, proto, n_channels
+            duration_ns = self._duration_ns(*call)
             collective = Collective(
-                self._order,
-                self._duration_ns(func, n_bytes, algo, proto, n_channels),
-                self._fabric.beside(func, n_bytes, algo, proto, n_channels),
-                n_channels if sampled else 0,
-                handle,
+                order=self._order,
+                duration_ns=duration_ns,
+                beside=self._fabric.beside(*call),
+                n_kernels=n_channels if sampled else 0,
+                handle=handle,
             )
             self._queue.append(collective)
             return collective
@@ -177,7 +203,8 @@ class Timeline:
         """The emulated end of a collective; its bytes have been moved, so every rank has arrived."""
         with _LOCK:
             while collective.end_ns == 0:
-                self._resolve(self._queue.popleft())
+                oldest = self._queue.popleft()
+                self._resolve(oldest)
             return collective.end_ns
 
     def wait_for(self, collective: Collective) -> None:
@@ -186,7 +213,8 @@ class Timeline:
         begin = self._clock.now()
         self._clock.wait_until(end)
         if collective.n_kernels and end > begin:
-            self._library.dynamiccl_emit(WAIT_PACKED.pack(*_WAIT_HEAD, self._rank, 0, begin, end))
+            record = WAIT_PACKED.pack(*_WAIT_HEAD, self._rank, 0, begin, end)
+            self._library.dynamiccl_emit(record)
 
     def close(self) -> None:
         """The communicator is destroyed."""
@@ -195,16 +223,19 @@ class Timeline:
 
     def _plan(self, func: str, n_bytes: int) -> tuple[str, str, int]:
         """Ask NCCL's model and the plugin, as ncclPrepareTasks does, and clip as the scheduler does."""
-        cost = cost_table(self._cluster, func, n_bytes).copy()
+        message = self._cluster, func, n_bytes
+        cost = cost_table(*message).copy()
         asked = self._nccl.get_coll_info(func, n_bytes, cost)
-        algo, proto = choice(self._cluster, func, n_bytes, cost)
-        n_channels, _ = channels(self._cluster, func, n_bytes, algo, proto, asked)
+        algo, proto = choice(*message, cost)
+        n_channels, _ = channels(*message, algo, proto, asked)
         return algo, proto, n_channels
 
     def _duration_ns(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> int:
         us = self._fabric.time_us(func, n_bytes, algo, proto, n_channels)
         # Every rank draws the same noise: the collective is one event, not one a rank.
-        rng = np.random.default_rng((self._emulated.seed, self._comm_id & 0xFFFFFFFF, self._order))
+        comm_id = self._comm_id & 0xFFFFFFFF
+        key = self._emulated.seed, comm_id, self._order
+        rng = np.random.default_rng(key)
         us *= self._fabric.noise(rng)
         if algo not in self._connected:  # NCCL connects an algorithm at its first use
             self._connected.add(algo)
@@ -213,10 +244,15 @@ class Timeline:
 
     def _resolve(self, c: Collective) -> None:
         """All ranks have arrived: fix start and end, and tell the profiler."""
-        c.start_ns = max(self._stream_end, self._arrivals.last(c.order))
-        beside = [other for line in tuple(_LINES) if line is not self for other in line._running]
+        last_arrival = self._arrivals.last(c.order)
+        c.start_ns = max(self._stream_end, last_arrival)
+        beside: list[Collective] = []
+        for line in tuple(_LINES):
+            if line is not self:
+                beside += line._running
         c.duration_ns = with_neighbours(c, beside)
-        c.end_ns = self._stream_end = c.start_ns + c.duration_ns
+        c.end_ns = c.start_ns + c.duration_ns
+        self._stream_end = c.end_ns
         for channel in range(c.n_kernels):
             self._nccl.kernel(c.handle, channel, c.start_ns, c.end_ns)
         self._running.append(c)
@@ -230,16 +266,22 @@ def part_of(cluster: Cluster, ranks: Sequence[int], world: int) -> Cluster:
     many GPUs, in order. So neighbours share a node, and a group of one process of each node has all of them.
     """
     each = cluster.n_ranks / world
-    gpus = [
-        gpu
-        for rank in ranks
-        for gpu in range(int(rank * each), max(int(rank * each) + 1, int((rank + 1) * each)))
-    ]
-    n_nodes = len({gpu // cluster.gpus_per_node for gpu in gpus})
+    nodes = set[int]()
+    for rank in ranks:
+        first = int(rank * each)
+        stop = int((rank + 1) * each)
+        gpus = range(first, max(first + 1, stop))
+        nodes |= {gpu // cluster.gpus_per_node for gpu in gpus}
+    n_nodes = len(nodes)
     n_ranks = max(2, round(each * len(ranks)))  # NCCL asks no tuner for one
-    return replace(resize(cluster, n_nodes), gpus_per_node=max(1, round(n_ranks / n_nodes)))
+    gpus_per_node = max(1, round(n_ranks / n_nodes))
+    resized = resize(cluster, n_nodes)
+    return replace(resized, gpus_per_node=gpus_per_node)
 
 
 def comm_id_of(name: str) -> int:
     """A communicator's id from its group name: equal on all ranks, never 0 (0 means any in a table)."""
-    return (zlib.crc32(name.encode()) << 32 | zlib.crc32(name[::-1].encode())) or 1
+    forward = name.encode()
+    backward = name[::-1].encode()
+    both = zlib.crc32(forward) << 32 | zlib.crc32(backward)
+    return both or 1

@@ -57,7 +57,8 @@ class Fabric:
     """What really happens on ``n`` clusters (the functions on one message need ``n = 1``)."""
 
     def __init__(self, fleet: ClusterArrays, truth: FabricParams) -> None:
-        self.fleet, self.truth = fleet, truth
+        self.fleet = fleet
+        self.truth = truth
         # A running job asks for few calls, and for these again and again.
         self.time_us = lru_cache(100_000)(self._time_us)
         self.beside = lru_cache(100_000)(self._beside)
@@ -67,11 +68,14 @@ class Fabric:
         """The fabric of one cluster: the documented one for ``seed`` 0 or None, else one drawn around it."""
         fleet = ClusterArrays.of([cluster])
         truth = nominal(fleet)
-        name = cluster.name.partition("[")[0]
-        for key in (name.rpartition("-")[0], name):
-            truth = with_values(truth, PRESETS.get(key, {}))
+        name, _, _ = cluster.name.partition("[")
+        kind, _, _ = name.rpartition("-")
+        for key in (kind, name):
+            known = PRESETS.get(key, {})
+            truth = with_values(truth, known)
         if seed:
-            truth = spread(truth, np.random.default_rng(seed))
+            rng = np.random.default_rng(seed)
+            truth = spread(truth, rng)
         return cls(fleet, truth)
 
     @classmethod
@@ -79,7 +83,9 @@ class Fabric:
         cls, fleet: ClusterArrays, rng: np.random.Generator, width: float = 1.0, sigma: Array | float = 0.15
     ) -> Fabric:
         """One drawn fabric for each cluster of ``fleet``; see :func:`spread`."""
-        return cls(fleet, spread(nominal(fleet), rng, width, sigma))
+        documented = nominal(fleet)
+        truth = spread(documented, rng, width, sigma)
+        return cls(fleet, truth)
 
     def times_us(self, is_reduce_scatter: Array, n_bytes: Array, pair: Array, n_channels: Array) -> Array:
         """Microseconds of all_gather or reduce_scatter, alone on the fabric and without noise, (n, k).
@@ -89,34 +95,43 @@ class Fabric:
         """
         columns = self.fleet.take((slice(None), None))
         size = asarray(n_bytes, np.int64)
-        ran = planned_channels(columns, size[:, None], pair, n_channels)
+        size = size[:, None]
+        ran = planned_channels(columns, size, pair, n_channels)
         return self.times_on_us(is_reduce_scatter, n_bytes, pair, ran)
 
     def times_on_us(self, is_reduce_scatter: Array, n_bytes: Array, pair: Array, ran: Array) -> Array:
         """As :meth:`times_us`, on the channels that really ran."""
         call = self._call(is_reduce_scatter, n_bytes, pair, ran)
-        fleet, truth = self.fleet, self.truth
+        fleet = self.fleet
+        truth = self.truth
         us = self._ring_us(call)
         if fleet.offers_nvls.any():
+            nvls_us = self._nvls_us(call)
             is_nvls = call.pair == _NVLS
-            us = where(is_nvls, self._nvls_us(call), us)
+            us = where(is_nvls, nvls_us, us)
         if fleet.collnet.any():
+            collnet_us = self._collnet_us(call)
             is_collnet = call.pair == _COLLNET
-            us = where(is_collnet, self._collnet_us(call), us)
+            us = where(is_collnet, collnet_us, us)
         if fleet.offers_pat.any():
+            pat_us = self._pat_us(call)
             is_pat = call.pair == _PAT
-            us = where(is_pat, self._pat_us(call), us)
+            us = where(is_pat, pat_us, us)
 
         channels = maximum(call.channels, 1.0)
         octave = ceil(log2(channels))
         count_class = octave.astype(int)
-        effect = truth.effect[call.rows, call.func, call.pair, count_class]
+        place = call.rows, call.func, call.pair, count_class
+        effect = truth.effect[place]
         alone = truth.launch_us[:, None] + us
-        return asarray(alone * exp(effect))
+        factor = exp(effect)
+        return asarray(alone * factor)
 
     def _call(self, is_reduce_scatter: Array, n_bytes: Array, pair: Array, ran: Array) -> _Asked:
         n = len(self.fleet)
-        shape = np.broadcast_shapes((n, 1), np.shape(pair), np.shape(ran))
+        of_pair = np.shape(pair)
+        of_channels = np.shape(ran)
+        shape = np.broadcast_shapes((n, 1), of_pair, of_channels)
         pair = broadcast_to(pair, shape)
         channels = broadcast_to(ran, shape)
         func = asarray(is_reduce_scatter).astype(int)
@@ -135,46 +150,62 @@ class Fabric:
 
     def _bus_gbs(self, call: _Asked) -> Array:
         """What the links carry beside so many channels."""
-        t, columns = self.truth, call.columns
+        t = self.truth
+        columns = call.columns
         ports = maximum(columns.n_nics, columns.ring.channels)
         beyond = call.channels - ports
         beyond = maximum(beyond, 0.0)
-        left = 1.0 - t.congestion[:, None] * beyond
-        left = maximum(left, 0.25)
-        return asarray(t.bus_gbs[:, None] * left)
+        lost = t.congestion[:, None] * beyond
+        left = maximum(1.0 - lost, 0.25)
+        bus_gbs = t.bus_gbs[:, None]
+        return asarray(bus_gbs * left)
 
     def _channel_gbs(self, call: _Asked) -> Array:
         """What the channels carry together."""
-        each = self.truth.channel_gbs[call.rows, call.func, call.proto]
+        place = call.rows, call.func, call.proto
+        each = self.truth.channel_gbs[place]
         return asarray(call.channels * each)
 
+    def _rate(self, call: _Asked, carried: Array) -> Array:
+        """Bytes a us (n, k), where the links carry ``carried`` GB/s (n, k)."""
+        sent = self._channel_gbs(call)
+        knee = self.truth.knee[:, None]
+        gbs = soft_min(sent, carried, knee)
+        return asarray(gbs * 1e3)
+
     def _ring_us(self, call: _Asked) -> Array:
-        t, c = self.truth, call.channels
-        row, func, proto = call.rows, call.func, call.proto
+        t = self.truth
+        c = call.channels
+        proto = call.proto
+        place = call.rows, call.func, proto
         n = call.columns.n_ranks
         nodes = call.columns.n_nodes
 
-        efficiency = t.efficiency[row, func, proto]
+        efficiency = t.efficiency[place]
         carried = self._bus_gbs(call) * efficiency
-        sent = self._channel_gbs(call)
-        rate = soft_min(sent, carried, t.knee[:, None])
-        rate = rate * 1e3  # bytes a us
+        rate = self._rate(call, carried)
 
-        within = (n - nodes) * t.hop_us[row, proto]
-        between = (nodes - 1) * t.net_us[row, proto]
+        hop_us = t.hop_us[call.rows, proto]
+        net_us = t.net_us[call.rows, proto]
+        within = (n - nodes) * hop_us
+        between = (nodes - 1) * net_us
 
         shard = call.size / n
         piece = shard / c
         missing = 1.0 - piece / CHUNK
         short = maximum(missing, 0.0)
         short = short * (proto == SIMPLE)
-        piece = piece + t.ramp_bytes[row, func, proto]
-        piece = piece + t.stall_bytes[:, None] * short
+        ramp = t.ramp_bytes[place]
+        stall = t.stall_bytes[:, None] * short
+        piece = piece + ramp
+        piece = piece + stall
         all_pieces = (n - 1) * c * piece
-        return asarray(within + between + all_pieces / rate)
+        moving = all_pieces / rate
+        return asarray(within + between + moving)
 
     def _nvls_us(self, call: _Asked) -> Array:
-        t, c = self.truth, call.channels
+        t = self.truth
+        c = call.channels
         most = t.nvls_gbs[call.rows, call.func]
         most = most * 1e3  # bytes a us
         half = t.nvls_channels[:, None]
@@ -184,31 +215,32 @@ class Fabric:
 
     def _collnet_us(self, call: _Asked) -> Array:
         c = call.channels
-        lat, gbs = terms(self.fleet)
-        most = maximum(gbs[:, _COLLNET, None], 1.0)
+        latencies, rates = terms(self.fleet)
+        gbs = rates[:, _COLLNET, None]
+        most = maximum(gbs, 1.0)
         most = most * 1e3  # bytes a us
         rate = most * c / (c + 2.0)
         us = call.size / rate
-        return asarray(lat[:, _COLLNET, None] + us)
+        latency = latencies[:, _COLLNET, None]
+        return asarray(latency + us)
 
     def _pat_us(self, call: _Asked) -> Array:
         t = self.truth
         n = call.columns.n_ranks
         share = t.pat_share[:, None]
         carried = self._bus_gbs(call) * share
-        sent = self._channel_gbs(call)
-        rate = soft_min(sent, carried, t.knee[:, None])
-        rate = rate * 1e3  # bytes a us
+        rate = self._rate(call, carried)
 
         at_least_two = maximum(n, 2)
         rounds = ceil(log2(at_least_two))
         shard = call.size / n
         moved = (n - 1) * shard
-        tree = rounds * t.pat_us[:, None]
-        tree = tree + moved / rate
+        latencies = rounds * t.pat_us[:, None]
+        moving = moved / rate
         ramp = t.ramp_bytes[call.rows, call.func, SIMPLE]
         all_ramps = rounds * ramp * call.channels
-        return asarray(tree + all_ramps / rate)
+        ramping = all_ramps / rate
+        return asarray(latencies + moving + ramping)
 
     def overlap(
         self, is_reduce_scatter: Array, n_bytes: Array, pair: Array, ran: Array, us: Array
@@ -219,27 +251,34 @@ class Fabric:
         network that a call takes. Compute loses the SMs that channels hold, by pair (public: matrix products beside
         NCCL's kernels run 30-40 % slower, pytorch#179937), and memory bandwidth by the bytes that really move.
         """
-        t, fleet = self.truth, self.fleet
-        row = arange(len(fleet))[:, None]
+        t = self.truth
+        fleet = self.fleet
+        rows = arange(len(fleet))
+        row = rows[:, None]
         func = asarray(is_reduce_scatter).astype(int)
         func = func[:, None]
         pair = broadcast_to(pair, us.shape)
 
         n = fleet.n_ranks[:, None]
         others = maximum(n - 1, 1)
-        ring_gbs = t.bus_gbs[:, None] * n / others
+        bus_gbs = t.bus_gbs[:, None]
+        ring_gbs = bus_gbs * n / others
         nvls_gbs = t.nvls_gbs[row, func]
-        gbs = where(pair == _NVLS, nvls_gbs, ring_gbs)
+        is_nvls = pair == _NVLS
+        gbs = where(is_nvls, nvls_gbs, ring_gbs)
         gbs = maximum(gbs, 1e-3)
         size = asarray(n_bytes, float)
-        quickest = size[:, None] / (gbs * 1e3)
-        use = minimum(quickest / us, 1.0)
+        quickest_us = size[:, None] / (gbs * 1e3)
+        part = quickest_us / us
+        use = minimum(part, 1.0)
 
         channels = asarray(ran, float)
-        taken = t.sm_weight[row, pair] * channels
+        weight = t.sm_weight[row, pair]
+        taken = weight * channels
         sms = self._loss_of_sms(taken)
         cost = 1.5 * t.memory_cost[:, None]
-        memory = cost * TRAFFIC[func, pair] * use
+        traffic = TRAFFIC[func, pair]
+        memory = cost * traffic * use
         # A ring over many nodes fills its network ports; the links within the nodes carry as much and have more.
         many = fleet.n_nodes[:, None] > 1
         near = where(many, 0.3 * use, use)
@@ -255,7 +294,10 @@ class Fabric:
         linear = SM_COST * taken / sms
         if not tiles.any():
             return asarray(own * linear)
-        each = staircase(tiles[:, None], sms[:, :, None], taken[:, :, None])
+        of_products = tiles[:, None]
+        all_sms = sms[:, :, None]
+        taken_sms = taken[:, :, None]
+        each = staircase(of_products, all_sms, taken_sms)
         steps = SEEN * each.mean(axis=2)
         known = asarray(tiles.any(axis=1))
         loss = where(known[:, None], steps, linear)
@@ -264,16 +306,16 @@ class Fabric:
     def _time_us(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> float:
         """Microseconds of one collective alone, without noise. Raises ValueError for an unknown pair."""
         if func == "all_reduce":  # never tuned: a ring adds, and then copies
-            config = algo, proto, n_channels
-            halves = [self.time_us(half, n_bytes, *config) for half in TUNED_FUNCS]
-            launch = float(self.truth.launch_us[0])
-            return sum(halves) - launch
+            call = n_bytes, algo, proto, n_channels
+            halves = [self.time_us(half, *call) for half in TUNED_FUNCS]
+            launch_us = self.truth.launch_us[0]
+            return sum(halves) - float(launch_us)
         if func not in TUNED_FUNCS or (algo, proto) not in PAIRS:
             raise ValueError(f"no {algo}/{proto} for {func}")
-        is_rs = array([func == "reduce_scatter"])
+        is_reduce_scatter = func == "reduce_scatter"
+        is_rs = array([is_reduce_scatter])
         size = array([n_bytes])
-        number = PAIRS.index((algo, proto))
-        pair = array([[number]])
+        pair = _one_pair(algo, proto)
         count = array([[n_channels]])
         us = self.times_us(is_rs, size, pair, count)
         return float(us[0, 0])
@@ -283,8 +325,7 @@ class Fabric:
     ) -> tuple[float, float, float]:
         """What one collective does to what runs beside it, see :meth:`overlap`; of an all_reduce, as its ring would."""
         took = self.time_us(func, n_bytes, algo, proto, n_channels)
-        number = PAIRS.index((algo, proto))
-        pair = array([[number]])
+        pair = _one_pair(algo, proto)
         moved = n_bytes * 2 if func == "all_reduce" else n_bytes
         is_rs = array([func != "all_gather"])
         size = array([moved])
@@ -303,15 +344,23 @@ class Fabric:
 
     def noise(self, rng: np.random.Generator) -> float:
         """A factor on the time of one collective: log-normal, and now and then a straggler of up to 5 x."""
-        sigma = float(self.truth.noise[0])
-        tail = float(self.truth.tail[0])
+        truth = self.truth
+        sigma = float(truth.noise[0])
+        tail = float(truth.tail[0])
         log = rng.normal(0.0, sigma)
         factor = float(exp(log))
         is_late = rng.random() < tail
         if not is_late:
             return factor
-        beyond = min(rng.pareto(1.5), 3.9)
+        drawn = rng.pareto(1.5)
+        beyond = min(drawn, 3.9)
         return factor * (1.1 + beyond)
+
+
+def _one_pair(algo: str, proto: str) -> Array:
+    """The index into PAIRS as an array of (1, 1). Raises ValueError for an unknown pair."""
+    number = PAIRS.index((algo, proto))
+    return array([[number]])
 
 
 def staircase(tiles: Array, sms: Array, taken: Array) -> Array:
