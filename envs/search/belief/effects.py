@@ -42,14 +42,13 @@ class Effects(NamedTuple):
         by_exposure = share * (1 - time)
         by_log = -share * exposure * time
         # Covariance of each saving with every figure of the slot: only three of these have a slope.
-        from_exposure = by_exposure[:, None] * cov[0]
-        from_logs = by_log[:, None] * cov[1 : a + 1]
-        from_rest = share * cov[a + 1 :]
-        cross = from_exposure + from_logs + from_rest
-        with_exposure = cross[:, :1]
+        cross = by_exposure[:, None] * cov[0]
+        cross += by_log[:, None] * cov[1 : a + 1]
+        cross += share * cov[a + 1 :]
         with_logs = cross[:, 1 : a + 1]
-        with_rest = cross[:, a + 1 :]
-        of_savings = with_exposure * by_exposure + with_logs * by_log + share * with_rest
+        of_savings = cross[:, :1] * by_exposure
+        of_savings += with_logs * by_log
+        of_savings += share * cross[:, a + 1 :]
         variance = cov.diagonal()[1 : a + 1]
         together = cov[0, 1 : a + 1]
         wait = mean_wait(exposure, time, variance, together)
@@ -119,7 +118,8 @@ class Known:
 def call_time(logs: Array) -> Array:
     """Times of calls over the default's, from their logs."""
     near = within(logs, *LOG_RANGE)
-    return np.asarray(np.exp(near))
+    times: Array = np.exp(near)
+    return times
 
 
 def mean_wait(exposure: float | Array, time: Array, variance: Array, together: Array) -> Array:
@@ -129,7 +129,7 @@ def mean_wait(exposure: float | Array, time: Array, variance: Array, together: A
     exposure.
     """
     longer = 1 + np.minimum(variance, MOST_VARIANCE) / 2  # the mean of exp
-    return np.asarray(exposure * (1 - time * longer) - together * time)
+    return exposure * (1 - time * longer) - together * time
 
 
 def mean_saving(share: float | Array, saved: Array, logs: Array) -> Array:

@@ -84,4 +84,5 @@ def see_figures(mean: Array, cov: Array, at: Array, misses: Array, variances: Ar
     spread = cross[at] + noise
     gain = np.linalg.solve(spread, cross.T).T
     cov -= gain @ cross.T
-    return np.asarray(mean + gain @ misses)
+    found: Array = mean + gain @ misses
+    return found
