@@ -29,20 +29,6 @@ LINES, ATTRIBUTES, COMPLEXITY, NAMES = 400, 15, 12, 8
 NAMES_A_LINE = 4.0
 #: Files that are beyond, with what they are at: a figure may only become smaller.
 DENSE = {
-    "agent/train/recurrent.py": 4.92,
-    "envs/bench/job_arena.py": 4.28,
-    "envs/bench/scores.py": 5.3,
-    "envs/live/windows.py": 5.11,
-    "envs/nccl/agreement/pace.py": 4.67,
-    "envs/nccl/agreement/store.py": 4.06,
-    "envs/replay/decisions.py": 4.87,
-    "envs/search/belief/belief.py": 5.27,
-    "envs/search/explore.py": 4.35,
-    "envs/search/monitor.py": 4.01,
-    "envs/search/refine.py": 4.21,
-    "envs/search/search.py": 4.31,
-    "envs/search/step_guard.py": 4.71,
-    "envs/search/step_times.py": 4.15,
     "envs/sim/emulated/nccl_caller.py": 5.35,
     "envs/sim/emulated/timeline.py": 4.47,
     "envs/sim/fabric/fabric.py": 4.37,
