@@ -17,9 +17,11 @@ import numpy as np
 
 from ...envs.nccl_model.arms import distinct
 from ...envs.nccl_model.clusters import Cluster, ClusterArrays
-from ...envs.replay.decisions import cluster_of, default_generations, load
+from ...envs.replay.decisions import default_generations, load
+from ...envs.replay.predicted import cluster_of
 from ...envs.replay.recordings import named, of_size, on_cluster
-from ...envs.search.belief.belief import LOG_RANGE, Belief
+from ...envs.search.belief.belief import Belief
+from ...envs.search.belief.effects import LOG_RANGE
 from ...envs.search.belief.prior import Prior
 from ...traces.files import Trace, TraceError
 from ...traces.importers.recording import read_recording, recording_files

@@ -15,7 +15,7 @@ from torch import nn
 from torch.linalg import cholesky, solve_triangular
 from torch.nn import Linear
 
-from ...envs.search.belief.belief import LOG_RANGE
+from ...envs.search.belief.effects import LOG_RANGE
 from ...envs.search.belief.prior import N_FIGURES
 from ...envs.sim.jobs import Jobs
 from ...traces.fingerprint import N_FEATURES

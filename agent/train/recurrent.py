@@ -34,23 +34,30 @@ _KEPT = torch.as_tensor(KEPT)
 
 def expand(obs: Tensor) -> Tensor:
     """``observation.expand`` for tensors."""
-    return _BLANK.repeat(len(obs), 1).index_copy(1, _KEPT, obs)
+    blank = _BLANK.repeat(len(obs), 1)
+    return blank.index_copy(1, _KEPT, obs)
 
 
 def figures_of(obs: Tensor) -> Tensor:
     """(n, N_OBSERVATION) -> (n, N_PER_CONFIG, N_CONFIGS)."""
-    return expand(obs)[:, N_CONTEXT:-N_CONFIGS].unflatten(1, (N_PER_CONFIG, N_CONFIGS))
+    figures = expand(obs)[:, N_CONTEXT:-N_CONFIGS]
+    return figures.unflatten(1, (N_PER_CONFIG, N_CONFIGS))
 
 
 def read(obs: Tensor) -> Tensor:
     """What the LSTM reads of observations, (n, N_READ)."""
-    f = figures_of(obs)
-    return torch.cat([obs[:, :N_CONTEXT], (f * f[:, LAST : LAST + 1]).sum(dim=2), f.amax(dim=2)], dim=1)
+    context = obs[:, :N_CONTEXT]
+    figures = figures_of(obs)
+    is_last = figures[:, LAST : LAST + 1]
+    of_last = (figures * is_last).sum(dim=2)
+    largest = figures.amax(dim=2)
+    return torch.cat([context, of_last, largest], dim=1)
 
 
 def rule_of(obs: Tensor, sure: float) -> Tensor:
     """``lstm.rule_scores`` for tensors, nothing of which is learned; rows of zeros (padding) have no mask."""
-    scores = torch.as_tensor(rule_scores(obs.numpy(), sure=sure)).clamp(min=-1e8)
+    found = rule_scores(obs.numpy(), sure=sure)
+    scores = torch.as_tensor(found).clamp(min=-1e8)
     is_padding = (obs == 0).all(dim=1)
     return scores.masked_fill(is_padding[:, None, None], 0.0)
 
@@ -76,7 +83,8 @@ class TurnDistribution(CategoricalDistribution):
 
     def log_prob(self, actions: Tensor) -> Tensor:
         """Of actions (n,), shape (n,)."""
-        configs, what = actions // N_WHAT, actions % N_WHAT
+        configs = actions // N_WHAT
+        what = actions % N_WHAT
         at = configs * N_NEXT + what
         return cast(Tensor, self.distribution.log_prob(at))  # type: ignore[no-untyped-call]
 
@@ -86,11 +94,14 @@ class TurnDistribution(CategoricalDistribution):
 
     def mode(self) -> Tensor:
         """The likeliest actions, (n,)."""
-        return self._actions(self.distribution.logits.argmax(dim=1))
+        at = self.distribution.logits.argmax(dim=1)
+        return self._actions(at)
 
     @staticmethod
     def _actions(at: Tensor) -> Tensor:
-        return at // N_NEXT * N_WHAT + at % N_NEXT
+        configs = at // N_NEXT
+        what = at % N_NEXT
+        return configs * N_WHAT + what
 
 
 class TurnHead(nn.Module):
@@ -103,21 +114,36 @@ class TurnHead(nn.Module):
 
     def __init__(self, hidden: int, width: int, depth: int) -> None:
         super().__init__()
-        self.body = nn.Linear(hidden + N_CONTEXT, width)
+        n_inputs = hidden + N_CONTEXT
+        self.body = nn.Linear(n_inputs, width)
         self.z = nn.Linear(width, depth, bias=False)
-        self.e = nn.Parameter(0.3 * torch.randn(N_CONFIGS, depth))
-        self.s = nn.Parameter(0.3 * torch.randn(N_PER_CONFIG, depth))
-        self.u = nn.Parameter(torch.zeros(N_PER_CONFIG))
-        self.v = nn.Parameter(torch.zeros(depth))
-        self.what = nn.Parameter(torch.zeros(width, N_NEXT))
+        of_configs = 0.3 * torch.randn(N_CONFIGS, depth)
+        of_figures = 0.3 * torch.randn(N_PER_CONFIG, depth)
+        self.e = nn.Parameter(of_configs)
+        self.s = nn.Parameter(of_figures)
+        self.u = _zeros(N_PER_CONFIG)
+        self.v = _zeros(depth)
+        self.what = _zeros(width, N_NEXT)
 
     def forward(self, latent: Tensor) -> Tensor:
         """``latent`` (n, hidden + N_OBSERVATION) -> (n, N_CONFIGS, N_NEXT)."""
         obs = latent[:, -N_OBSERVATION:]
-        z, f = torch.tanh(self.body(latent[:, : N_CONTEXT - N_OBSERVATION])), figures_of(obs)
-        hidden = self.z(z)[:, None, :] + self.e + f.transpose(1, 2) @ self.s
-        config = torch.relu(hidden) @ self.v + (f * self.u[:, None]).sum(dim=1)
-        return GAIN * (config[:, :, None] + (z @ self.what)[:, None, :])
+        figures = figures_of(obs)
+        out_and_context = latent[:, : N_CONTEXT - N_OBSERVATION]
+        z = torch.tanh(self.body(out_and_context))
+        of_job = self.z(z)[:, None, :]
+        of_figures = figures.transpose(1, 2) @ self.s
+        hidden = of_job + self.e + of_figures
+        active = torch.relu(hidden)
+        weighted = figures * self.u[:, None]
+        config = active @ self.v + weighted.sum(dim=1)
+        what = z @ self.what
+        return GAIN * (config[:, :, None] + what[:, None, :])
+
+
+def _zeros(*shape: int) -> nn.Parameter:
+    """A parameter that begins at 0."""
+    return nn.Parameter(torch.zeros(*shape))
 
 
 class _Extractor(nn.Module):
@@ -125,11 +151,14 @@ class _Extractor(nn.Module):
 
     def __init__(self, hidden: int, width: int, depth: int) -> None:
         super().__init__()
-        self.latent_dim_pi, self.latent_dim_vf = N_CONFIGS * N_NEXT, width
+        self.latent_dim_pi = N_CONFIGS * N_NEXT
+        self.latent_dim_vf = width
         self.policy_net = TurnHead(hidden, width, depth)
-        self.value_net = nn.Sequential(
-            nn.Linear(hidden + N_READ, 2 * width), nn.Tanh(), nn.Linear(2 * width, width), nn.Tanh()
-        )
+        n_inputs = hidden + N_READ
+        first = nn.Linear(n_inputs, 2 * width)
+        second = nn.Linear(2 * width, width)
+        layers = first, nn.Tanh(), second, nn.Tanh()
+        self.value_net = nn.Sequential(*layers)
 
 
 class MaskedLstmPolicy(RecurrentActorCriticPolicy):
@@ -150,7 +179,8 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
         sure: float = SURE,
         **kwargs: Any,
     ) -> None:
-        self.head_width, self.head_depth = head_width, head_depth
+        self.head_width = head_width
+        self.head_depth = head_depth
         self.recurrent_rate = recurrent_rate
         self.sure = sure
         kwargs.setdefault("lstm_hidden_size", 64)
@@ -165,21 +195,32 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
 
     def rates(self) -> list[dict[str, Any]]:
         """Groups of parameters for an optimizer, each with what its learning rate is multiplied by, ``times``."""
-        recurrent, others = list[Any](), list[Any]()
+        recurrent = list[Any]()
+        others = list[Any]()
         for name, parameter in self.named_parameters():
-            (recurrent if name.startswith("lstm_") else others).append(parameter)
+            is_recurrent = name.startswith("lstm_")
+            group = recurrent if is_recurrent else others
+            group.append(parameter)
         return [{"params": others, "times": 1.0}, {"params": recurrent, "times": self.recurrent_rate}]
 
     def _build_mlp_extractor(self) -> None:
         extractor = _Extractor(self.lstm_output_dim, self.head_width, self.head_depth)
         self.mlp_extractor = extractor  # type: ignore[assignment]
 
+    @property
+    def _extractor(self) -> _Extractor:
+        return cast(_Extractor, self.mlp_extractor)
+
     def scores(self, obs: Tensor, states: States, starts: Tensor) -> tuple[Tensor, States]:
         """Masked scores (n, N_CONFIGS, N_NEXT) of observations (n, N_OBSERVATION) in sequences, and the next states."""
         obs = obs.float()
-        out, states = self._process_sequence(read(obs), states, starts, self.lstm_actor)
-        learned = cast(_Extractor, self.mlp_extractor).policy_net(torch.cat([out, obs], dim=1))
-        return rule_of(obs, self.sure) + learned, states
+        seen = read(obs)
+        lstm = self.lstm_actor
+        out, states = self._process_sequence(seen, states, starts, lstm)
+        latent = torch.cat([out, obs], dim=1)
+        learned = self._extractor.policy_net(latent)
+        by_rule = rule_of(obs, self.sure)
+        return by_rule + learned, states
 
     @staticmethod
     def _process_sequence(  # type: ignore[override]  # sb3-contrib's own annotation is not what it returns
@@ -190,33 +231,46 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
         ``features`` (n_seq * length, d) -> output (n_seq * length, hidden) and the last states (1, n_seq, hidden).
         """
         n_seq = lstm_states[0].shape[1]
-        sequence = features.reshape(n_seq, -1, lstm.input_size).swapaxes(0, 1)
-        starts = episode_starts.reshape(n_seq, -1).swapaxes(0, 1)
+        by_sequence = features.reshape(n_seq, -1, lstm.input_size)
+        sequence = by_sequence.swapaxes(0, 1)
+        starts = episode_starts.reshape(n_seq, -1)
+        starts = starts.swapaxes(0, 1)
         length = len(sequence)
-        cuts = [0, *[t for t in range(1, length) if bool(starts[t].any())], length]
+        cuts = [0]
+        for t in range(1, length):
+            if bool(starts[t].any()):
+                cuts.append(t)
+        cuts.append(length)
         outputs = []
         for begin, end in pairwise(cuts):
             keep = (1.0 - starts[begin]).view(1, n_seq, 1)
-            lstm_states = (keep * lstm_states[0], keep * lstm_states[1])
-            output, lstm_states = lstm(sequence[begin:end], lstm_states)
+            hidden, cell = lstm_states
+            lstm_states = (keep * hidden, keep * cell)
+            stretch = sequence[begin:end]
+            output, lstm_states = lstm(stretch, lstm_states)
             outputs.append(output)
-        return torch.cat(outputs).transpose(0, 1).flatten(0, 1), lstm_states
+        found = torch.cat(outputs).transpose(0, 1)
+        return found.flatten(0, 1), lstm_states
 
     def forward(  # type: ignore[override]
         self, obs: Tensor, lstm_states: RNNStates, episode_starts: Tensor, deterministic: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, RNNStates]:
         """Actions (n,), values (n, 1), log-probabilities (n,) and the next states."""
-        distribution, states = self.get_distribution(obs, cast(States, lstm_states.pi), episode_starts)
-        values, of_critic = self._values(obs, cast(States, lstm_states.vf), episode_starts)
+        of_actor, of_critic = _both(lstm_states)
+        distribution, of_actor = self.get_distribution(obs, of_actor, episode_starts)
+        values, of_critic = self._values(obs, of_critic, episode_starts)
         actions = distribution.get_actions(deterministic=deterministic)
-        return actions, values, distribution.log_prob(actions), RNNStates(states, of_critic)
+        logs = distribution.log_prob(actions)
+        states = RNNStates(of_actor, of_critic)
+        return actions, values, logs, states
 
     def get_distribution(  # type: ignore[override]
         self, obs: Tensor, lstm_states: States, episode_starts: Tensor
     ) -> tuple[TurnDistribution, States]:
         """Masked distribution over turns, and the next states."""
         scores, states = self.scores(obs, lstm_states, episode_starts)
-        return TurnDistribution().proba_distribution(scores), states
+        distribution = TurnDistribution()
+        return distribution.proba_distribution(scores), states
 
     def predict_values(  # type: ignore[override]
         self, obs: Tensor, lstm_states: States, episode_starts: Tensor
@@ -227,23 +281,28 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
     def _values(self, obs: Tensor, states: States, starts: Tensor) -> tuple[Tensor, States]:
         """Values (n, 1) and the critic's next states."""
         seen = read(obs.float())
-        out, states = self._process_sequence(seen, states, starts, cast(nn.LSTM, self.lstm_critic))
-        found = cast(_Extractor, self.mlp_extractor).value_net(torch.cat([out, seen], dim=1))
+        lstm = cast(nn.LSTM, self.lstm_critic)
+        out, states = self._process_sequence(seen, states, starts, lstm)
+        latent = torch.cat([out, seen], dim=1)
+        found = self._extractor.value_net(latent)
         return self.value_net(found), states
 
     def evaluate_actions(  # type: ignore[override]
         self, obs: Tensor, actions: Tensor, lstm_states: RNNStates, episode_starts: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Values (n, 1), log-probabilities (n,) and entropies (n,) of ``actions`` (n,) in padded sequences."""
-        distribution, _ = self.get_distribution(obs, cast(States, lstm_states.pi), episode_starts)
+        of_actor, of_critic = _both(lstm_states)
+        distribution, _ = self.get_distribution(obs, of_actor, episode_starts)
         logs = distribution.log_prob(actions)
-        values, _ = self._values(obs, cast(States, lstm_states.vf), episode_starts)
-        return values, logs, distribution.entropy()
+        values, _ = self._values(obs, of_critic, episode_starts)
+        entropies = distribution.entropy()
+        return values, logs, entropies
 
     def _parts(self) -> dict[str, tuple[Tensor, float, bool]]:
         """Weights by the name that they have at run time: the parameter, by what it is multiplied there, and whether it
         is transposed."""
-        head, lstm = cast(_Extractor, self.mlp_extractor).policy_net, self.lstm_actor
+        head = self._extractor.policy_net
+        lstm = self.lstm_actor
         return {
             "lstm_x": (cast(Tensor, lstm.weight_ih_l0), 1.0, True),
             "lstm_h": (cast(Tensor, lstm.weight_hh_l0), 1.0, True),
@@ -263,8 +322,11 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
         arrays: dict[str, Array] = {}
         for name, (parameter, gain, turned) in self._parts().items():
             found = gain * parameter.detach().numpy()
-            arrays[name] = np.array(found.T if turned else found, np.float32, order="C")
-        arrays["lstm_b"] += cast(Tensor, self.lstm_actor.bias_hh_l0).detach().numpy()
+            if turned:
+                found = found.T
+            arrays[name] = np.array(found, np.float32, order="C")
+        second_bias = cast(Tensor, self.lstm_actor.bias_hh_l0)
+        arrays["lstm_b"] += second_bias.detach().numpy()
         return arrays
 
     def take(self, weights: dict[str, Array]) -> None:
@@ -272,5 +334,15 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
         with torch.no_grad():
             for name, (parameter, gain, turned) in self._parts().items():
                 found = torch.as_tensor(weights[name]) / gain
-                parameter.copy_(found.T if turned else found)
-            cast(Tensor, self.lstm_actor.bias_hh_l0).zero_()
+                if turned:
+                    found = found.T
+                parameter.copy_(found)
+            second_bias = cast(Tensor, self.lstm_actor.bias_hh_l0)
+            second_bias.zero_()
+
+
+def _both(states: RNNStates) -> tuple[States, States]:
+    """The states of the actor's LSTM, and of the critic's."""
+    of_actor = cast(States, states.pi)
+    of_critic = cast(States, states.vf)
+    return of_actor, of_critic

@@ -40,22 +40,28 @@ class AccountedWindows(SimWindows):
 
     def measure(self, rows: Sequence[int], plans: Sequence[Plan]) -> list[Measured]:
         """See :class:`SimWindows`."""
-        before, few = self.running, self.few
+        ledger = self.ledger
+        before = self.running
+        few = self.few
         found = super().measure(rows, plans)
-        where, waited = np.asarray(rows), self.waited[rows]  # until the table is in force
-        at = where[waited > 0]
+        where = np.asarray(rows)
+        waited = self.waited[rows]  # until the table is in force
+        has_waited = waited > 0
+        at = where[has_waited]
         if at.size:
             few_then = few.take(at)
-            self.ledger.bill(at, before[at], self.waited[at], few_then)
+            ledger.bill(at, before[at], waited[has_waited], few_then)
         billed = np.array([m.billed for m in found])
         tried = self.tried_steps[where]
         few_now = self.few.take(where)
-        self.ledger.bill(where, self.tried[where], tried, few_now)
+        tables = self.tried[where]
+        ledger.bill(where, tables, tried, few_now)
         by_current = billed - waited - tried  # turns of the current table
-        others = where[by_current > 0]
+        has_turns = by_current > 0
+        others = where[has_turns]
         if others.size:
-            more = by_current[by_current > 0]
-            self.ledger.bill(others, self.running[others], more)
+            more = by_current[has_turns]
+            ledger.bill(others, self.running[others], more)
         return found
 
 
@@ -72,17 +78,21 @@ class AskedPolicy:
     """A policy that is asked as it is live: one turn of one job at a time."""
 
     def __init__(self, policy: Policy, limit_s: float) -> None:
-        self.policy, self.limit_s = policy, limit_s
-        self.states, self.spent_s = dict[int, Any](), 0.0
+        self.policy = policy
+        self.limit_s = limit_s
+        self.states = dict[int, Any]()  # by job
+        self.spent_s = 0.0
 
     def next(self, job: int, search: Search) -> int:
         """The policy's action. Raises ValueError when the answer is no action or takes
         longer than the limit; what the policy raises passes through."""
         observation = search.observe()[None]
+        state = self.states.get(job)
         start = np.array([job not in self.states])
         begin = time.perf_counter()
         processor = time.thread_time()
-        action, self.states[job] = self.policy.predict(observation, self.states.get(job), start, True)
+        action, state = self.policy.predict(observation, state, start, True)
+        self.states[job] = state
         self.spent_s += time.perf_counter() - begin
         took = time.thread_time() - processor  # of a processor: a busy machine is no fault of the policy's
         if took > self.limit_s:
@@ -100,9 +110,10 @@ class ReplayedDecisions:
 
     def next(self, job: int, _search: Search) -> int:
         """The job's next decision. Raises ValueError when there is none left, or it is no decision."""
-        if job >= len(self.left) or not self.left[job]:
+        left = self.left[job] if job < len(self.left) else []
+        if not left:
             raise ValueError("the record has too few decisions")
-        decision = int(self.left[job].pop())
+        decision = int(left.pop())
         if not 0 <= decision < N_ACTIONS:
             raise ValueError(f"{decision} is no decision")
         return decision
@@ -131,27 +142,32 @@ def play(
         for i in open_:
             decisions[i] += _turns(i, search.searches[i], player)
         is_left = watch.begin()
-        search.measure([i for i in open_ if is_left[i]])
+        playing = [i for i in open_ if is_left[i]]
+        search.measure(playing)
         watch.note()
     if not after:  # what ran last were trials: a job does not go on like them
         ledger.go_on(np.arange(n))
     marks = np.array([s.marks.first_gain for s in search.searches])
     ledger.first_gain = np.where(marks >= 0, marks, np.nan)
     n_turns = max(sum(map(len, decisions)), 1)
-    return PlayedJobs(ledger.scores(), decisions, 1e6 * player.spent_s / n_turns)
+    mean_us = 1e6 * player.spent_s / n_turns
+    return PlayedJobs(ledger.scores(), decisions, mean_us)
 
 
 class _Watch:
     """How long each job is played past its verdict. Arrays have the shape (jobs,)."""
 
     def __init__(self, search: SimSearch, ledger: LossAccount, after: int) -> None:
-        self.search, self.ledger, self.after = search, ledger, after
+        self.search = search
+        self.ledger = ledger
+        self.after = after
         n = len(search.searches)
         self.until = np.full(n, np.inf)  # steps at which a job's watch has been played
 
     def _each(self, name: str) -> Array:
         """A property of the search of each job, bool."""
-        return np.array([getattr(one, name) for one in self.search.searches])
+        searches = self.search.searches
+        return np.array([getattr(one, name) for one in searches])
 
     def open_jobs(self) -> list[int]:
         """Jobs that are played on. One that searches anew has longer: what is in force now will not last."""
@@ -175,11 +191,13 @@ class _Watch:
         is_over = self._each("is_over")
         is_fresh = is_over & np.isinf(self.until)
         fresh = np.flatnonzero(is_fresh)
-        ledger.end(fresh, self.search.tables[fresh])
+        tables = self.search.tables[fresh]
+        ledger.end(fresh, tables)
         self.until[fresh] = ledger.steps[fresh] + self.after
         busy = self.at_work()
         ledger.go_on(busy)
-        self.until[busy] = ledger.steps[busy] + max(self.after, 1)
+        more = max(self.after, 1)
+        self.until[busy] = ledger.steps[busy] + more
         return (ledger.steps < self.until) | ~is_over
 
     def note(self) -> None:
@@ -187,7 +205,8 @@ class _Watch:
         ledger = self.ledger
         is_done = self._each("is_done")
         ledger.quiet = np.where(is_done, ledger.quiet, ledger.steps)
-        again = np.flatnonzero(np.isfinite(self.until))
+        has_begun = np.isfinite(self.until)
+        again = np.flatnonzero(has_begun)
         ledger.final[again] = self.search.tables[again]
 
 

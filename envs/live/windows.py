@@ -42,8 +42,11 @@ class LiveWindows:
         funcs: Sequence[str] = TUNED_FUNCS,
         on_window: Callable[[Plan, Window | Turns], None] = lambda plan, window: None,
     ) -> None:
-        self.job, self.profile_steps, self.min_share = job, profile_steps, min_share
-        self.funcs, self.on_window = tuple(funcs), on_window
+        self.job = job
+        self.profile_steps = profile_steps
+        self.min_share = min_share
+        self.funcs = tuple(funcs)
+        self.on_window = on_window
         self.on_disobeyed: Callable[[Disobeyed], object] = lambda row: None
         self.left_alone: list[str] = []  # why no table may touch a slot
         self._refused: set[tuple[Slot, Decision]] = set()
@@ -58,61 +61,88 @@ class LiveWindows:
 
         Raises ValueError when there is none to tune.
         """
-        before = self.job.last_step
-        plan = Plan(PROFILE, np.zeros(0, np.int64), self.profile_steps, skip)
-        window = self.job.window({}, plan.n_steps, skip)
+        job = self.job
+        before = job.last_step
+        none = np.zeros(0, np.int64)  # no slot is known
+        plan = Plan(PROFILE, none, self.profile_steps, skip)
+        window = job.window({}, plan.n_steps, skip)
         found = self._find(window)
         self.profiles = [p for p in found if p.share >= self.min_share]
         self.on_window(plan, window)
         if not self.profiles:
-            raise ValueError(self.nothing([p.share for p in found]))
+            shares = [p.share for p in found]
+            raise ValueError(self.nothing(shares))
         told = self._told()
-        all_obeyed = np.ones(len(self.profiles), bool)
-        return told, self._measured(plan, window, before, told.call_us, all_obeyed)
+        n_slots = len(self.profiles)
+        all_obeyed = np.ones(n_slots, bool)
+        measured = self._measured(plan, window, before, told.call_us, all_obeyed)
+        return told, measured
 
     def _find(self, window: Window) -> list[SlotProfile]:
         """The slots that a table may touch, however small; why it may not touch others."""
-        events = self.profile_events = self._events(window)
-        offers = self.job.assembler.offers
-        found = find_slots(events, offers, window.step_ms * 1e3, self.job.memory_pressure)
-        self.exposed = exposed_parts(events, empty(COMPUTE_COLUMNS), self.job.waits)
+        job = self.job
+        events = self._events(window)
+        self.profile_events = events
+        offers = job.assembler.offers
+        step_us = window.step_ms * 1e3
+        found = find_slots(events, offers, step_us, job.memory_pressure)
+        no_compute = empty(COMPUTE_COLUMNS)
+        self.exposed = exposed_parts(events, no_compute, job.waits)
         outside = outside_the_offer(events, offers)
-        self.left_alone = [NotTuning.OUTSIDE(slot=slot, ran=ran) for slot, ran in outside.items()]
-        return [p for p in found if p.slot.func in self.funcs and p.slot not in outside]
+        self.left_alone = []
+        for slot, ran in outside.items():
+            why = NotTuning.OUTSIDE(slot=slot, ran=ran)
+            self.left_alone.append(why)
+        reached = [p for p in found if p.slot.func in self.funcs]
+        return [p for p in reached if p.slot not in outside]
 
     def _told(self) -> TunedJob:
         """What a search is told of the slots."""
         found = self.profiles
-        own = np.array([int(p.fingerprint.own_pair[0]) for p in found])
+        prints = [p.fingerprint for p in found]
+        own_pairs = np.array([int(one.own_pair[0]) for one in prints])
         tries_few = getattr(self.job, "tries_few", False)
-        timed = [p.timed_by != "NCCL's price" for p in found]
-        call_us = np.array([p.call_us for p in found])
+        takes_turns = getattr(self.job, "takes_turns", False)
+        is_timed = [p.timed_by != "NCCL's price" for p in found]
+        call_us = [p.call_us for p in found]
+        calls = np.array([p.calls * tries_few for p in found])
+        features = [one.vector() for one in prints]
+        mask = [distinct(one) for one in prints]
         return TunedJob(
-            features=np.concatenate([p.fingerprint.vector() for p in found]),
-            mask=np.concatenate([distinct(p.fingerprint) for p in found]),
+            features=np.concatenate(features),
+            mask=np.concatenate(mask),
             share=np.array([p.share for p in found]),
-            call_us=np.where(timed, call_us, np.nan),
-            calls=np.array([p.calls * tries_few for p in found]),
-            takes_turns=getattr(self.job, "takes_turns", False),
-            families=warm_up_families(own),
+            call_us=np.where(is_timed, call_us, np.nan),
+            calls=calls,
+            takes_turns=takes_turns,
+            families=warm_up_families(own_pairs),
         )
 
     def decisions(self, configs: Array) -> dict[Slot, Decision]:
         """What slots are told under configs (s,); those left to NCCL are left out."""
-        return {p.slot: spaces.decision_of(c) for p, c in zip(self.profiles, configs, strict=True) if c}
+        found = dict[Slot, Decision]()
+        for profile, config in zip(self.profiles, configs, strict=True):
+            if config:
+                found[profile.slot] = spaces.decision_of(config)
+        return found
 
     def measure(self, plan: Plan) -> Measured:
         """See ``windows.Windows``."""
-        is_timed = plan.kind not in UNTIMED or plan.one_of > 0
+        job = self.job
+        is_few = plan.one_of > 0
+        is_timed = plan.kind not in UNTIMED or is_few
         if is_timed:
-            self.job.take_events()
-        before = self.job.last_step
+            job.take_events()
+        before = job.last_step
         decisions = self.decisions(plan.configs)
         measured = self._in_turns(plan, decisions) if plan.turns else None
         if measured is None:
-            measured = self.job.window(decisions, plan.n_steps, plan.discard, plan.limit_ms, plan.one_of)
+            measured = job.window(decisions, plan.n_steps, plan.discard, plan.limit_ms, plan.one_of)
         self.windows += 1
-        call_us = self._calls(self._events(measured, plan.one_of > 0) if is_timed else pd.DataFrame())
+        events = pd.DataFrame()
+        if is_timed:
+            events = self._events(measured, is_few)
+        call_us = self._calls(events)
         obeyed = self._obeyed(measured)
         self.on_window(plan, measured)
         return self._measured(plan, measured, before, call_us, obeyed)
@@ -131,61 +161,85 @@ class LiveWindows:
     def _measured(
         self, plan: Plan, window: Window | Turns, before: int, call_us: Array, obeyed: Array
     ) -> Measured:
-        counted = len(window.durations_ms)
-        billed = max(self.job.last_step - before, counted)
-        waited = (
-            max(billed - counted - plan.discard, 0) if self._before_ms else 0
-        )  # until the table was in force
-        billed_ms = float(window.durations_ms.sum()) + (billed - counted - waited) * window.step_ms
+        durations_ms = window.durations_ms
+        step_ms = window.step_ms
+        counted = len(durations_ms)
+        passed = self.job.last_step - before
+        billed = max(passed, counted)
+        waited = 0  # until the table was in force
+        if self._before_ms:
+            waited = max(billed - counted - plan.discard, 0)
+        discarded = billed - counted - waited
+        billed_ms = float(durations_ms.sum()) + discarded * step_ms
         billed_ms += waited * self._before_ms
-        self._before_ms = window.step_ms
-        durations = np.asarray(window.durations_ms, np.float64)
-        first, last = int(window.steps[0]), int(window.steps[-1])
-        arms = window.arms if isinstance(window, Turns) else np.zeros(0, np.int64)
-        return Measured(durations, call_us, obeyed, billed, billed_ms, first, last, arms)
+        self._before_ms = step_ms
+        steps_ms = np.asarray(durations_ms, np.float64)
+        first = int(window.steps[0])
+        last = int(window.steps[-1])
+        arms = np.zeros(0, np.int64)
+        if isinstance(window, Turns):
+            arms = window.arms
+        return Measured(steps_ms, call_us, obeyed, billed, billed_ms, first, last, arms)
 
     def _events(self, window: Window | Turns, is_few: bool = False) -> pd.DataFrame:
         """Of the window's steps; where its table holds at few calls or in turns, of these."""
         events = self.job.take_events()
         if not len(events):
             return events
-        mine = events[events["step"].isin(window.steps)]
+        is_within = events["step"].isin(window.steps)
+        mine = events[is_within]
+        table = mine["table_generation"]
         if isinstance(window, Turns):
-            return mine[mine["table_generation"].isin(window.generations)]
-        return mine[mine["table_generation"] == window.generation] if is_few else mine
+            return mine[table.isin(window.generations)]
+        return mine[table == window.generation] if is_few else mine
 
     def _calls(self, events: pd.DataFrame) -> Array:
         """Median time of each slot's calls, us; NaN where no kernel was sampled."""
         if events.empty:
-            return np.full(len(self.profiles), np.nan)
+            n_slots = len(self.profiles)
+            return np.full(n_slots, np.nan)
         sized = with_sizes(events)
-        timed = sized[sized["us"].notna()]
-        firsts = timed[timed["rank"] == timed.groupby(SLOT_COLUMNS)["rank"].transform("min")]
+        is_timed = sized["us"].notna()
+        timed = sized[is_timed]
+        ranks = timed.groupby(SLOT_COLUMNS)["rank"]
+        is_first = timed["rank"] == ranks.transform("min")
+        firsts = timed[is_first]
         us = firsts.groupby(SLOT_COLUMNS)["us"].median()
-        return np.array([float(us.get(astuple(p.slot), np.nan)) for p in self.profiles])
+        keys = [astuple(p.slot) for p in self.profiles]
+        medians_us = [float(us.get(key, np.nan)) for key in keys]
+        return np.array(medians_us)
 
     def _obeyed(self, window: Window | Turns) -> Array:
         """(s,) bool; what NCCL did not follow is told once."""
-        rows = {row.slot: row for row in getattr(window, "disobeyed", ())}
+        disobeyed = getattr(window, "disobeyed", ())
+        rows = {row.slot: row for row in disobeyed}
         for row in rows.values():
-            if (row.slot, row.decision) not in self._refused:
-                self._refused.add((row.slot, row.decision))
+            refused = row.slot, row.decision
+            if refused not in self._refused:
+                self._refused.add(refused)
                 self.on_disobeyed(row)
-        return np.array([p.slot not in rows for p in self.profiles])
+        obeyed = [p.slot not in rows for p in self.profiles]
+        return np.array(obeyed)
 
     def nothing(self, shares: Sequence[float] = ()) -> str:
         """Why there is no slot, and the cure. ``shares``: parts of the step of those that are too small."""
         if shares:
             return NotTuning.TOO_SMALL(share=sum(shares))
         seen = self.profile_events
-        tuned = seen[seen["func"].isin(self.funcs)] if len(seen) else seen
-        if seen.empty and not self.job.assembler.comms:
+        assembler = self.job.assembler
+        offers = assembler.offers
+        if seen.empty and not assembler.comms:
             return self._not_loaded()
         if self.left_alone:
             return self.left_alone[0]
-        if len(tuned) and not self.job.assembler.offers:
+        has_tuned = False
+        if len(seen):
+            is_tuned = seen["func"].isin(self.funcs)
+            has_tuned = bool(is_tuned.any())
+        if has_tuned and not offers:
             return NotTuning.NOT_ASKED()
-        if seen.empty and any(func in self.funcs for _, func, _ in self.job.assembler.offers):
+        offered = {func for _, func, _ in offers}
+        if seen.empty and not offered.isdisjoint(self.funcs):
             return NotTuning.NOT_TOLD()
         return NotTuning.NOTHING()
 
@@ -194,5 +248,8 @@ class LiveWindows:
         if not self.job.state:  # no rank has begun to agree: there is no default group
             return NotTuning.NO_JOB_GROUP()
         text = self.job.state[1]
-        told = NotTuning.NOT_LOADED_AS_TOLD(why=text) if text else NotTuning.NOT_LOADED()
-        return text if "other-backend" in names(text) else told
+        if "other-backend" in names(text):
+            return text
+        if text:
+            return NotTuning.NOT_LOADED_AS_TOLD(why=text)
+        return NotTuning.NOT_LOADED()

@@ -41,17 +41,20 @@ class Explore:
         """Nothing more is tried in this search."""
         state = self._state
         config = state.config
-        rounds = max(config.rounds, config.rounds_a_slot * state.n_slots)
+        by_slots = config.rounds_a_slot * state.n_slots
+        rounds = max(config.rounds, by_slots)
         return state.spent > 1 or state.account.rounds >= rounds
 
     def plan(self) -> Plan | None:
         """A window of the running comparison, or of the round once all slots have had their turn."""
-        state, comparison = self._state, self.comparison
+        state = self._state
+        comparison = self.comparison
         if comparison is not None:
+            table = comparison.table
             if comparison.takes_turns:
-                return state.tried(TABLE, comparison.table, comparison)
+                return state.tried(TABLE, table, comparison)
             if comparison.next_side:
-                return state.window(TABLE, comparison.table)
+                return state.window(TABLE, table)
             return state.window(REFERENCE, comparison.reference)
         if self.turn < state.n_slots:
             return None
@@ -61,17 +64,20 @@ class Explore:
 
     def look(self) -> Look:
         """See :class:`state.Phase`."""
-        belief, slots = self._state.belief, np.arange(self._state.n_slots)
+        state = self._state
+        belief = state.belief
+        slots = np.arange(state.n_slots)
         slot = self.turn % len(slots)  # the job may end before a window: then no decision follows
         best = belief.best()
-        others = np.where(slots < slot, self.choices, best)
+        is_decided = slots < slot
+        others = np.where(is_decided, self.choices, best)
         is_exploring = bool((others != best).any())
         others[slot] = 0
         variance = belief.saving(others)[1] ** 2
         return Look(
             slot,
             int(self.choices[slot]),
-            self._state.guard.risk(slot),
+            state.guard.risk(slot),
             belief.outlook(slot, variance),
             idle=self._idle,
             is_exploring=is_exploring,
@@ -79,9 +85,12 @@ class Explore:
 
     def decide(self, config: int, what: int) -> Next:
         """What the slot runs in the next window."""
-        state, slot = self._state, self.turn
-        is_same = self.choices[slot] == config and state.account.rounds > 0
-        self._idle = self._idle if is_same else 0
+        state = self._state
+        slot = self.turn
+        before = self.choices[slot]
+        is_same = before == config and state.account.rounds > 0
+        if not is_same:
+            self._idle = 0
         self.choices[slot] = config
         self.turn += 1
         self._is_long = what == RUN_LONGER
@@ -97,24 +106,30 @@ class Explore:
 
     def _skip_turns(self) -> None:
         """Slots without a turn run the config with the best mean."""
-        rest = self._state.belief.best()[self.turn :]
-        is_same = np.array_equal(self.choices[self.turn :], rest)
-        self._idle = self._idle if is_same else 0
-        self.choices[self.turn :] = rest
-        self.turn = self._state.n_slots
+        state = self._state
+        left = slice(self.turn, None)
+        best = state.belief.best()
+        is_same = np.array_equal(self.choices[left], best[left])
+        if not is_same:
+            self._idle = 0
+        self.choices[left] = best[left]
+        self.turn = state.n_slots
 
     # -- comparisons -------------------------------------------------------------------------------------------
 
     def _may_compare(self, table: Array) -> bool:
         """Whether a table (s,) is not the current one, has not lost to it, and comparisons are left."""
         state = self._state
+        comparisons = state.comparisons
         is_current = np.array_equal(table, state.current.configs)
-        has_lost = state.comparisons.has_lost(table)
-        return not is_current and not has_lost and state.comparisons.in_search < state.config.comparisons
+        has_lost = comparisons.has_lost(table)
+        are_left = comparisons.in_search < state.config.comparisons
+        return not is_current and not has_lost and are_left
 
     def compare(self, table: Array) -> Comparison:
         """From now on windows of this table (s,) and of the current one take turns."""
-        self.comparison = self._state.compare(table, self._state.pair_noise)
+        state = self._state
+        self.comparison = state.compare(table, state.pair_noise)
         return self.comparison
 
     def _compared(self, window: Window, comparison: Comparison) -> Next:
@@ -132,7 +147,9 @@ class Explore:
             return None
         if not window.plan.configs.any():
             state.comparisons.default_window(window.ms)
-        if not comparison.add_window(window.plan.kind == TABLE, window.timed):
+        is_table = window.plan.kind == TABLE
+        is_pair = comparison.add_window(is_table, window.timed)
+        if not is_pair:
             return None
         return self._decide(comparison)
 
@@ -140,8 +157,9 @@ class Explore:
         self, window: Window, quads: Quads, current: TimedWindow, comparison: Comparison
     ) -> Next:
         """Turns of a comparison."""
-        if self._state.current.is_default:
-            self._state.comparisons.default_window(current.ms)
+        state = self._state
+        if state.current.is_default:
+            state.comparisons.default_window(current.ms)
         comparison.add_quads(quads, current, window.timed)
         return self._decide(comparison)
 
@@ -161,8 +179,9 @@ class Explore:
         return self._go_on()
 
     def _reject(self, comparison: Comparison) -> Next:
-        self._state.comparisons.last_rejected = comparison
-        self._state.comparisons.reject(comparison)
+        comparisons = self._state.comparisons
+        comparisons.last_rejected = comparison
+        comparisons.reject(comparison)
         return self._go_on()
 
     def _go_on(self) -> Next:
@@ -187,14 +206,17 @@ class Explore:
         verdict."""
         belief = self._state.belief
         best = belief.best()
-        current = belief.saving_mean(self._state.current.configs)
-        if belief.saving_mean(best) > current and self._may_compare(best):
+        current = self._state.current.configs
+        is_better = belief.saving_mean(best) > belief.saving_mean(current)
+        if is_better and self._may_compare(best):
             self.compare(best)
             return None
         return self._verdict()
 
     def _verdict(self) -> Verdict:
-        return Verdict(self._state.config.trials, self._state.current.configs.copy())
+        state = self._state
+        chosen = state.current.configs.copy()
+        return Verdict(state.config.trials, chosen)
 
 
 class Remeasure:
@@ -204,21 +226,29 @@ class Remeasure:
     more_choices = ()
 
     def __init__(self, state: State, regimes: Regimes, changed: Changed) -> None:
-        self._state, self._regimes, self._changed = state, regimes, changed
-        regimes.leave(changed.regime, changed.default_ms, state.noise.of_window)
+        self._state = state
+        self._regimes = regimes
+        self._changed = changed
+        noise = state.noise.of_window
+        regimes.leave(changed.regime, changed.default_ms, noise)
         state.milestones.reopened += 1
-        state.current.set(np.zeros_like(state.current.configs), [])
+        none = np.zeros_like(state.current.configs)
+        state.current.set(none, [])
 
     def plan(self) -> Plan:
         """Default steps."""
         state = self._state
-        return Plan(PROFILE, np.zeros(state.n_slots, np.int64), state.config.profile_steps, DISCARD)
+        none = np.zeros(state.n_slots, np.int64)
+        n_steps = state.config.profile_steps
+        return Plan(PROFILE, none, n_steps, DISCARD)
 
     def look(self) -> Look:
         """For an observation that no decision follows."""
-        belief = self._state.belief
-        risk = self._state.guard.risk(self.turn)
-        return Look(self.turn, 0, risk, belief.outlook(self.turn), idle=0.0, is_exploring=False)
+        state = self._state
+        slot = self.turn
+        risk = state.guard.risk(slot)
+        outlook = state.belief.outlook(slot)
+        return Look(slot, 0, risk, outlook, idle=0.0, is_exploring=False)
 
     def decide(self, config: int, what: int) -> Next:
         """The policy has no turn here: its choice changes nothing."""
@@ -227,23 +257,34 @@ class Remeasure:
     def record(self, window: Window) -> Next:
         """A regime that was tuned before has its table again, which the next window is compared with. Else a new search
         begins: the table before meets the default first, with the windows that showed the change for a first pair."""
-        state, changed, seen = self._state, self._changed, window.seen
-        before, change = changed.before, changed.change
-        state.job = state.job.changed(seen.call_us, trimmed_mean(seen.step_ms) / state.default_ms)
+        state = self._state
+        changed = self._changed
+        seen = window.seen
+        before = changed.before
+        change = changed.change
+        step_ms = trimmed_mean(seen.step_ms)
+        state.job = state.job.changed(seen.call_us, step_ms / state.default_ms)
         state.default_calls.changed(state.job.call_us)
         state.begin(seen, before)
         state.guard.assume_measured(before)
-        noise, logs = state.noise.of_window, state.default_calls.logs
-        known = self._regimes.same(changed.regime, change, state.default_ms, logs, noise)
+        default_ms = state.default_ms
+        noise = state.noise.of_window
+        logs = state.default_calls.logs
+        known = self._regimes.same(changed.regime, change, default_ms, logs, noise)
         if known is not None:
             state.current.set(known.configs, known.comparisons)
             state.milestones.returned += 1
             is_same = np.array_equal(known.configs, before)
             levels = change.levels if is_same else ()
-            return Verdict(changed.trials, known.configs.copy(), levels, state.default_ms)
+            chosen = known.configs.copy()
+            return Verdict(changed.trials, chosen, levels, default_ms)
         marks = state.milestones
-        marks.fruitless = 0 if before.any() else min(marks.fruitless + 1, MOST_FRUITLESS)
+        had_table = bool(before.any())
+        fruitless = min(marks.fruitless + 1, MOST_FRUITLESS)
+        marks.fruitless = 0 if had_table else fruitless
         level = change.level
-        if not before.any() or level is None or level >= math.log(state.default_ms):
+        if not had_table or level is None or level >= math.log(default_ms):
             return NewSearch(before, None)
-        return NewSearch(before, math.log(state.default_ms / math.exp(level)))
+        table_ms = math.exp(level)
+        first_log = math.log(default_ms / table_ms)
+        return NewSearch(before, first_log)

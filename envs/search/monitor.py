@@ -44,8 +44,10 @@ class VisitSchedule:
 
     def gains(self, is_calm: bool) -> None:
         """The visits show that the table gains; ``is_calm``: so does the last one."""
-        longer = min(2 * self.gap, LONGEST * self.usual)
-        self.gap = longer if is_calm and self.gap >= self.usual else self.usual
+        longest = LONGEST * self.usual
+        longer = min(2 * self.gap, longest)
+        may_grow = is_calm and self.gap >= self.usual
+        self.gap = longer if may_grow else self.usual
 
     def be_next(self, now: int) -> None:
         """The default is looked at now, as if its time had come."""
@@ -90,9 +92,8 @@ class Watch:
         self.survived = 0  # visits out of turn
         self.is_other = False  # the table does not do in this regime what it did
         self._harm = 0.0  # default steps that the job may have lost through the table
-        self._default: float | None = (
-            None  # log of a default window; the next window of the table is compared with it
-        )
+        # Log of a default window; the next window of the table is compared with it.
+        self._default: float | None = None
         self._suspect: float | None = None  # the same, and the last windows of the table were slow
 
     @property
@@ -114,8 +115,9 @@ class Watch:
     def price(self) -> float:
         """Default steps that a visit out of turn has to be worth: what the default costs the job meanwhile, but no more
         than a window that is slower by HARM."""
-        visit = self.visit_steps * max(self.gain, SMALL)
-        return min(visit, self.window_steps * HARM) * 2**self.survived
+        by_gain = self.visit_steps * max(self.gain, SMALL)
+        by_harm = self.window_steps * HARM
+        return min(by_gain, by_harm) * 2**self.survived
 
     def begin_with(self, default_ms: float) -> None:
         """A window of the default was just measured: the table's first one is compared with it."""
@@ -181,12 +183,15 @@ class Watch:
 
     def _count(self, log_ratio: float) -> str:
         """A pair of the default and the table."""
-        self.scheduled.add_log(log_ratio)
-        self.gain = (self.gain * self.pairs + log_ratio) / (self.pairs + 1)
+        scheduled = self.scheduled
+        scheduled.add_log(log_ratio)
+        total = self.gain * self.pairs + log_ratio
         self.pairs += 1
-        if self.scheduled.test.interval[0] > 0:
+        self.gain = total / self.pairs
+        least, _ = scheduled.test.interval
+        if least > 0:
             self.schedule.gains(is_calm=log_ratio > 0)
-        return HARMFUL if self.scheduled.refutes(log_ratio) else ""
+        return HARMFUL if scheduled.refutes(log_ratio) else ""
 
     def _asked(self, default: float) -> str:
         """A visit out of turn: is the table slow, or the job?"""
@@ -206,7 +211,9 @@ class Watch:
     def _clearly_slower(self, windows: int) -> float:
         """By how much (log) so many windows of the table have to be slower than one of the default."""
         _, deviation = self.level.usual
-        return max(self.config.change, SURE * deviation * math.sqrt(1 + 1 / windows))
+        scatter = math.sqrt(1 + 1 / windows)
+        by_noise = SURE * deviation * scatter
+        return max(self.config.change, by_noise)
 
     def _survives(self) -> None:
         self.survived += 1
@@ -253,9 +260,8 @@ class Monitor:
         current = state.current
         calls = state.default_calls.logs
         self._regime = Regime(state.default_ms_now, calls, current.configs, tuple(current.comparisons))
-        self._long_steps = (
-            LongSteps()
-        )  # from here on: the job's own may have become more since the comparison
+        # From here on: the job's own may have become more since the comparison.
+        self._long_steps = LongSteps()
         noise = state.noise
         known = current.gain[0], current.pairs
         by_turns = QUAD // 2 * state.turns.steps * noise.quads
@@ -293,12 +299,14 @@ class Monitor:
     def plan(self) -> Plan:
         """A window of the current table, or of the default. A checkpoint aborts none of them."""
         state = self._state
-        configs = np.zeros_like(state.current.configs) if self.wants_default else state.current.configs
-        plan = Plan(WATCH, configs.copy(), state.noise.window_steps, state.running.discard(configs))
+        current = state.current.configs
+        configs = np.zeros_like(current) if self.wants_default else current.copy()
+        discard = state.running.discard(configs)
+        plan = Plan(WATCH, configs, state.noise.window_steps, discard)
         # Out of turn one visit has to tell: nothing is tried meanwhile.
         quads = CHECK_QUADS[0] if self.watch.schedule.is_due else 1
         quads = max(quads, state.noise.quads)
-        return state.turns.plan(plan, state.current.configs, quads)
+        return state.turns.plan(plan, current, quads)
 
     def saw_current(self, window: TimedWindow) -> Next:
         """Turns of the current table, measured beside a trial."""
@@ -308,12 +316,16 @@ class Monitor:
 
     def look(self) -> Look:
         """For an observation that no decision follows."""
-        belief = self._state.belief
+        state = self._state
+        belief = state.belief
+        slot = self.turn
         others = belief.best()
-        others[self.turn] = 0
-        risk = self._state.guard.risk(self.turn)
-        outlook = belief.outlook(self.turn, belief.saving(others)[1] ** 2)
-        return Look(self.turn, int(self._chosen[self.turn]), risk, outlook, idle=0.0, is_exploring=False)
+        others[slot] = 0
+        _, deviation = belief.saving(others)
+        risk = state.guard.risk(slot)
+        outlook = belief.outlook(slot, deviation**2)
+        chosen = int(self._chosen[slot])
+        return Look(slot, chosen, risk, outlook, idle=0.0, is_exploring=False)
 
     def decide(self, config: int, what: int) -> Next:
         """The policy has no turn here: its choice changes nothing."""
@@ -323,7 +335,8 @@ class Monitor:
         """See :class:`state.Phase`."""
         state, seen = self._state, window.seen
         self.is_looked_at = False
-        is_default = bool(not state.current.is_default and not window.plan.configs.any())
+        has_table = not state.current.is_default
+        is_default = bool(has_table and not window.plan.configs.any())
         account = state.account
         account.since_verdict += seen.billed
         under_default = seen.billed
@@ -339,11 +352,13 @@ class Monitor:
         elif is_default:
             found = self.watch.saw_default(window.ms, account.steps)
         else:
-            found = self.watch.saw_table(window.ms, shortest_counted(seen.step_ms))
+            least_ms = shortest_counted(seen.step_ms)
+            found = self.watch.saw_table(window.ms, least_ms)
         self._add_long_steps(window)
-        if not found and not state.current.is_default:
+        if not found and has_table:
             found = self._check_long_steps()
-        return self._found(found, window.ms if is_default else state.default_ms)
+        default_ms = window.ms if is_default else state.default_ms
+        return self._found(found, default_ms)
 
     def _add_long_steps(self, window: Window) -> None:
         long_steps, seen = self._long_steps, window.seen
@@ -363,8 +378,9 @@ class Monitor:
 
     def _changed(self, default_ms: float | None) -> Changed:
         """The job has changed, or (with ``default_ms``) the table is slower than the default."""
-        current = self._state.current
-        before = current.configs if default_ms is None else np.zeros_like(current.configs)
+        before = self._state.current.configs
+        if default_ms is not None:
+            before = np.zeros_like(before)
         return Changed(self.watch.change, self._regime, default_ms, before)
 
     def _check_long_steps(self) -> str:

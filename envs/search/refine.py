@@ -40,13 +40,15 @@ class Refine:
         default_ms: float | None = None,
     ) -> None:
         """``trials``: windows that may try something; the rest as for :class:`monitor.Monitor`."""
-        self._state, self._chosen = state, chosen
+        self._state = state
+        self._chosen = chosen
         self.turn = 0
         self.trials_left = trials
         self.trial: Array | None = None  # (s,) the table that is tried
         self._reference: TimedWindow | None = None  # the window of the current table just before
         self._wanted = state.current.configs.copy()  # (s,) what the policy has chosen for the next trial
-        self._turns = self._passed = 0  # turns of that trial; turns in a row of which no trial came
+        self._turns = 0  # of that trial
+        self._passed = 0  # turns in a row of which no trial came
         self._is_long = False  # the policy wants a longer trial
         self._noise = state.pair_noise
         self._compared: dict[bytes, Comparison] = {}  # of each trial with the current table
@@ -56,18 +58,24 @@ class Refine:
         """The trial, if the window before it ran the current table; else what monitoring asks for; None if it is the
         policy's turn."""
         state = self._state
-        if self.trial is None:
-            return self._monitor.plan() if self._monitor.is_looked_at else None
-        plan = state.tried(TRIAL, self.trial, self._compared.get(self.trial.tobytes()), self._is_long)
+        monitor = self._monitor
+        trial = self.trial
+        if trial is None:
+            return monitor.plan() if monitor.is_looked_at else None
+        comparison = self._compared.get(trial.tobytes())
+        plan = state.tried(TRIAL, trial, comparison, self._is_long)
         if plan.one_of:
             return plan
-        if plan.turns and self._monitor.wants_default:
-            return self._monitor.plan()
-        if self._reference is not None and self._monitor.is_calm:
-            slower = max(SLOWER * state.noise.of(1), SLOWER_LOG)
-            limit = self._reference.ms * math.exp(slower)
-            return replace(plan, limit_ms=min(plan.limit_ms, limit))
-        return self._monitor.plan()
+        if plan.turns and monitor.wants_default:
+            return monitor.plan()
+        reference = self._reference
+        if reference is not None and monitor.is_calm:
+            scatter = SLOWER * state.noise.of(1)
+            slower = max(scatter, SLOWER_LOG)
+            limit_ms = reference.ms * math.exp(slower)
+            limit_ms = min(plan.limit_ms, limit_ms)
+            return replace(plan, limit_ms=limit_ms)
+        return monitor.plan()
 
     # -- the policy's turns ------------------------------------------------------------------------------------
 
@@ -76,33 +84,39 @@ class Refine:
         """See :class:`state.Phase`. There is nothing to look at while the default is the current table."""
         state = self._state
         look = () if state.current.is_default else (LOOK,)
-        again = (SEARCH_AGAIN,) if state.milestones.asked_again < MOST_SEARCHES else ()
+        is_left = state.milestones.asked_again < MOST_SEARCHES
+        again = (SEARCH_AGAIN,) if is_left else ()
         return (RUN_LONGER, *look, *again)
 
     def look(self) -> Look:
         """See :class:`state.Phase`."""
-        belief, slots = self._state.belief, np.arange(self._state.n_slots)
-        best = belief.best()
-        is_exploring = bool((self._chosen != best)[slots < self.turn].any())
+        belief = self._state.belief
+        n_slots = self._state.n_slots
+        slot = self.turn
+        is_other = self._chosen != belief.best()
+        is_exploring = bool(is_other[:slot].any())
         risk = self._risk()
         return Look(
-            self.turn,
-            int(self._chosen[self.turn]),
+            slot,
+            int(self._chosen[slot]),
             risk,
-            belief.outlook(self.turn, lost=risk == 1.0),
-            idle=4 * self._passed / self._state.n_slots,
+            belief.outlook(slot, lost=risk == 1.0),
+            idle=4 * self._passed / n_slots,
             is_exploring=is_exploring,
             is_refining=True,
         )
 
     def _risk(self) -> Array:
         """(N_CONFIGS,) as ``StepGuard.risk``; 1 of what has lost as the only change of the current table."""
-        current = self._state.current.configs
-        risk = self._state.guard.risk(self.turn)
-        for table in self._state.comparisons.rejected:
+        state = self._state
+        slot = self.turn
+        current = state.current.configs
+        risk = state.guard.risk(slot)
+        for table in state.comparisons.rejected:
             configs = np.frombuffer(table, current.dtype)
-            if np.flatnonzero(configs != current).tolist() == [self.turn]:
-                risk[configs[self.turn]] = 1.0
+            changed = np.flatnonzero(configs != current)
+            if changed.tolist() == [slot]:
+                risk[configs[slot]] = 1.0
         return risk
 
     def decide(self, config: int, what: int) -> Next:
@@ -123,11 +137,13 @@ class Refine:
         self.turn = (self.turn + 1) % n_slots
         self._is_long = what == RUN_LONGER
         if what in (RUN, COMPARE, RUN_LONGER) or self._turns == n_slots:
-            has_lost = state.comparisons.has_lost(self._wanted)
-            is_new = not has_lost and not np.array_equal(self._wanted, current)
-            self.trial = self._wanted if is_new else None
+            wanted = self._wanted
+            has_lost = state.comparisons.has_lost(wanted)
+            is_new = not has_lost and not np.array_equal(wanted, current)
+            self.trial = wanted if is_new else None
             self._passed = 0 if is_new else self._passed + self._turns
-            self._wanted, self._turns = current.copy(), 0
+            self._wanted = current.copy()
+            self._turns = 0
         if what == LEAVE:
             self.trials_left = 0
         return self._go_on()
@@ -135,9 +151,12 @@ class Refine:
     def _go_on(self) -> Next:
         """Only monitoring is left if the policy has nothing to try, or the trials or the budget are spent."""
         state = self._state
-        has_passed = self._passed >= state.config.passes * state.n_slots
+        most = state.config.passes * state.n_slots
+        has_passed = self._passed >= most
         is_over = has_passed or self.trials_left <= 0 or state.spent > 1
-        return Watching(self._monitor) if self.trial is None and is_over else None
+        if self.trial is None and is_over:
+            return Watching(self._monitor)
+        return None
 
     # -- windows -----------------------------------------------------------------------------------------------
 
@@ -147,10 +166,13 @@ class Refine:
         if window.quads is not None:
             return self._record_turns(window, window.quads)
         if plan.kind != TRIAL:
-            is_current = np.array_equal(plan.configs, self._state.current.configs)
+            current = self._state.current.configs
+            is_current = np.array_equal(plan.configs, current)
             self._reference = window.timed if is_current else None
             found = self._monitor.record(window)
-            return replace(found, trials=self.trials_left) if isinstance(found, Changed) else None
+            if isinstance(found, Changed):
+                return replace(found, trials=self.trials_left)
+            return None
         self.trials_left -= 1
         self._state.account.since_verdict += window.seen.billed
         if plan.one_of:  # the policy knows more now, and decides anew
@@ -161,16 +183,17 @@ class Refine:
 
     def _record_turns(self, window: Window, quads: Quads) -> Next:
         """Turns of a trial, or of the default for monitoring; the turns of the current table are monitored too."""
-        self._reference = window.current
-        assert window.current is not None
+        current = window.current
+        assert current is not None
+        self._reference = current
         if window.plan.kind != TRIAL:
             found = self._monitor.record(window)
         else:
             self.trials_left -= 1
             self._state.account.since_verdict += window.seen.billed
             comparison = self.comparison_of(window.plan.configs)
-            comparison.add_quads(quads, window.current, window.timed)
-            found = self._monitor.saw_current(window.current)
+            comparison.add_quads(quads, current, window.timed)
+            found = self._monitor.saw_current(current)
             self._judge(window, comparison)
         if isinstance(found, Changed):
             return replace(found, trials=self.trials_left)
@@ -178,26 +201,30 @@ class Refine:
 
     def _tried(self, window: Window) -> None:
         """One window of a trial."""
-        assert self._reference is not None
-        comparison = self.comparison_of(window.plan.configs)
+        reference = self._reference
+        assert reference is not None
+        trial = window.plan.configs
+        comparison = self.comparison_of(trial)
         if comparison.takes_turns:
-            comparison = self._compared[window.plan.configs.tobytes()] = self._state.compare_by_windows(
-                comparison
-            )
-        comparison.add_pair(self._reference, window.timed)
-        self._learn(window, self._reference)
+            comparison = self._state.compare_by_windows(comparison)
+            self._compared[trial.tobytes()] = comparison
+        comparison.add_pair(reference, window.timed)
+        self._learn(window, reference)
         self._reference = None
         self._judge(window, comparison)
 
     def _judge(self, window: Window, comparison: Comparison) -> None:
         """After a measurement of a trial: adopt its table, run it again, or drop it."""
-        state, trial = self._state, comparison.table
+        state = self._state
+        trial = comparison.table
         verdict = state.decide(comparison)
         if self._is_hopeless(window, comparison, verdict):
             verdict = False
         belief = state.belief
-        is_better = belief.saving_mean(trial) > belief.saving_mean(state.current.configs)
-        is_promising = comparison.test.n > 0 and comparison.test.is_promising
+        current = state.current.configs
+        is_better = belief.saving_mean(trial) > belief.saving_mean(current)
+        test = comparison.test
+        is_promising = test.n > 0 and test.is_promising
         goes_on = verdict is None and (is_better or is_promising)
         self.trial = trial if goes_on else None
         if verdict:
@@ -208,26 +235,35 @@ class Refine:
     def comparison_of(self, trial: Array) -> Comparison:
         """That of a trial (s,) with the current table; a new one if there is none."""
         key = trial.tobytes()
-        if key not in self._compared:
-            self._compared[key] = self._state.compare(trial, self._noise, is_trial=True)
-        return self._compared[key]
+        found = self._compared.get(key)
+        if found is None:
+            found = self._state.compare(trial, self._noise, is_trial=True)
+            self._compared[key] = found
+        return found
 
     def _learn(self, window: Window, reference: TimedWindow) -> None:
         state = self._state
-        noise = math.hypot(state.noise.of_window, state.noise.of(len(window.steps)))
+        n_steps = len(window.steps)
+        of_trial = state.noise.of(n_steps)
+        noise = math.hypot(state.noise.of_window, of_trial)
         log_ratio = math.log(reference.ms / window.ms)
-        state.belief.compare(window.plan.configs, state.current.configs, log_ratio, noise)
+        trial = window.plan.configs
+        current = state.current.configs
+        state.belief.compare(trial, current, log_ratio, noise)
 
     def _is_hopeless(self, window: Window, comparison: Comparison, verdict: bool | None) -> bool:
         """The trial must not run again: it made a step too slow, NCCL refuses it, or it is no gain over the default."""
-        state, trial = self._state, comparison.table
-        is_refused = state.guard.refused[np.arange(len(trial)), trial].any()
+        state = self._state
+        trial = comparison.table
+        slots = np.arange(len(trial))
+        is_refused = state.guard.refused[slots, trial].any()
         if window.is_aborted or is_refused:
             return True
         if not state.current.is_default or verdict:
             return False
         gain = comparison.test.mean
-        is_slower = gain <= 0 or state.long_steps.forbids(trial, comparison.reference, gain)
+        reference = comparison.reference
+        is_slower = gain <= 0 or state.long_steps.forbids(trial, reference, gain)
         return is_slower or self.trials_left <= 0
 
     def _adopt(self, comparison: Comparison) -> None:
@@ -236,7 +272,8 @@ class Refine:
         comparison.outcome = ADOPTED
         adopted = [*state.current.comparisons, comparison]
         state.current.set(comparison.table, adopted)
-        self._wanted, self._passed = comparison.table.copy(), 0
+        self._wanted = comparison.table.copy()
+        self._passed = 0
         self._compared = {}
         self._monitor = Monitor(state, self._chosen)
         if is_first:

@@ -162,19 +162,24 @@ class Search:
     @property
     def what_open(self) -> Array:
         """(N_WHAT,) bool: what may come next."""
-        allowed = [*WHAT, *self.phase.more_choices] if self.config.more_choices else WHAT
-        return np.isin(np.arange(N_WHAT), allowed)
+        allowed = list(WHAT)
+        if self.config.more_choices:
+            allowed += self.phase.more_choices
+        every = np.arange(N_WHAT)
+        return np.isin(every, allowed)
 
     def decide(self, config: int, what: int = GO_ON) -> bool:
         """The policy's choice for the slot whose turn it is, and what comes next. Returns whether both may be chosen:
         else the slot runs what the current table has, and the next slot's turn comes."""
         slot = self.turn
         is_open = bool(self.open[slot, config] and self.what_open[what])
+        kept = int(self.confirmed[slot])
         if not is_open:
-            config, what = int(self.confirmed[slot]), GO_ON
+            config, what = kept, GO_ON
         if not self.config.budget:  # nothing may be tried, whatever the policy wants
-            config, what = int(self.confirmed[slot]), LEAVE
-        self._enter(self.phase.decide(config, what))
+            config, what = kept, LEAVE
+        found = self.phase.decide(config, what)
+        self._enter(found)
         return is_open
 
     def ask(self, policy: Policy, state: Any = None) -> Any:
@@ -191,7 +196,8 @@ class Search:
     def record(self, plan: Plan, seen: Measured) -> float:
         """Take in a window. Returns the default steps that it saved beyond the table that was the current one."""
         state = self.state
-        state.account.steps += seen.billed
+        account = state.account
+        account.steps += seen.billed
         if plan.kind == PROFILE:
             ms = trimmed_mean(seen.step_ms)
             window = Window(plan, seen, seen.step_ms, ms, False, False)
@@ -200,17 +206,23 @@ class Search:
             return self._record_turns(plan, seen)
         if plan.turns:  # the job could not take turns
             state.turns.is_possible = False
+        configs = plan.configs
         default_ms = state.default_ms_now
-        limit_ms = state.guard.limit_ms(plan.configs, default_ms)
+        limit_ms = state.guard.limit_ms(configs, default_ms)
         steps, is_aborted = _measuring_steps(plan, seen.step_ms, limit_ms)
         ms = trimmed_mean(steps)
-        saved = seen.billed - seen.billed_ms / default_ms
-        anyway = seen.billed * self.state.current.saved
+        in_default_steps = seen.billed_ms / default_ms
+        saved = seen.billed - in_default_steps
+        anyway = seen.billed * state.current.saved
         # The job's own long steps, such as checkpoints, are not charged to the search. An aborted step is.
-        state.account.lost -= saved if is_aborted else seen.billed * (1 - ms / default_ms)
-        usual_ms = default_ms if is_aborted else ms
-        state.long_steps.add(plan.configs, seen.step_ms, usual_ms)
-        if plan.kind != WATCH or not plan.configs.any():
+        if is_aborted:
+            account.lost -= saved
+            usual_ms = default_ms
+        else:
+            account.lost -= seen.billed * (1 - ms / default_ms)
+            usual_ms = ms
+        state.long_steps.add(configs, seen.step_ms, usual_ms)
+        if plan.kind != WATCH or not configs.any():
             self._learn(plan, seen, steps, is_aborted)
         is_guilty = self._ran(plan, is_aborted)
         window = Window(plan, seen, steps, ms, is_aborted, is_guilty)
@@ -219,30 +231,34 @@ class Search:
     def _record_turns(self, plan: Plan, seen: Measured) -> float:
         """Take in a measurement by turns."""
         state = self.state
+        account = state.account
         current_ms = trimmed_mean(seen.current)
         state.saw_current(current_ms)
         default_ms = state.default_ms_now
         limit_ms = state.guard.limit_ms(plan.configs, default_ms)
         steps, is_aborted = _measuring_steps(plan, seen.tried, limit_ms)
         ms = trimmed_mean(steps)
-        has_ended = bool(seen.tried[-1] > plan.limit_ms)
+        last_ms = seen.tried[-1]
+        has_ended = bool(last_ms > plan.limit_ms)
         quads = Quads.of(seen.step_ms, seen.arms, plan.turns, has_ended)
         if not len(quads.ratios):  # it ended before a whole quad
-            quads = Quads.single(math.log(current_ms / ms))
+            ratio = math.log(current_ms / ms)
+            quads = Quads.single(ratio)
         gain = self.gain[0]
         in_default_steps = seen.billed_ms / default_ms
         saved = seen.billed - in_default_steps
         by_current = state.current.saved
         anyway = seen.billed * by_current
         if is_aborted:
-            state.account.lost -= saved
+            account.lost -= saved
+            usual_ms = default_ms
         else:
             by_tried = 1 - math.exp(-gain - quads.ratio)
             n_tried = len(seen.tried)
             n_current = seen.billed - n_tried
-            state.account.lost -= n_tried * by_tried
-            state.account.lost -= n_current * by_current
-        usual_ms = default_ms if is_aborted else ms
+            account.lost -= n_tried * by_tried
+            account.lost -= n_current * by_current
+            usual_ms = ms
         long_steps = state.long_steps
         long_steps.add(plan.configs, seen.tried, usual_ms)
         long_steps.add(self.confirmed, seen.current, current_ms)
@@ -265,7 +281,8 @@ class Search:
         state = self.state
         state.noise.add_quads(quads)
         configs, calls = self._obeyed_calls(plan, seen)
-        noise = state.noise.of_quads(len(quads.ratios))
+        n_quads = len(quads.ratios)
+        noise = state.noise.of_quads(n_quads)
         is_far = plan.kind == SEARCH
         belief = state.belief
         belief.observe(configs, math.nan, noise, calls, seen.billed)
@@ -281,15 +298,17 @@ class Search:
         """Configs (s,) that NCCL ran, and log times (s,) of their calls over the default's; NaN: not sampled. The
         others are refused."""
         state = self.state
+        planned = plan.configs
+        obeyed = seen.obeyed
         us = np.asarray(seen.call_us, np.float64)
         call_logs = np.log(us)
-        is_default = plan.configs == 0
+        is_default = planned == 0
         state.default_calls.add(call_logs, is_default)
         longer = call_logs - state.default_calls.logs
-        calls = np.where(seen.obeyed, longer, np.nan)
-        is_refused = ~seen.obeyed & (plan.configs > 0)
-        state.guard.refuse(plan.configs, is_refused)
-        configs = np.where(seen.obeyed, plan.configs, 0)
+        calls = np.where(obeyed, longer, np.nan)
+        is_refused = ~obeyed & (planned > 0)
+        state.guard.refuse(planned, is_refused)
+        configs = np.where(obeyed, planned, 0)
         return configs, calls
 
     @property
@@ -304,20 +323,29 @@ class Search:
 
     def _learn(self, plan: Plan, seen: Measured, steps: Array, is_aborted: bool) -> None:
         state = self.state
-        logs = np.log(steps / state.default_ms)
+        default_ms = state.default_ms
+        logs = np.log(steps / default_ms)
         state.noise.add(logs)
+        ms = trimmed_mean(steps)
         # A trial is compared with the current table instead; at few calls the step measures nothing.
         has_step = plan.kind != TRIAL and not plan.one_of
-        log_step = math.log(trimmed_mean(steps) / state.default_ms) if has_step else math.nan
-        noise = state.noise.of(len(steps)) if has_step else 1.0
+        log_step = math.nan
+        noise = 1.0
+        saving = 0.0
+        if has_step:
+            log_step = math.log(ms / default_ms)
+            noise = state.noise.of(len(steps))
+            saving = -log_step
         configs, calls = self._obeyed_calls(plan, seen)
         state.belief.observe(configs, log_step, noise, calls, seen.billed)
         if plan.one_of:
-            state.guard.ran_at_few_calls(configs, np.isfinite(calls))
+            is_timed = np.isfinite(calls)
+            state.guard.ran_at_few_calls(configs, is_timed)
         elif not is_aborted:
             state.guard.ran(configs)
-        long = float(np.mean(steps) / trimmed_mean(steps)) - 1
-        state.last = LastWindow(-log_step if has_step else 0.0, np.nan_to_num(calls), long)
+        long = float(np.mean(steps) / ms) - 1
+        known_calls = np.nan_to_num(calls)
+        state.last = LastWindow(saving, known_calls, long)
 
     # -- phases ------------------------------------------------------------------------------------------------
 
@@ -358,10 +386,12 @@ def _measuring_steps(plan: Plan, step_ms: Array, limit_ms: float) -> tuple[Array
     If a table makes all steps too slow, the first or second step shows it, and none is faster than the default. A
     single long step later in the window is an outlier: it ends the window and is left out.
     """
-    has_ended = bool(step_ms[-1] > plan.limit_ms)
-    is_too_slow = bool(step_ms[-1] > limit_ms)
-    is_early = len(step_ms) <= 2 and bool(step_ms[0] > limit_ms / ABORT)
+    n_steps = len(step_ms)
+    last_ms = step_ms[-1]
+    has_ended = bool(last_ms > plan.limit_ms)
+    is_too_slow = bool(last_ms > limit_ms)
+    is_early = n_steps <= 2 and bool(step_ms[0] > limit_ms / ABORT)
     is_aborted = is_too_slow and is_early
-    if is_aborted or len(step_ms) == 1:
+    if is_aborted or n_steps == 1:
         return step_ms[-1:], is_aborted
-    return step_ms[: len(step_ms) - has_ended], is_aborted
+    return step_ms[: n_steps - has_ended], is_aborted

@@ -38,9 +38,8 @@ class StepGuard:
 
     def __init__(self, mask: Array) -> None:
         self.refused = np.zeros_like(mask, bool)  # NCCL did not obey; stays when the job changes
-        self.aborted = np.zeros(
-            mask.shape, np.int64
-        )  # windows, as the likeliest cause; stays when the job changes
+        # Windows, as the likeliest cause; stays when the job changes.
+        self.aborted = np.zeros(mask.shape, np.int64)
         self.windows = np.zeros(mask.shape)  # measured at all calls
 
     def begin(self, job: Job, belief: Belief, ran_before: Array) -> None:
@@ -48,24 +47,24 @@ class StepGuard:
         self.calls = job.calls
         self.has_times = np.isfinite(job.call_us)
         self.belief = belief
-        self.windows = np.zeros(self.refused.shape)
-        self.timed = (
-            np.arange(self.refused.shape[1]) == ran_before[:, None]
-        )  # a time of few calls was measured
+        shape = self.refused.shape
+        self.windows = np.zeros(shape)
+        configs = np.arange(shape[1])
+        self.timed = configs == ran_before[:, None]  # a time of few calls was measured
         self.silent = np.zeros_like(self.refused)  # the last window at few calls gave no time
 
     # -- what ran ----------------------------------------------------------------------------------------------
 
     def ran(self, configs: Array) -> None:
         """A window under configs (s,) at all calls was measured."""
-        self.windows[np.arange(len(configs)), configs] += 1
+        self.windows[_places(configs)] += 1
 
     def ran_at_few_calls(self, configs: Array, is_timed: Array) -> None:
         """A window of few calls under configs (s,) has ended. Only a measured time (``is_timed`` (s,)) is evidence: a
         config without one never runs at all calls on the strength of this window."""
-        slots = np.arange(len(configs))
-        self.timed[slots, configs] |= is_timed
-        self.silent[slots, configs] = ~is_timed
+        places = _places(configs)
+        self.timed[places] |= is_timed
+        self.silent[places] = ~is_timed
 
     def refuse(self, configs: Array, is_refused: Array) -> None:
         """NCCL did not obey configs (s,) in the slots ``is_refused`` (s,): they are not tried again."""
@@ -74,28 +73,41 @@ class StepGuard:
 
     def assume_measured(self, configs: Array) -> None:
         """Configs (s,) ran until the job changed: no window is aborted for their sake."""
-        self.windows[np.arange(len(configs)), configs] = configs > 0
+        self.windows[_places(configs)] = configs > 0
 
     # -- steps that are too slow -------------------------------------------------------------------------------
 
     def is_new(self, configs: Array) -> Array:
         """(s,) bool: which of these configs (s,) were never measured; AUTO is never new."""
-        windows = self.windows[np.arange(len(configs)), configs]
-        return np.asarray((configs > 0) & (windows == 0))
+        windows = self.windows[_places(configs)]
+        is_other = configs > 0
+        return np.asarray(is_other & (windows == 0))
 
     def limit_ms(self, configs: Array, default_ms: float) -> float:
         """A step above this is too slow under configs (s,); infinite if all of them were measured."""
-        return ABORT * default_ms if self.is_new(configs).any() else math.inf
+        is_new = self.is_new(configs)
+        if is_new.any():
+            return ABORT * default_ms
+        return math.inf
 
     def abort(self, configs: Array) -> bool:
         """A window was aborted: the likeliest of the new configs (s,) is taken for the cause. Returns whether it was
         the cause before."""
-        new = np.flatnonzero(self.is_new(configs)).tolist()
-        if not new:
+        is_new = self.is_new(configs)
+        slots = np.flatnonzero(is_new).tolist()
+        if not slots:
             return False
-        slot = max(new, key=lambda s: float(self.belief.too_long(s, ABORT)[configs[s]]))
-        self.aborted[slot, configs[slot]] += 1
-        return bool(self.is_guilty[slot, configs[slot]])
+
+        def likely(slot: int) -> float:
+            """Probability that the slot's config made the step too slow."""
+            by_config = self.belief.too_long(slot, ABORT)
+            config = configs[slot]
+            return float(by_config[config])
+
+        slot = max(slots, key=likely)
+        cause = slot, configs[slot]
+        self.aborted[cause] += 1
+        return bool(self.is_guilty[cause])
 
     @property
     def is_guilty(self) -> Array:
@@ -104,8 +116,11 @@ class StepGuard:
 
     def risk_at_all_calls(self, slot: int) -> Array:
         """(N_CONFIGS,) probability that each config of a slot makes a step too slow; 0 of what was measured."""
-        likely = np.where(self.is_guilty[slot], 1.0, self.belief.too_long(slot, ABORT))
-        return np.asarray(np.where(self.windows[slot] == 0, likely, 0.0))
+        believed = self.belief.too_long(slot, ABORT)
+        is_guilty = self.is_guilty[slot]
+        likely = np.where(is_guilty, 1.0, believed)
+        is_unmeasured = self.windows[slot] == 0
+        return np.asarray(np.where(is_unmeasured, likely, 0.0))
 
     def risk(self, slot: int) -> Array:
         """The same of a trial of each config, which may run at few calls first."""
@@ -113,34 +128,56 @@ class StepGuard:
         is_first = self._needs_few_calls(slot, at_all)
         if not is_first.any():
             return at_all
-        at_few = self.belief.too_long(slot, 1 + self.calls[slot] * (ABORT - 1))
-        is_cheap = is_first & ~self.silent[slot] & (at_all < RISKY_AT_ONE_CALL)
-        return np.where(is_cheap, np.minimum(at_all, at_few), at_all)
+        calls = self.calls[slot]
+        times = 1 + calls * (ABORT - 1)
+        at_few = self.belief.too_long(slot, times)
+        may_tell = is_first & ~self.silent[slot]
+        is_cheap = may_tell & (at_all < RISKY_AT_ONE_CALL)
+        smaller = np.minimum(at_all, at_few)
+        return np.where(is_cheap, smaller, at_all)
 
     # -- few calls ---------------------------------------------------------------------------------------------
 
     def needs_few_calls(self, slot: int) -> Array:
         """(N_CONFIGS,) bool: configs of a slot that run at few calls first."""
-        return self._needs_few_calls(slot, self.risk_at_all_calls(slot))
+        risk = self.risk_at_all_calls(slot)
+        return self._needs_few_calls(slot, risk)
 
     def _needs_few_calls(self, slot: int, risk: Array) -> Array:
-        can_tell = self.calls[slot] >= FEWEST_CALLS and self.has_times[slot] and self.belief.has_calls
-        is_new = can_tell & (self.windows[slot] == 0) & ~self.timed[slot]
-        return np.asarray(is_new & (risk > RISKY))
+        has_many = self.calls[slot] >= FEWEST_CALLS
+        has_times = self.has_times[slot]
+        can_tell = has_many and has_times and self.belief.has_calls
+        is_unmeasured = self.windows[slot] == 0
+        is_untimed = ~self.timed[slot]
+        is_new = can_tell & is_unmeasured & is_untimed
+        is_risky = risk > RISKY
+        return np.asarray(is_new & is_risky)
 
     def before(self, plan: Plan, current: Array) -> Plan:
         """The window that comes before this one, in which its risky configs run at about one call a step; the window
         itself if it has none. ``current`` (s,): configs of all other calls."""
-        is_risky = np.zeros(len(current), bool)
+        n_slots = len(current)
+        is_risky = np.zeros(n_slots, bool)
         for slot, config in enumerate(plan.configs):
-            is_risky[slot] = config != current[slot] and self.needs_few_calls(slot)[config]
+            if config != current[slot]:
+                needs = self.needs_few_calls(slot)
+                is_risky[slot] = needs[config]
         if not is_risky.any():
             return plan
         calls = self.calls[is_risky]
-        one_of = math.ceil(calls.max())
-        n_steps = math.ceil(FEW_CALLS * one_of / calls.min())
+        most = calls.max()
+        fewest = calls.min()
+        one_of = math.ceil(most)
+        n_steps = math.ceil(FEW_CALLS * one_of / fewest)
         configs = np.where(is_risky, plan.configs, current)
-        return replace(plan, configs=configs, n_steps=n_steps, one_of=one_of, others=current.copy())
+        others = current.copy()
+        return replace(plan, configs=configs, n_steps=n_steps, one_of=one_of, others=others)
+
+
+def _places(configs: Array) -> tuple[Array, Array]:
+    """Where configs (s,) lie in an array (s, N_CONFIGS)."""
+    slots = np.arange(len(configs))
+    return slots, configs
 
 
 class Turns:
@@ -159,11 +196,16 @@ class Turns:
     def plan(self, plan: Plan, current: Array, quads: int) -> Plan:
         """The same plan by turns with the current table (s,): so many quads. The first one does not count if an
         algorithm may be new: NCCL connects lazily."""
-        if not self.is_possible or np.array_equal(plan.configs, current):
+        is_current = np.array_equal(plan.configs, current)
+        if not self.is_possible or is_current:
             return plan
-        size = QUAD * self.steps
-        discard = size if plan.discard > DISCARD else 0
-        return replace(plan, n_steps=size * quads, discard=discard, others=current.copy(), turns=self.steps)
+        turns = self.steps
+        size = QUAD * turns
+        n_steps = size * quads
+        may_connect = plan.discard > DISCARD
+        discard = size if may_connect else 0
+        others = current.copy()
+        return replace(plan, n_steps=n_steps, discard=discard, others=others, turns=turns)
 
 
 class Running:
@@ -173,12 +215,14 @@ class Running:
         self.turns = Turns(takes_turns)
         self._families = families  # (s, N_CONFIGS), see ``interfaces.Job``
         self._warm: set[int] = set()
-        self.configs: Array = np.zeros(len(families), np.int64)
+        n_slots = len(families)
+        self.configs: Array = np.zeros(n_slots, np.int64)
 
     def ran(self, plan: Plan, is_aborted: bool) -> None:
         """A window has ended. After one at few calls any table is another one."""
         if not is_aborted:
-            self._warm |= self._families_of(plan.configs)
+            ran = self._families_of(plan.configs)
+            self._warm |= ran
         after = plan.others if plan.turns else plan.configs
         self.configs = np.where(plan.one_of, -1, after)
 
@@ -186,9 +230,14 @@ class Running:
         """Steps that do not count after a change to these configs (s,)."""
         if np.array_equal(configs, self.configs):
             return 0
-        is_cold = bool(self._families_of(configs) - self._warm)
-        return DISCARD + WARM_STEPS * is_cold
+        families = self._families_of(configs)
+        cold = families - self._warm
+        return DISCARD + WARM_STEPS * bool(cold)
 
     def _families_of(self, configs: Array) -> set[int]:
-        found = {int(self._families[slot, config]) for slot, config in enumerate(configs)}
-        return {family for family in found if family >= 0}
+        found = set[int]()
+        for slot, config in enumerate(configs):
+            family = int(self._families[slot, config])
+            if family >= 0:
+                found.add(family)
+        return found

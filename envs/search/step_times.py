@@ -75,16 +75,26 @@ def window_noise(logs: Array, n_steps: int) -> float:
     if len(x) < FEWEST_STEPS:
         return UNKNOWN_NOISE
     x = x - median(x)
-    scale = ROBUST * median(np.abs(x))
-    scale = max(scale, PLAIN_PART * float(np.std(x)), TINY_DEVIATION)
-    x = np.clip(x, -CLIP * scale, CLIP * scale)
+    plain = float(np.std(x))
+    x = _clipped(x, plain)
     squares = float((x**2).mean())
     variance = squares * len(x) / (len(x) - 1)
     neighbours = (x[1:] * x[:-1]).mean()
-    r = float(np.clip(neighbours / max(squares, TINY_VARIANCE), 0.0, MOST_CORRELATION))
+    correlation = neighbours / max(squares, TINY_VARIANCE)
+    r = float(np.clip(correlation, 0.0, MOST_CORRELATION))
     lags = np.arange(1, n_steps)
-    together = 1 + 2 * float((r**lags * (1 - lags / n_steps)).sum())
-    return max(math.sqrt(variance * together / n_steps), LEAST_NOISE)
+    weights = 1 - lags / n_steps
+    together = 1 + 2 * float((r**lags * weights).sum())
+    of_mean = variance * together / n_steps
+    return max(math.sqrt(of_mean), LEAST_NOISE)
+
+
+def _clipped(values: Array, plain: float) -> Array:
+    """Values around 0 without what lies beyond CLIP robust standard deviations; ``plain``: the plain one."""
+    robust = ROBUST * median(np.abs(values))
+    scale = max(robust, PLAIN_PART * plain, TINY_DEVIATION)
+    most = CLIP * scale
+    return np.clip(values, -most, most)
 
 
 @dataclass(frozen=True)
@@ -157,11 +167,14 @@ class Quads:
 
 def deviation_of(values: Array) -> float:
     """Standard deviation of values around 0, robust against stragglers; never below 0.05 %."""
-    scale = ROBUST * median(np.abs(values))
-    plain = math.sqrt(float((values**2).mean()))
-    scale = max(scale, PLAIN_PART * plain, TINY_DEVIATION)
-    near = np.clip(values, -CLIP * scale, CLIP * scale)
-    return max(math.sqrt(float((near**2).mean())), LEAST_NOISE)
+    plain = _root_mean_square(values)
+    near = _clipped(values, plain)
+    return max(_root_mean_square(near), LEAST_NOISE)
+
+
+def _root_mean_square(values: Array) -> float:
+    squares = values**2
+    return math.sqrt(float(squares.mean()))
 
 
 class NoiseEstimate:
@@ -177,17 +190,22 @@ class NoiseEstimate:
 
     def begin(self, step_ms: Array, config: SearchConfig) -> None:
         """Take in default steps and choose the length of windows: the shortest that is steady enough."""
-        self._logs.extend(np.log(step_ms / trimmed_mean(step_ms)))
+        usual_ms = trimmed_mean(step_ms)
+        self._logs.extend(np.log(step_ms / usual_ms))
         fewest, most = config.window_steps
         fits = (n for n in range(fewest, most) if self.of(n) <= config.good_noise)
-        self.window_steps = next(fits, most)
-        self.of_window = self.of(self.window_steps)
+        steps = next(fits, most)
+        self.window_steps = steps
+        self.of_window = self.of(steps)
         self._begin_quads(step_ms, config)
 
     def _begin_quads(self, step_ms: Array, config: SearchConfig) -> None:
         """Every four default steps in a row are a quad of the default with itself."""
-        for at in range(len(step_ms) - QUAD + 1):
-            self.add_quads(Quads.of(step_ms[at : at + QUAD], PATTERN, 1))
+        n_quads = len(step_ms) - QUAD + 1
+        for first in range(n_quads):
+            four_ms = step_ms[first : first + QUAD]
+            quads = Quads.of(four_ms, PATTERN, 1)
+            self.add_quads(quads)
         fewest, most = config.try_quads
         good = config.good_noise * math.sqrt(2)
         self.quads = fewest

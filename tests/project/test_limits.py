@@ -1,4 +1,4 @@
-"""Limits of size for every file, class and function of the product, and the one list of what is beyond them.
+"""Limits of size for every file, class and function of the product. There are no exceptions.
 
 * A file has at most 400 lines, of C and of the tests too.
 * A class has at most 15 attributes: names that its methods assign on ``self``, and fields that are annotated in its
@@ -27,27 +27,6 @@ LINES, ATTRIBUTES, COMPLEXITY, NAMES = 400, 15, 12, 8
 
 #: A file has at most so many names a line of code on average.
 NAMES_A_LINE = 4.0
-#: Files that are beyond, with what they are at: a figure may only become smaller.
-DENSE = {
-    "agent/train/recurrent.py": 4.92,
-    "envs/bench/job_arena.py": 4.28,
-    "envs/bench/scores.py": 5.3,
-    "envs/live/windows.py": 5.11,
-    "envs/nccl/agreement/pace.py": 4.67,
-    "envs/nccl/agreement/store.py": 4.06,
-    "envs/replay/decisions.py": 4.87,
-    "envs/search/belief/belief.py": 5.27,
-    "envs/search/explore.py": 4.35,
-    "envs/search/monitor.py": 4.01,
-    "envs/search/refine.py": 4.21,
-    "envs/search/search.py": 4.31,
-    "envs/search/step_guard.py": 4.71,
-    "envs/search/step_times.py": 4.15,
-}
-
-#: What is beyond a limit. The list only ever gets shorter, down to 10 entries or fewer: what is within the limits again
-#: has to go from it.
-EXCEPTIONS: set[str] = set()
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 #: Nodes that add one way through a function.
@@ -140,7 +119,7 @@ def test_code_is_not_dense() -> None:
     for path in (p for folder in FOLDERS for p in sorted((ROOT / folder).rglob("*.py"))):
         place = path.relative_to(ROOT).as_posix()
         mean = names_a_code_line(path.read_text("utf-8"))
-        if mean > DENSE.get(place, NAMES_A_LINE) + 0.005:
+        if mean > NAMES_A_LINE + 0.005:
             found[place] = f"{mean:.2f} names a line"
     assert not found, "split dense expressions into named steps"
 
@@ -152,13 +131,11 @@ def test_files_stay_small() -> None:
     assert {name: n for name, n in counts.items() if n > LINES} == {}, "split them"
 
 
-def test_nothing_is_beyond_the_limits_but_what_is_on_the_list() -> None:
+def test_nothing_is_beyond_the_limits() -> None:
     found: dict[str, str] = {}
     for path in (p for folder in FOLDERS for p in sorted((ROOT / folder).rglob("*.py"))):
         found |= beyond(path.read_text("utf-8"), path.relative_to(ROOT).as_posix())
-    new = {place: what for place, what in found.items() if place not in EXCEPTIONS}
-    assert not new, "make them smaller"
-    assert EXCEPTIONS - found.keys() == set(), "no longer needed: take them from the list"
+    assert not found, "make them smaller"
 
 
 RECORD = "@dataclass\nclass A:\n" + "".join(f"    a{i}: int = 0\n" for i in range(15))

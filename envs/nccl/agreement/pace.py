@@ -35,19 +35,26 @@ class Pace:
 
     def is_due(self) -> bool:
         """Whether the last sample is old enough for another."""
-        return not self._samples or time.monotonic() - self._samples[-1].at_s >= _EVERY_S
+        if not self._samples:
+            return True
+        age_s = time.monotonic() - self._samples[-1].at_s
+        return age_s >= _EVERY_S
 
     def sample(self, steps: int, counts: Mapping[int, int]) -> None:
         """Note what was counted so far; ``steps`` are those of this rank."""
         now = time.monotonic()
-        self._samples.append(_Sample(now, steps, dict(counts)))
-        while now - self._samples[0].at_s > _KEPT_S and len(self._samples) > 2:
-            self._samples.popleft()
+        samples = self._samples
+        samples.append(_Sample(now, steps, dict(counts)))
+        while now - samples[0].at_s > _KEPT_S and len(samples) > 2:
+            samples.popleft()
 
     def round_took(self, seconds: float, held: bool) -> None:
         """A round is over; ``held``: a call of this rank came to its limit before the decision was known."""
         self._round_s.append(min(seconds, _MOST_S))
-        self._caution = min(self._caution * 2, 64.0) if held else max(self._caution / 2, 1.0)
+        if held:
+            self._caution = min(self._caution * 2, 64.0)
+        else:
+            self._caution = max(self._caution / 2, 1.0)
 
     @property
     def round_s(self) -> float:
@@ -58,7 +65,10 @@ class Pace:
         """Collectives of a communicator in a step; 0 where no step was seen."""
         first, last = self._ends(comm)
         steps = last.steps - first.steps
-        return (last.counts[comm] - first.counts[comm]) / steps if steps > 0 else 0.0
+        if steps <= 0:
+            return 0.0
+        calls = last.counts[comm] - first.counts[comm]
+        return calls / steps
 
     def distance(self, comm: int, answer_s: float, spread_s: float = 0.0, rhythm: int = 0) -> int:
         """How many calls ahead a limit is: two rounds as they last, half a second or two steps, one step at least.
@@ -67,7 +77,8 @@ class Pace:
         ``spread_s``: another rank may hear of the round so much later than this one. ``rhythm``: the last steps had so
         many calls each, 0: they differed.
         """
-        rates = [self._rate(comm, a, b) for a, b in pairwise(self._samples)]
+        pairs = pairwise(self._samples)
+        rates = [self._rate(comm, before, after) for before, after in pairs]
         busiest = max(rates, default=0.0)
         if not busiest and rhythm and rates:  # it is new, or a step lasts longer than samples are kept
             busiest = rhythm * self._steps_a_second()
@@ -78,30 +89,44 @@ class Pace:
         a_step = max(self.calls_a_step(comm), rhythm)
         slow_s = min(_REQUESTS * answer_s, _MOST_S)
         round_s = max(self.round_s, slow_s)
-        least_s = min(_HALF_S, _STEPS * self._step_s())
+        two_steps_s = _STEPS * self._step_s()
+        least_s = min(_HALF_S, two_steps_s)
         ahead_s = max(2 * round_s, least_s) + spread_s
         ahead_s *= self._caution
-        return math.ceil(max(a_step, busiest * ahead_s)) + _LEAST
+        calls = max(a_step, busiest * ahead_s)
+        return math.ceil(calls) + _LEAST
 
     def _steps_a_second(self) -> float:
         """In the busiest time between two samples."""
-        known = list(self._samples)
-        rates = [(b.steps - a.steps) / max(b.at_s - a.at_s, 1e-3) for a, b in pairwise(known)]
+        rates = list[float]()
+        for before, after in pairwise(list(self._samples)):
+            steps = after.steps - before.steps
+            rates.append(steps / _between_s(before, after))
         return max(rates, default=0.0)
 
     def _step_s(self) -> float:
         """How long a step lasts; infinity where none was seen."""
-        first, last = self._samples[0], self._samples[-1]
+        first = self._samples[0]
+        last = self._samples[-1]
         steps = last.steps - first.steps
         seconds = last.at_s - first.at_s
         return seconds / steps if steps > 0 else math.inf
 
     def _ends(self, comm: int) -> tuple[_Sample, _Sample]:
         known = [sample for sample in self._samples if comm in sample.counts]
+        if known:
+            return known[0], known[-1]
         nothing = _Sample(0.0, 0, {comm: 0})
-        return (known[0], known[-1]) if known else (nothing, nothing)
+        return nothing, nothing
 
     @staticmethod
     def _rate(comm: int, before: _Sample, after: _Sample) -> float:
-        made = after.counts.get(comm, 0) - before.counts.get(comm, after.counts.get(comm, 0))
-        return made / max(after.at_s - before.at_s, 1e-3)
+        count = after.counts.get(comm, 0)
+        made = count - before.counts.get(comm, count)
+        return made / _between_s(before, after)
+
+
+def _between_s(before: _Sample, after: _Sample) -> float:
+    """Seconds between two samples, never 0."""
+    passed = after.at_s - before.at_s
+    return max(passed, 1e-3)

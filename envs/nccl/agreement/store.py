@@ -51,7 +51,9 @@ class RoundStore:
 
     def __init__(self, make: Callable[[], Any], rank: int, n_ranks: int) -> None:
         """``make()`` gives a new connection of our own to the job's store."""
-        self._make, self._rank, self._n_ranks = make, rank, n_ranks
+        self._make = make
+        self._rank = rank
+        self._n_ranks = n_ranks
         self._pause_s = _PAUSE_S + _A_RANK_S * n_ranks
         self._store: Any = None
         self.life, self._round = "", 0
@@ -120,8 +122,12 @@ class RoundStore:
 
     def cast(self, vote: Vote, n_votes: int) -> None:
         """Send a vote; whoever is the last of ``n_votes`` tells rank 0."""
-        self._store.set(self._key("vote", vote.rank), json.dumps(asdict(vote)))
-        if n_votes and self._store.add(self._key(vote.round, "votes"), 1) >= n_votes:
+        text = json.dumps(asdict(vote))
+        self._store.set(self._key("vote", vote.rank), text)
+        if not n_votes:
+            return
+        n_cast = self._store.add(self._key(vote.round, "votes"), 1)
+        if n_cast >= n_votes:
             self._store.set(self._key(vote.round, "all"), "yes")
 
     def proposal(self, number: int) -> Proposal | None:
@@ -137,7 +143,9 @@ class RoundStore:
     def decision(self, number: int) -> Decision | None:
         """What was decided in a round; None if nothing is by now."""
         key = self._key(number, "decision")
-        return _decision(bytes(self._store.get(key))) if self._has(key) else None
+        if not self._has(key):
+            return None
+        return _decision(bytes(self._store.get(key)))
 
     def settle(self, number: int, decision: Decision) -> Decision:
         """Set the register of a round if it is free; what it holds. Only the store knows: it is asked until it answers.
@@ -189,16 +197,20 @@ class RoundStore:
 
     def has_news(self) -> bool:
         """Whether a rank has said since the last question that there is something new."""
-        before, self._heard = self._heard, int(self._store.add(self._key(_NEWS), 0))
+        before = self._heard
+        key = self._key(_NEWS)
+        self._heard = int(self._store.add(key, 0))
         return self._heard != before
 
     def are_there(self, ranks: list[int]) -> bool:
         """Whether all these ranks have ever cast a vote in this life."""
-        return not ranks or bool(self._store.check([self._key("vote", rank) for rank in ranks]))
+        keys = [self._key("vote", rank) for rank in ranks]
+        return not ranks or bool(self._store.check(keys))
 
     def propose(self, proposal: Proposal) -> None:
         """Begin a round."""
-        word = json.dumps([proposal.n_votes, base64.b64encode(proposal.message).decode()])
+        message = base64.b64encode(proposal.message).decode()
+        word = json.dumps([proposal.n_votes, message])
         self._round = proposal.number
         self._store.set(self._key(proposal.number, "table"), word)
         began = time.monotonic()
@@ -215,7 +227,8 @@ class RoundStore:
         """The last votes of ``ranks``, as soon as all expected in this round are there, else after so long."""
         ranks = list(ranks)
         end = time.monotonic() + seconds
-        while ranks and not self._has(self._key(number, "all")) and time.monotonic() < end:
+        all_cast = self._key(number, "all")
+        while ranks and not self._has(all_cast) and time.monotonic() < end:
             time.sleep(self._pause_s)
         keys = [self._key("vote", rank) for rank in ranks]
         several = getattr(self._store, "has_extended_api", bool)()
@@ -241,4 +254,5 @@ def _vote(raw: bytes) -> Vote:
 
 def _decision(raw: bytes) -> Decision:
     generation, switches = json.loads(raw)
-    return Decision(generation, {int(comm, 16): Span(*span) for comm, span in switches.items()})
+    spans = {int(comm, 16): Span(*span) for comm, span in switches.items()}
+    return Decision(generation, spans)

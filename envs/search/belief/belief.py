@@ -10,54 +10,36 @@ Kalman filter (Rasmussen and Williams 2006, chapter 2; Sarkka 2013, chapter 5). 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ....traces.spaces import N_CONFIGS
-from .effects import Effects, Known, Places, Savings
-from .normal import above, expected_improvement, within
+from .effects import LOG_RANGE, MOST_EXPOSURE, Effects, Known, Places, Savings
+from .gaussian import begun, parts_of, see_figures, see_sum
+from .normal import above, expected_improvement
+from .outlook import CALL_FLOOR, CALL_NOISE, LOST, deviation_of_lead, highest, lead_of
 from .prior import Prior
 
 Array = np.ndarray[Any, Any]
+Numbers = Array | Sequence[float]
 
-#: Standard deviation of a window's log call time, as windows of one table scatter in the simulator.
-CALL_NOISE = 0.03
-#: What the log call time is off beyond that: the mean of a window is not the mean of the job.
-CALL_FLOOR = 0.03
 #: What the predicted effect of a table may miss, as a part of it: slots overlap, which the sum over slots leaves out.
 MISFIT = 0.2
-#: Part of the prior's variances that is taken: they are those of a mixture of worlds, and few are as wild as the whole.
-DOUBT = 0.7
 #: Standard deviation by which the default's log step time may drift in a step, at least ...
 DRIFT = 3e-4
 #: ... and as a part of a window's noise: a noisy job drifts more.
 DRIFT_PART = 0.1
 #: Noise that a window's worth is predicted with, before the job's own is known.
 REVEAL = 0.005
-#: Variance of the default's log step time at first: the few default steps give it within 1 %.
-DEFAULT_VARIANCE = 1e-4
-#: A step time further off than this many standard deviations counts for less: step times have heavy tails.
-OUTLIER = 4.0
-#: Logs of call times are clipped to this range, in training as well: beyond, a linear model of the step fails.
-LOG_RANGE = (-3.0, 2.0)
-#: A config with a larger log call time is believed to save nothing: its calls take e times as long.
-FAR = 1.0
 #: Calls that are far too long: standard deviations are multiplied by WIDER after BROAD (log) is added. Of 5,091 first
 #: windows in 300 simulated jobs 11 % were too slow if more than 10 % was predicted, 6 % if 0.1 to 10, 0.1 % if less.
 WIDER, BROAD = 1.4, 0.1
 #: The least that a step or a call can take, as a part of the default's: logs must stay finite.
 LEAST = 0.05
-#: Saving of a config that cannot be had, as a part of the step: below any that can.
-LOST = -9.0
-#: Most of a slot's exposure: calls may hold up a step for a little longer than they take.
-MOST_EXPOSURE = 1.3
-#: Largest variance of a log call time in the mean saving: beyond, the expansion of exp fails.
-MOST_VARIANCE = 1.0
-#: Smallest share of a slot, and smallest determinant: both keep divisions finite.
-TINY_SHARE, TINY_DETERMINANT = 1e-3, 1e-18
-#: Rows of the covariance that are updated together, so that what is subtracted stays in the processor's cache.
-ROWS = 64
+#: Smallest share of a slot: keeps a division finite.
+TINY_SHARE = 1e-3
 
 
 class Belief:
@@ -70,40 +52,30 @@ class Belief:
     """
 
     def __init__(self, prior: Prior, features: Array, mask: Array, share: Array) -> None:
-        self.share = np.asarray(share, np.float64)
-        self.arms = [
-            np.flatnonzero(row[1:]) + 1 for row in np.asarray(mask, bool)
-        ]  # (a,) configs of each slot
-        self.parts = list[slice]()  # of ``mean``, by slot
-        self._set_prior(prior, features, mask)
-        self.config = [np.full(N_CONFIGS, -1) for _ in self.arms]  # config -> index among the slot's configs
-        for index, arms in zip(self.config, self.arms, strict=True):
-            index[arms] = np.arange(len(arms))
-        self._places = Places.of(self.arms, self.parts, self.share)
-        self._known = Known([None] * len(self.arms))
+        share = np.asarray(share, np.float64)
+        allowed = np.asarray(mask, bool)
+        arms = [np.flatnonzero(row[1:]) + 1 for row in allowed]
+        parts = parts_of(arms)
+        self.share = share
+        self.arms = arms  # (a,) configs of each slot
+        self.parts = parts  # of ``mean``, by slot
+        mean, cov = begun(prior, features, mask, arms, parts)
+        self.mean = mean
+        self.cov = cov
+        self.config = list[Array]()  # of each slot: config -> index among its configs
+        for configs in arms:
+            index = np.full(N_CONFIGS, -1)
+            index[configs] = np.arange(len(configs))
+            self.config.append(index)
+        self._places = Places.of(arms, parts, share)
+        self.touched()
         # Standard deviations that the last window was off its prediction: the step, and each slot's calls.
         self.off_step = 0.0
-        self.off_calls = np.zeros(len(self.arms))
-        self.reveal, self.drift, self.has_calls = REVEAL, DRIFT, True  # see :meth:`begin`
-
-    def _set_prior(self, prior: Prior, features: Array, mask: Array) -> None:
-        mean, own, loadings = prior(features, mask)
-        picks, size = list[Array](), 1
-        for arms in self.arms:
-            picks.append(np.concatenate([[2 * N_CONFIGS], arms, N_CONFIGS + arms]))
-            self.parts.append(slice(size, size + len(picks[-1])))
-            size += len(picks[-1])
-        self.mean, self.cov = np.zeros(size), np.zeros((size, size))
-        shared = np.zeros((size, prior.n_shared))
-        for slot, part in enumerate(self.parts):
-            pick = picks[slot]
-            self.mean[part] = mean[slot, pick]
-            shared[part] = loadings[slot, pick, : prior.n_shared]
-            alone = loadings[slot, pick, prior.n_shared :]
-            self.cov[part, part] = alone @ alone.T + np.diag(own[slot, pick])
-        self.cov += shared @ shared.T
-        self.cov *= DOUBT
-        self.cov[0, 0] = DEFAULT_VARIANCE
+        self.off_calls = np.zeros(self.n_slots)
+        # See :meth:`begin`.
+        self.reveal = REVEAL
+        self.drift = DRIFT
+        self.has_calls = True
 
     def begin(self, noise: float, reveal: float, has_calls: bool) -> None:
         """``noise``: standard deviation of a window's log step time; ``reveal``: part of it that a window's worth is
@@ -111,58 +83,55 @@ class Belief:
         self.reveal = reveal * noise
         self.has_calls = has_calls
         # The default's own step time is no surer than a window of it, nor steadier.
-        self.cov[0, 0] = max(self.cov[0, 0], noise**2)
-        self.drift = max(DRIFT, DRIFT_PART * noise)
+        known = self.cov[0, 0]
+        self.cov[0, 0] = max(known, noise**2)
+        by_noise = DRIFT_PART * noise
+        self.drift = max(DRIFT, by_noise)
 
     # -- reading -----------------------------------------------------------------------------------------------
 
+    @property
+    def n_slots(self) -> int:
+        """Of the job."""
+        return len(self.arms)
+
     def _effect(self, slot: int) -> Effects:
+        """Savings of a slot's configs, computed once between two windows."""
         kept = self._known.effects[slot]
         if kept is not None:
             return kept
-        part, share = self.parts[slot], self.share[slot]
-        a = len(self.arms[slot])
-        m, p = self.mean[part], self.cov[part, part]
-        exposure = min(max(float(m[0]), 0.0), MOST_EXPOSURE)
-        logs, rest = m[1 : a + 1], m[a + 1 :]
-        time = np.exp(within(logs, *LOG_RANGE))
-        by_exposure = share * (1 - time)
-        by_log = -share * exposure * time
-        # Covariance of each saving with every figure of the slot: only three of these have a slope.
-        cross = by_exposure[:, None] * p[0] + by_log[:, None] * p[1 : a + 1] + share * p[a + 1 :]
-        with_logs = cross[:, 1 : a + 1]
-        cov = cross[:, :1] * by_exposure + with_logs * by_log + share * cross[:, a + 1 :]
-        variance = p.diagonal()[1 : a + 1]
-        longer = 1 + np.minimum(variance, MOST_VARIANCE) / 2  # the mean of exp
-        wait = exposure * (1 - time * longer) - p[0, 1 : a + 1] * time
-        mean = share * (wait + rest)
-        mean = np.where(logs > FAR, np.minimum(mean, 0.0), mean)
-        found = Effects(mean, cov, by_exposure, by_log, with_logs)
+        part = self.parts[slot]
+        mean = self.mean[part]
+        cov = self.cov[part, part]
+        share = self.share[slot]
+        found = Effects.of(mean, cov, share)
         self._known.effects[slot] = found
         return found
 
     def _all_savings(self) -> Savings:
         """Of all configs at once: the means of :meth:`_effect` without its covariances, which cost ten times as
         much."""
-        if self._known.savings is None:
-            places = self._places
-            exposure = within(self.mean[places.exposure], 0.0, MOST_EXPOSURE)
-            logs = self.mean[places.log]
-            time = np.exp(within(logs, *LOG_RANGE))
-            variance = self.cov[places.log, places.log]
-            longer = 1 + np.minimum(variance, MOST_VARIANCE) / 2
-            wait = exposure * (1 - time * longer) - self.cov[places.exposure, places.log] * time
-            mean = places.share * (wait + self.mean[places.rest])
-            mean = np.where(logs > FAR, np.minimum(mean, 0.0), mean)
-            self._known.savings = Savings(mean, places.share * (1 - time), -places.share * exposure * time)
-        return self._known.savings
+        found = self._known.savings
+        if found is None:
+            found = Savings.of(self.mean, self.cov, self._places)
+            self._known.savings = found
+        return found
+
+    def _log_times(self, slot: int) -> slice:
+        """Where the log times of a slot's configs lie in ``mean``: after its exposure."""
+        exposure = self.parts[slot].start
+        n_configs = len(self.arms[slot])
+        return slice(exposure + 1, exposure + 1 + n_configs)
 
     def figures(self, slot: int) -> tuple[Array, Array]:
         """Mean and standard deviation (N_CONFIGS,) of what a slot's configs save; zeros for AUTO and what is masked."""
-        found, arms = self._effect(slot), self.arms[slot]
-        mean, deviation = np.zeros(N_CONFIGS), np.zeros(N_CONFIGS)
+        arms = self.arms[slot]
+        found = self._effect(slot)
+        mean = np.zeros(N_CONFIGS)
         mean[arms] = found.mean
-        deviation[arms] = np.sqrt(np.maximum(found.cov.diagonal(), 0))
+        variance = np.maximum(found.cov.diagonal(), 0)
+        deviation = np.zeros(N_CONFIGS)
+        deviation[arms] = np.sqrt(variance)
         return mean, deviation
 
     def too_long(self, slot: int, times: float) -> Array:
@@ -172,15 +141,23 @@ class Belief:
         The length of the calls decides it: savings are normal only near the mean. The longer a call, the less there is
         to hide it behind: of one that fills a step, the step waits for the mean of its exposure and all of it.
         """
-        part, arms = self.parts[slot], self.arms[slot]
-        own = slice(part.start + 1, part.start + 1 + len(arms))
-        exposure = min(max(float(self.mean[part.start]), 0.0), 1.0)
-        waited = self.share[slot] * (1 + exposure) / 2
-        limit = math.log(1 + (times - 1) / max(waited, TINY_SHARE))
-        deviation = WIDER * np.sqrt(self.cov.diagonal()[own] + BROAD**2)
-        out = np.zeros(N_CONFIGS)
-        out[arms] = above((limit - self.mean[own]) / deviation)
-        return out
+        start = self.parts[slot].start
+        believed = float(self.mean[start])
+        exposure = min(max(believed, 0.0), 1.0)
+        share = self.share[slot]
+        waited = share * (1 + exposure) / 2
+        part = max(waited, TINY_SHARE)
+        longest = 1 + (times - 1) / part  # call, in the default's calls
+        limit = math.log(longest)
+        logs = self._log_times(slot)
+        variances = self.cov.diagonal()
+        variance = variances[logs] + BROAD**2
+        deviation = WIDER * np.sqrt(variance)
+        distance = limit - self.mean[logs]
+        found = np.zeros(N_CONFIGS)
+        arms = self.arms[slot]
+        found[arms] = above(distance / deviation)
+        return found
 
     def outlook(
         self, slot: int, variance: float = 0.0, lost: Array | None = None
@@ -193,73 +170,72 @@ class Belief:
         on the step meanwhile. ``lost`` (N_CONFIGS,) bool: what cannot be had, and so is not the best.
         """
         arms = self.arms[slot]
-        mean, learned, worth = np.zeros(N_CONFIGS), np.zeros(N_CONFIGS), np.zeros(N_CONFIGS)
+        mean = np.zeros(N_CONFIGS)
+        learned = np.zeros(N_CONFIGS)
+        worth = np.zeros(N_CONFIGS)
         if not len(arms):
             return mean, learned, worth
         effect = self._effect(slot)
-        lost = np.zeros(N_CONFIGS, bool) if lost is None else lost
-        able = np.where(lost[arms], LOST, effect.mean)
+        savings = effect.mean
+        if lost is None:
+            lost = np.zeros(N_CONFIGS, bool)
+        is_lost = lost[arms]
+        able = np.where(is_lost, LOST, savings)
         auto = LOST if lost[0] else 0.0
-        leader, best = int(able.argmax()), max(float(able.max()), auto)
+        leader, best = highest(able, auto)
         able[leader] = LOST
-        rival, second = int(able.argmax()), max(float(able.max()), auto)
+        rival, second = highest(able, auto)
         leads = best > auto  # else AUTO does
-        lead = self._lead(effect, leader if leads else -1, rival if second > auto else -1)
+        follows = second > auto
+        if not leads:
+            leader = -1
+        if not follows:
+            rival = -1
+        lead = lead_of(effect, leader, rival)
         deviation = self._learned(slot, effect, variance, *lead)
-        gap = effect.mean - best
+        gap = savings - best
         if leads:
             gap[leader] = second - best
         worth[arms] = expected_improvement(gap, deviation)
         learned[arms] = deviation
-        mean[arms] = effect.mean
+        mean[arms] = savings
         return mean - best, learned, worth
-
-    @staticmethod
-    def _lead(effect: Effects, leader: int, rival: int) -> tuple[Array, Array]:
-        """Covariance (a,) of each config's lead over the best with its own saving, and with its own log time. The best
-        itself leads over the second best. -1: that is AUTO, which is certain."""
-        savings, logs = effect.cov.diagonal(), effect.with_logs.diagonal()
-        if leader < 0:
-            return savings, logs
-        with_savings = savings - effect.cov[leader]
-        with_logs = logs - effect.with_logs[leader]
-        with_savings[leader] = effect.cov[leader, leader]
-        with_logs[leader] = effect.with_logs[leader, leader]
-        if rival >= 0:
-            with_savings[leader] -= effect.cov[rival, leader]
-            with_logs[leader] -= effect.with_logs[rival, leader]
-        return with_savings, with_logs
 
     def _learned(
         self, slot: int, effect: Effects, variance: float, with_savings: Array, with_logs: Array
     ) -> Array:
         """(a,) Standard deviation of the change of each config's mean lead through a window under it."""
-        start, a = self.parts[slot].start + 1, len(self.arms[slot])
-        of_step = effect.cov.diagonal() + self.reveal**2 + variance
+        of_savings = effect.cov.diagonal()
+        of_step = of_savings + self.reveal**2 + variance
         if not self.has_calls:
             explained = with_savings**2 / of_step
             return np.sqrt(np.maximum(explained, 0.0))
-        of_log = self.cov.diagonal()[start : start + a] + CALL_FLOOR**2 + CALL_NOISE**2
-        both = effect.with_logs.diagonal()
-        determinant = np.maximum(of_step * of_log - both**2, TINY_DETERMINANT)
-        squares = with_savings**2 * of_log + with_logs**2 * of_step
-        explained = (squares - 2 * with_savings * with_logs * both) / determinant
-        return np.sqrt(np.maximum(explained, 0.0))
+        logs = self._log_times(slot)
+        variances = self.cov.diagonal()
+        of_log = variances[logs] + CALL_FLOOR**2 + CALL_NOISE**2
+        return deviation_of_lead(effect, of_step, of_log, with_savings, with_logs)
 
     @property
     def exposure(self) -> tuple[Array, Array]:
         """Mean and standard deviation (s,) of the part of each slot's time that the step waits for."""
-        if self._known.exposure is None:
+        known = self._known
+        if known.exposure is None:
             at = [part.start for part in self.parts]
-            variance = np.maximum(self.cov[at, at], 0)
-            self._known.exposure = np.clip(self.mean[at], 0.0, MOST_EXPOSURE), np.sqrt(variance)
-        return self._known.exposure
+            means = self.mean[at]
+            variances = self.cov[at, at]
+            exposures = np.clip(means, 0.0, MOST_EXPOSURE)
+            deviations = np.sqrt(np.maximum(variances, 0))
+            known.exposure = exposures, deviations
+        return known.exposure
 
     def saving(self, configs: Array) -> tuple[float, float]:
         """Mean and standard deviation of what a table (s,) saves, as a part of the step."""
         total, at, slopes = self._linear(configs)
-        variance = float(slopes @ self.cov[np.ix_(at, at)] @ slopes)
-        return total, math.sqrt(max(variance, 0.0))
+        square = np.ix_(at, at)
+        cov = self.cov[square]
+        variance = float(slopes @ cov @ slopes)
+        variance = max(variance, 0.0)
+        return total, math.sqrt(variance)
 
     def saving_mean(self, table: Array) -> float:
         """Mean of :meth:`saving` alone."""
@@ -267,35 +243,50 @@ class Belief:
 
     def _linear(self, configs: Array) -> tuple[float, Array, Array]:
         """Mean of what a table (s,) saves; the figures (indices into ``mean``) that it depends on, and the slopes."""
-        total, at, slopes = 0.0, list[int](), list[float]()
+        total = 0.0
+        at = list[int]()
+        slopes = list[float]()
         savings = self._all_savings()
         for slot, config in enumerate(configs):
-            i = self.config[slot][int(config)]
+            index = self.config[slot]
+            i = index[int(config)]
             if i < 0:
                 continue
-            place, start = self._places.first[slot] + i, self.parts[slot].start
+            place = self._places.first[slot] + i
             total += float(savings.mean[place])
-            log = start + 1 + i
-            at += [start, log, log + len(self.arms[slot])]
-            slopes += [savings.by_exposure[place], savings.by_log[place], self.share[slot]]
-        return total, np.array(at, np.int64), np.array(slopes, np.float64)
+            exposure = self.parts[slot].start
+            log = exposure + 1 + i
+            rest = log + len(self.arms[slot])
+            at += [exposure, log, rest]
+            by_exposure = savings.by_exposure[place]
+            by_log = savings.by_log[place]
+            slopes += [by_exposure, by_log, self.share[slot]]
+        figures = np.array(at, np.int64)
+        by_figure = np.array(slopes, np.float64)
+        return total, figures, by_figure
 
     def best(self) -> Array:
         """The table of best means, (s,)."""
-        if self._known.best is None:
-            self._known.best = np.zeros(len(self.arms), np.int64)
-            all_means, first = self._all_savings().mean, self._places.first
+        known = self._known
+        if known.best is None:
+            best = np.zeros(self.n_slots, np.int64)
+            all_means = self._all_savings().mean
+            first = self._places.first
             for slot, arms in enumerate(self.arms):
-                mean = all_means[first[slot] : first[slot + 1]]
+                own = slice(first[slot], first[slot + 1])
+                mean = all_means[own]
                 if len(arms) and mean.max() > 0:
-                    self._known.best[slot] = arms[mean.argmax()]
-        return self._known.best.copy()
+                    best[slot] = arms[mean.argmax()]
+            known.best = best
+        return known.best.copy()
 
     def best_saving(self) -> tuple[float, float]:
         """:meth:`saving` of the table of best means."""
-        if self._known.best_saving is None:
-            self._known.best_saving = self.saving(self.best())
-        return self._known.best_saving
+        known = self._known
+        if known.best_saving is None:
+            table = self.best()
+            known.best_saving = self.saving(table)
+        return known.best_saving
 
     # -- learning ----------------------------------------------------------------------------------------------
 
@@ -303,34 +294,50 @@ class Belief:
         """Take in one window under ``configs`` (s,): the log of its step time over the first default's (NaN: not
         measured), the standard deviation of that, logs of the slots' call times over their default's (s,; NaN: not
         sampled), and the steps since the last window."""
-        self.cov[0, 0] += self.drift**2 * steps
+        drifted = self.drift**2 * steps
+        self.cov[0, 0] += drifted
         self.off_step = 0.0
         self._observe_calls(configs, call_logs)  # first: they say where to set the tangent for the step
         if np.isfinite(log_step):
             self._observe_step(configs, log_step, noise)
 
     def _observe_calls(self, configs: Array, call_logs: Array) -> None:
-        self.off_calls = np.zeros(len(self.arms))
-        at, misses = list[int](), list[float]()
+        self.off_calls = np.zeros(self.n_slots)
+        at = list[int]()
+        misses = list[float]()
         noise = CALL_NOISE**2 + CALL_FLOOR**2
         for slot, config in enumerate(configs):
-            i = self.config[slot][int(config)]
-            if i < 0 or not np.isfinite(call_logs[slot]):
+            index = self.config[slot]
+            i = index[int(config)]
+            seen = call_logs[slot]
+            if i < 0 or not np.isfinite(seen):
                 continue
             log = self.parts[slot].start + 1 + i
-            miss = float(np.clip(call_logs[slot], *LOG_RANGE)) - self.mean[log]
+            near = float(np.clip(seen, *LOG_RANGE))
+            miss = near - self.mean[log]
             at.append(log)
             misses.append(miss)
-            self.off_calls[slot] = miss / math.sqrt(self.cov[log, log] + noise)
+            variance = self.cov[log, log] + noise
+            self.off_calls[slot] = miss / math.sqrt(variance)
         if at:
-            self._see(np.array(at), np.array(misses), np.full(len(at), noise))
+            figures = np.array(at)
+            off = np.array(misses)
+            variances = np.full(len(at), noise)
+            self._see(figures, off, variances)
 
     def _observe_step(self, configs: Array, log_step: float, noise: float) -> None:
         total, at, slopes = self._linear(configs)
-        variance = noise**2 + (MISFIT * total) ** 2
-        took = max(math.exp(log_step - float(self.mean[0])), LEAST)  # the slope is taken there: the log bends
-        miss = 1 - (1 - total) / took
-        self.off_step = self._see_step(np.append(at, 0), np.append(-slopes / took, 1.0), miss, variance)
+        misfit = MISFIT * total
+        variance = noise**2 + misfit**2
+        default_now = float(self.mean[0])
+        ratio = math.exp(log_step - default_now)
+        took = max(ratio, LEAST)  # the slope is taken there: the log bends
+        expected = 1 - total
+        miss = 1 - expected / took
+        figures = np.append(at, 0)
+        by_table = -slopes / took
+        by_figure = np.append(by_table, 1.0)
+        self.off_step = self._see_step(figures, by_figure, miss, variance)
 
     def compare(
         self, table: Array, reference: Array, log_ratio: float, noise: float, is_far: bool = False
@@ -341,45 +348,47 @@ class Belief:
         was measured, as in :meth:`observe`."""
         total, at, slopes = self._linear(table)
         other, other_at, other_slopes = self._linear(reference)
-        left, other_left = max(1 - total, LEAST), max(1 - other, LEAST)
-        miss = log_ratio - math.log(other_left / left)
+        left = max(1 - total, LEAST)
+        other_left = max(1 - other, LEAST)
+        expected = math.log(other_left / left)
+        miss = log_ratio - expected
         if is_far:
-            took = max(other_left * math.exp(-log_ratio), LEAST)
-            left, miss = took, left / took - 1
+            ratio = math.exp(-log_ratio)
+            took = max(other_left * ratio, LEAST)
+            miss = left / took - 1
+            left = took
         figures = np.concatenate([at, other_at])
-        by_figure = np.concatenate([slopes / left, -other_slopes / other_left])
-        variance = noise**2 + (MISFIT * (total - other)) ** 2
+        by_table = slopes / left
+        by_reference = -other_slopes / other_left
+        by_figure = np.concatenate([by_table, by_reference])
+        misfit = MISFIT * (total - other)
+        variance = noise**2 + misfit**2
         off = self._see_step(figures, by_figure, miss, variance)
-        self.off_step = off if is_far else self.off_step
+        if is_far:
+            self.off_step = off
 
     def _see_step(self, at: Array, slopes: Array, miss: float, variance: float) -> float:
         """A quantity with these slopes by the figures ``at`` was off by ``miss``. Returns by how many standard
-        deviations. An outlier counts for less."""
-        cross = slopes @ self.cov[at]
-        expected = max(float(cross[at] @ slopes), 0.0)
-        off = miss / math.sqrt(expected + variance)
-        spread = expected + max(off**2 / OUTLIER**2, 1.0) * variance
-        gain = cross / spread
-        self.mean = self.mean + gain * miss
-        for first in range(0, len(gain), ROWS):
-            self.cov[first : first + ROWS] -= gain[first : first + ROWS, None] * cross
+        deviations."""
+        mean, off = see_sum(self.mean, self.cov, at, slopes, miss, variance)
+        self.mean = mean
         self.touched()
         return off
 
     def _see(self, at: Array, misses: Array, variances: Array) -> None:
         """The figures ``at`` (k,) themselves were off by ``misses``."""
-        cross = self.cov[at].T
-        spread = cross[at] + np.diag(variances)
-        gain = np.linalg.solve(spread, cross.T).T
-        self.mean = self.mean + gain @ misses
-        self.cov -= gain @ cross.T
+        self.mean = see_figures(self.mean, self.cov, at, misses, variances)
         self.touched()
 
     def touched(self) -> None:
         """``mean`` or ``cov`` have been changed: nothing computed from them holds."""
-        self._known = Known([None] * len(self.arms))
+        self._known = Known([None] * self.n_slots)
 
-    def learn(self, at: Array | list[int], values: Array | list[float], noise: Array | list[float]) -> None:
+    def learn(self, at: Numbers, values: Numbers, noise: Numbers) -> None:
         """Figures ``at`` (indices into ``mean``) were seen otherwise than by a window: values, standard deviations."""
         at = np.asarray(at, np.int64)
-        self._see(at, np.asarray(values) - self.mean[at], np.asarray(noise) ** 2)
+        seen = np.asarray(values)
+        believed = self.mean[at]
+        misses = seen - believed
+        deviations = np.asarray(noise)
+        self._see(at, misses, deviations**2)
