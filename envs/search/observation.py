@@ -199,15 +199,15 @@ def decode(observations: Array) -> Seen:
     quantities = (scaled / _CONTEXT_SCALES).T
     context = Context(**dict(zip(CONTEXT, quantities, strict=True)))
     shaped = figures.reshape(len(x), N_PER_CONFIG, N_CONFIGS) / _FIGURE_SCALES
-    saving, learned, worth, count, last, current, risk = np.moveaxis(shaped, 1, 0)
+    figure = dict(zip(FIGURES, np.moveaxis(shaped, 1, 0), strict=True))
     return Seen(
-        saving=saving,
-        learned=learned,
-        worth=worth,
-        count=np.rint(count),
-        last=last > 0.5,
-        current=current > 0.5,
-        risk=risk,
+        saving=figure["saving"],
+        learned=figure["learned"],
+        worth=figure["worth"],
+        count=np.rint(figure["count"]),
+        last=figure["last"] > 0.5,
+        current=figure["current"] > 0.5,
+        risk=figure["risk"],
         open=open_ > 0.5,
         context=context,
         features=features,
@@ -217,13 +217,19 @@ def decode(observations: Array) -> Seen:
 def observe(state: State, look: Look) -> Array:
     """The observation of the slot whose turn it is, (N_OBSERVATION,) float32."""
     saving, learned, worth = look.outlook
-    figures = np.zeros((N_PER_CONFIG, saving.size))
-    figures[:3] = saving, learned, worth
-    figures[3] = np.minimum(state.guard.windows[look.slot], MOST_COUNTED)
-    figures[4, look.chosen] = float(state.account.rounds > 0)
-    current = state.current.configs[look.slot]
-    figures[5, current] = 1.0
-    figures[6] = look.risk
+    last, current = np.zeros((2, saving.size))
+    last[look.chosen] = float(state.account.rounds > 0)
+    current[state.current.configs[look.slot]] = 1.0
+    by_name = {
+        "saving": saving,
+        "learned": learned,
+        "worth": worth,
+        "count": np.minimum(state.guard.windows[look.slot], MOST_COUNTED),
+        "last": last,
+        "current": current,
+        "risk": look.risk,
+    }
+    figures = np.array([by_name[name] for name in FIGURES])
     features = state.job.features[look.slot]
     is_open = state.open[look.slot]
     return encode(features, _context(state, look), figures, is_open)

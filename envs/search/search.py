@@ -223,7 +223,7 @@ class Search:
             usual_ms = ms
         state.long_steps.add(configs, seen.step_ms, usual_ms)
         if plan.kind != WATCH or not configs.any():
-            self._learn(plan, seen, steps, is_aborted)
+            self._learn(plan, seen, steps, ms, is_aborted)
         is_guilty = self._ran(plan, is_aborted)
         window = Window(plan, seen, steps, ms, is_aborted, is_guilty)
         return self._recorded(window, saved - anyway)
@@ -321,12 +321,12 @@ class Search:
         self._enter(self.phase.record(window))
         return saved
 
-    def _learn(self, plan: Plan, seen: Measured, steps: Array, is_aborted: bool) -> None:
+    def _learn(self, plan: Plan, seen: Measured, steps: Array, ms: float, is_aborted: bool) -> None:
+        """``ms``: trimmed mean of the ``steps`` (n,)."""
         state = self.state
         default_ms = state.default_ms
         logs = np.log(steps / default_ms)
         state.noise.add(logs)
-        ms = trimmed_mean(steps)
         # A trial is compared with the current table instead; at few calls the step measures nothing.
         has_step = plan.kind != TRIAL and not plan.one_of
         log_step = math.nan
