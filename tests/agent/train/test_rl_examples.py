@@ -26,7 +26,7 @@ def run(name, turns, folder, timeout):
 @pytest.mark.parametrize("name", ["maskable_ppo.py", "recurrent_ppo.py"])
 def test_an_example_has_twenty_lines_and_leaves_a_policy(name, tmp_path):
     assert len((EXAMPLES / name).read_text().splitlines()) <= 20
-    policy = make_chooser(run(name, 64, tmp_path, 120))
+    policy = make_chooser(run(name, 64, tmp_path, 300))
     env = gym.make("dynamiccl/Sim-v0")
     observation, info = env.reset(seed=0)
     action, _ = policy.predict(observation[None], None, np.array([True]), True)
