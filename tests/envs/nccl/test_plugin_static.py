@@ -83,9 +83,9 @@ def test_apply_runs_a_job_under_the_table(tmp_path):
 def test_apply_says_what_is_wrong(tmp_path):
     path = small_gathers(tmp_path)
     for args, says in (
-        ((str(tmp_path / "none"),), "cannot be read"),
-        ((str(tmp_path),), "the run has confirmed no table"),
         ((str(path),), "say what to run"),
+        ((str(tmp_path / "none"), "--", "true"), "cannot be read"),
+        ((str(tmp_path), "--", "true"), "the run has confirmed no table"),
         ((str(path), "--", "no-such-program"), "not a program"),
     ):
         done = run("apply", *args)
