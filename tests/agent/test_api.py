@@ -113,3 +113,7 @@ def test_a_running_job_is_stopped(tmp_path):
     assert run.process.poll() is None and not run.summary().kept
     run.process.terminate()
     assert run.wait(60) == 128 + signal.SIGTERM
+
+
+def test_the_names_of_the_api_are_listed_before_they_are_imported():
+    assert set(dynamiccl.__all__) <= set(dir(dynamiccl))

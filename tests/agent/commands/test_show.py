@@ -5,8 +5,10 @@ import re
 
 import pytest
 from command import invoke
+from dynamiccl.agent.report.runs import beside_rank_0
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.verdict import verdict
+from dynamiccl.envs.nccl.tables import load_table
 from dynamiccl.traces.files import Trace
 from dynamiccl.traces.writer import TraceWriter
 from rich.console import Console
@@ -156,3 +158,16 @@ def test_a_terminal_of_80_columns_is_enough(tmp_path, monkeypatch):
     text = re.sub(r"\x1b\[[0-9;]*m", "", invoke(["show", str(tmp_path)]).stdout)
     lines = [line for line in text.splitlines() if str(tmp_path) not in line]
     assert max(map(len, lines)) <= 80 and "all_gather 5-8 MiB" in text and re.search(r"-\d+ %", text)
+
+
+def test_results_of_a_node_without_rank_0_lead_to_those_of_rank_0(tmp_path):
+    """Slurm's tasks leave their results in one folder; only the tuner beside rank 0 measures and keeps a table."""
+    other, mine = tmp_path / "12.0" / "task-0", tmp_path / "12.0" / "task-1"
+    other.mkdir(parents=True)
+    write_run(mine / "trace", search=4, final=2)
+    assert beside_rank_0(other) == mine and beside_rank_0(mine) is None
+    with pytest.raises(ValueError, match="give the results of rank 0's node"):
+        load_table(other)
+    (mine / "table.json").write_text('{"dynamiccl_table": 1, "rules": []}')
+    with pytest.raises(ValueError, match=r"was on another node: give .*task-1/table\.json"):
+        load_table(other)
