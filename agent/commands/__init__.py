@@ -126,10 +126,14 @@ def run_alone_if_off(command: list[str] | None, json: bool = False) -> None:
 
 
 @contextmanager
-def untuned_if_refused(command: list[str], json: bool = False) -> Iterator[None]:
-    """In this context an error makes this process the job, without anything of ours. No job may run yet."""
+def untuned_if_refused(command: list[str] | None, json: bool = False) -> Iterator[None]:
+    """In this context an error makes this process the job, without anything of ours. No job may run yet. None: errors
+    pass through."""
     from ...traces.reasons import RunEnds
 
+    if command is None:
+        yield
+        return
     try:
         yield
     except Refused as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -74,11 +73,11 @@ def apply(
     program = shutil.which(command[0])
     if program is None:
         fail(f"{command[0]} is not a program that can be run")
-    if cluster:
-        os.environ.update(emulation(cluster, bytes_scale, compute_scale)[0].env())
     prepare = _prepare_together if gate else _prepare_alone
-    either = untuned_if_refused(command) if or_untuned else contextlib.nullcontext()
-    with either, refusing(OSError, ValueError, PluginBuildError):
+    untuned = untuned_if_refused(command if or_untuned else None)
+    with untuned, refusing(OSError, ValueError, PluginBuildError):
+        if cluster:
+            os.environ.update(emulation(cluster, bytes_scale, compute_scale)[0].env())
         loaded = load_table(results(table))
         environment, run = prepare(loaded, command, headroom, force)
     os.environ.pop("DYNAMICCL_TABLE", None)

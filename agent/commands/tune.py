@@ -186,7 +186,7 @@ def tune(
         _attach(call, attach, again)
         return
     _check_program(command)
-    with untuned_if_refused(command, json) if command and or_untuned else contextlib.nullcontext():
+    with untuned_if_refused(command if or_untuned else None, json):
         _start(call.values)
 
 

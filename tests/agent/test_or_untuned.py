@@ -24,6 +24,7 @@ NOBODY = 65534
         (("tune", "--out", "{file}/out"), "no run can be left in"),
         (("tune", "--memory", "nothing://x"), "nothing"),
         (("apply", "no-such-table.json"), "cannot be read"),
+        (("apply", "no-such-table.json", "--cluster", "dgx-h1000"), "dgx-h100"),
         (("apply", "no-such-table.json", "--no-gate"), "cannot be read"),
     ],
 )

@@ -19,6 +19,13 @@ Kind = tuple[int, torch.dtype]
 IN_FLIGHT = 2
 
 
+def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the two lie in the same allocation."""
+    here = one.untyped_storage()
+    there = other.untyped_storage()
+    return here._cdata == there._cdata
+
+
 class Collectives:
     """All-gather, reduce-scatter and all-reduce (to the mean) on one process group; each returns a work handle at once.
 
@@ -69,10 +76,7 @@ class Collectives:
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work:
         """``shard`` [S] of every rank into ``full`` [size * S]; ``shard`` may be this rank's slice of ``full``."""
-        whole = full.untyped_storage()
-        part = shard.untyped_storage()
-        in_place = whole._cdata == part._cdata
-        if self.backend == "gloo" and in_place:
+        if self.backend == "gloo" and same_storage(full, shard):
             return GatherInPlace(self, full)
         return _ALL_GATHER(full, shard, group=self.group, async_op=True)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .comm import Collectives
+from .comm import Collectives, same_storage
 from .settings import Settings
 
 #: Index of a parameter -> the element of a row at which it begins.
@@ -87,13 +87,6 @@ class Bucket:
         if not same_storage(self.shard, self.master):
             exact = self.master.detach()
             self.shard.copy_(exact)
-
-
-def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the two lie in the same allocation."""
-    here = one.untyped_storage()
-    there = other.untyped_storage()
-    return here._cdata == there._cdata
 
 
 def _up(n: int, multiple: int) -> int:
