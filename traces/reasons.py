@@ -110,6 +110,10 @@ class RowRefused(Reason):
     NOT_BETTER = "NCCL's default, {own}, stays: {tried} other settings tried, none was certainly faster"
     NOT_OBEYED = "not obeyed: NCCL ran {ran} where the table says {decision} for {slot}"
     TOO_SLOW = "not tried again: {decision} for {slot} made steps more than {times:g} times as long"
+    NO_MEMORY = (
+        "{algo} is not tried on communicators of {of} ranks: its first call may take {needs:.1f} GiB of GPU memory, "
+        "and the fullest GPU of this node has {free:.1f} GiB left"
+    )
     PLUGIN_REFUSES = "the plugin refuses the table: {error}"
 
 

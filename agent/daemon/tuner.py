@@ -226,7 +226,9 @@ class Tuner:
         profiles = self.windows.profiles
         share = sum(p.share for p in profiles)
         found = f"{len(profiles)} kinds of call to tune, {share:.0%} of a step of {ms(step_ms)}"
-        notes = [found, *critical_lines(self.result.exposed()), *self.windows.left_alone] if profiles else []
+        windows = self.windows
+        untried = [*windows.left_alone, *windows.no_memory]
+        notes = [found, *critical_lines(self.result.exposed()), *untried] if profiles else []
         self._line("profile", {}, step_ms, "measured", notes)
 
     def _tell(self, plan: Plan, search: Search) -> None:

@@ -88,6 +88,7 @@ class Job(Reader):
         self.generation = run.table.generation()  # another tuner may have been here before
         self.confirmed: dict[Slot, Decision] = read_confirmed(run.path)
         self.memory_pressure = 0.0  # memory used / total on the fullest GPU, 0 = unknown
+        self.memory_free = 0  # bytes on the GPU that has least, 0 = unknown
         self.waits = empty(WAIT_COLUMNS)  # when the job stood still, where it tells: an emulated one
         self.thin = False  # the search is over: write events whose kernels were timed, and keep none
         self.rhythm = Rhythm()
@@ -126,7 +127,9 @@ class Job(Reader):
         if len(steps):
             memory = steps[steps["memory_total"] > 0].groupby("rank").tail(1)
             if len(memory):  # of the rank that has least left: what it cannot afford none can
-                self.memory_pressure = float((memory["memory_used"] / memory["memory_total"]).max())
+                used, total = memory["memory_used"], memory["memory_total"]
+                self.memory_pressure = float((used / total).max())
+                self.memory_free = max(1, int((total - used).min()))
         if len(events) and not self.thin:
             self._events.append(events)
             while len(self._events) > 1 and sum(map(len, self._events)) > MOST_EVENTS:

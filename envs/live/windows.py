@@ -21,6 +21,7 @@ from ...traces.records import TUNED_FUNCS, Decision, Slot
 from ..nccl_model.arms import distinct
 from ..search.interfaces import PROFILE, UNTIMED, Measured, Plan, warm_up_families
 from ..search.interfaces import Job as TunedJob
+from .gpu_memory import take_out
 from .job import Window
 from .obedience import Disobeyed
 from .turns import Turns
@@ -49,6 +50,9 @@ class LiveWindows:
         self.on_window = on_window
         self.on_disobeyed: Callable[[Disobeyed], object] = lambda row: None
         self.left_alone: list[str] = []  # why no table may touch a slot
+        self.no_memory: list[
+            str
+        ] = []  # which algorithms are not tried, as a GPU is too full for their buffers
         self._refused: set[tuple[Slot, Decision]] = set()
         self.profiles: list[SlotProfile] = []
         self.profile_events = pd.DataFrame()
@@ -108,6 +112,7 @@ class LiveWindows:
         calls = np.array([p.calls * tries_few for p in found])
         features = [one.vector() for one in prints]
         mask = [distinct(one) for one in prints]
+        self.no_memory = take_out(found, mask, self.profile_events, self.job.memory_free)
         return TunedJob(
             features=np.concatenate(features),
             mask=np.concatenate(mask),

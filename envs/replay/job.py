@@ -33,6 +33,7 @@ class RecordedJob:
         self.assembler = SimpleNamespace(offers=offers_of(trace))
         self.waits = trace.waits
         self.memory_pressure = float(recorded.fingerprint.memory_pressure[0])
+        self.memory_free = 0  # a recording runs out of no memory
         self.generation = self.last_step = 0
         self.default_ms = np.array([w.ms for w in default_windows(trace)])
         rng = np.random.default_rng(seed)

@@ -34,8 +34,13 @@ class SlotProfile:
     @property
     def own(self) -> str:
         """NCCL's own choice, as text."""
-        algo, proto = PAIRS[int(self.fingerprint.own_pair[0])]
-        return f"{algo}/{proto}/{int(self.fingerprint.own_channels[0])}"
+        _, proto = PAIRS[int(self.fingerprint.own_pair[0])]
+        return f"{self.algo}/{proto}/{int(self.fingerprint.own_channels[0])}"
+
+    @property
+    def algo(self) -> str:
+        """The algorithm of NCCL's own choice."""
+        return PAIRS[int(self.fingerprint.own_pair[0])][0]
 
 
 def outside_the_offer(events: pd.DataFrame, offers: Mapping[tuple[int, str, int], Offer]) -> dict[Slot, str]:

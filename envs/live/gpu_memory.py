@@ -1,0 +1,74 @@
+"""Which settings a job's GPUs have no memory for.
+
+The first call of an algorithm on a communicator allocates buffers. If a GPU has too little memory left, this call
+fails, and the job with it. So an algorithm is tried only if the fullest GPU of this node has the most that its buffers
+can take, and KEPT_FREE more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...traces.queries.slots import SlotProfile
+from ...traces.reasons import RowRefused
+from ...traces.records import PAIRS, Slot
+from ...traces.spaces import N_CHANNELS, N_PAIRS
+from ..nccl_model.gpu_memory import of_first_use
+
+Array = np.ndarray[Any, Any]
+
+#: Bytes that the job may still need itself. Not measured.
+KEPT_FREE = 1 << 30
+
+
+def take_out(
+    profiles: Sequence[SlotProfile], masks: Sequence[Array], events: pd.DataFrame, free: int
+) -> list[str]:
+    """Takes out of ``masks``, (1, N_CONFIGS) bool for each slot, the algorithms that there is no memory for.
+
+    Args:
+        profiles: the slots, those with the largest share of the step first: they get the memory first.
+        masks: changed in place.
+        events: of some default steps.
+        free: bytes on the fullest GPU; 0 if the job does not tell, and then nothing is taken out.
+
+    Returns:
+        One text for each algorithm and class of communicators.
+    """
+    texts: list[str] = []
+    if not free:
+        return texts
+    left = free - KEPT_FREE
+    has_room = {_key(p.slot, p.algo): True for p in profiles}  # connected for NCCL's own choices
+    for profile, mask in zip(profiles, masks, strict=True):
+        by_pair = mask.reshape(N_PAIRS, N_CHANNELS)
+        for pair, (algo, _) in enumerate(PAIRS, 1):
+            if not by_pair[pair].any():
+                continue
+            key = _key(profile.slot, algo)
+            if key not in has_room:
+                needs = _communicators(events, profile.slot) * of_first_use(algo, profile.fingerprint)
+                has_room[key] = needs <= left
+                if has_room[key]:
+                    left -= needs
+                else:
+                    facts = {"of": profile.slot.n_ranks, "needs": needs / 2**30, "free": free / 2**30}
+                    texts.append(RowRefused.NO_MEMORY(algo=algo, **facts))
+            by_pair[pair] &= has_room[key]
+    return texts
+
+
+def _key(slot: Slot, algo: str) -> tuple[int, int, str]:
+    """A class of communicators, and an algorithm."""
+    return slot.n_ranks, slot.n_nodes, algo
+
+
+def _communicators(events: pd.DataFrame, slot: Slot) -> int:
+    """The most communicators of the slot's class that one process uses."""
+    is_same = (events["n_ranks"] == slot.n_ranks) & (events["n_nodes"] == slot.n_nodes)
+    by_process = events[is_same].groupby("pid")["comm_id"]
+    return int(by_process.nunique().max())
