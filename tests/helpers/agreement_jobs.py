@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 
+from dynamiccl.envs.nccl.agreement import agreement
 from dynamiccl.envs.nccl.shm import RunFolder
 from group_jobs import far_apart, idle_groups, lives
 from light_jobs import Found, found, tries
@@ -226,6 +227,21 @@ def store_fails_after_the_votes(folder: RunFolder) -> Found:
     def beside(server: StoreServer, pids: list[int]) -> None:
         _until(server, "2")
         server.silent_for("decision", 3.0)
+
+    return tries(folder, 2, program, beside=beside)
+
+
+def store_hangs(folder: RunFolder) -> Found:
+    """When the limits are set the store falls silent for good, with its connections open. A call is held for 2 s."""
+    agreement.HOLD_S = 2
+
+    def program(rank: LightRank) -> None:
+        for i in range(150):
+            rank.step(i, 4, 0.02)
+
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        _until(server, "2")
+        server.silent_for("decision", 3600.0)
 
     return tries(folder, 2, program, beside=beside)
 

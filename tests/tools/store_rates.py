@@ -48,6 +48,8 @@ class Still:
         made = int(100 * time.monotonic())
         return {7: CommView(*self.shape, made, {16: 1})}
 
+    def hold(self, seconds: int) -> None: ...
+
     def join(self) -> int:
         return 1
 

@@ -24,7 +24,7 @@ from .lookout import IDLE_S
 from .mailbox import TableMailbox
 from .pace import Pace
 from .protocol import CommVote, Decision, LeftOut
-from .store import Parted, Proposal, RoundStore
+from .store import LOST_S, Parted, Proposal, RoundStore
 
 _IDLE_S, _A_RANK_S = 0.25, 1e-4  # until NCCL is looked for again; with many ranks the job's end waits longer
 _LOOK_S = 0.02  # between two looks of rank 0 at what the daemon has published
@@ -36,6 +36,9 @@ _LOOKS = 3  # of rank 0 for the votes, of another rank for the decision: so many
 _VOTES_S = 0.5  # for the votes of all ranks, or four rounds as they last
 _SOON_S, _LATER_S = 0.25, 60.0  # until a store that is away is tried again: at first, and at most
 _SILENT_S = 30.0  # a store that is away for longer is told of
+#: The plugin holds a call for no longer, whatever becomes of this thread: a store that hangs with its connections open
+#: never answers the request under way. Longer than `RoundStore.settle` tries, which can say why it gives up.
+HOLD_S = int(LOST_S) + 60
 _IN_A_ROW = 3  # so many lost rounds, and the user hears of it
 TOGETHER = AgreementState.OPEN, "all ranks decide together"
 
@@ -68,6 +71,7 @@ class Agreement:
         self._store, self._end = RoundStore(store, rank, n_ranks), threading.Event()
         self._pace = Pace(_LOOKS * self._look_s)
         self._comms: frozenset[int] = frozenset()  # communicators that rank 0 has heard of
+        plugin.hold(HOLD_S)
         self._owner = plugin.join()  # what this agreement lays ready and limits in the plugin is its own
         self._leader = Leader(n_ranks, published) if rank == 0 else None
         self._said: tuple[AgreementState, str, int] | None = None  # last, on rank 0

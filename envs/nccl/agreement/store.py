@@ -26,7 +26,7 @@ from .lookout import IDLE_S, Lookout
 from .protocol import ABORT, CommVote, Decision, Vote
 
 #: How long the register of a round is asked for: as long as NCCL's own watchdog waits for the other ranks.
-_LOST_S = 600.0
+LOST_S = 600.0
 #: So long a refused connection may be the network's fault (a firewall, a proxy); then nobody serves the store.
 _REFUSED_S = 10.0
 _AGAIN_S = 0.1
@@ -157,7 +157,7 @@ class RoundStore:
         word = json.dumps(
             [decision.generation, {f"{comm:x}": span for comm, span in decision.switches.items()}]
         )
-        lost, refused_until = time.monotonic() + _LOST_S, 0.0
+        lost, refused_until = time.monotonic() + LOST_S, 0.0
         again = False
         while True:
             try:

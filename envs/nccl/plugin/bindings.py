@@ -111,6 +111,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "comms": (ctypes.c_uint32, [ctypes.c_void_p, ctypes.c_uint32]),
     "emit": (None, [ctypes.c_char_p]),
     "ended": (None, [ctypes.POINTER(_StepEnd)]),
+    "hold": (None, [ctypes.c_uint32]),
     "join": (ctypes.c_uint32, []),
     "lift": (None, [ctypes.c_uint32] * 2),
     "limit": (ctypes.c_int64, [ctypes.c_uint32, *[ctypes.c_uint64] * 2]),

@@ -348,6 +348,9 @@ DCCL_EXPORT uint32_t dynamiccl_comms(struct dccl_comm_view* comms, uint32_t capa
 // its count is no clock any more, -EAGAIN: its last switches are all ahead of it, -EBUSY: another agreement
 // limits it.
 DCCL_EXPORT int64_t dynamiccl_limit(uint32_t owner, uint64_t comm_id, uint64_t distance);
+// A question is held at a limit for at most so long. Then all limits of that agreement are given up, and its
+// communicators take no switch any more. Without this call it is held for as long as the limit stands.
+DCCL_EXPORT void dynamiccl_hold(uint32_t seconds);
 // The collectives at which a table holds, from `from` on: until `until`, then again what was there to stay
 // before; 0: to stay. Until then it holds throughout (`length` 0), or in one turn of each `one_of`, which are
 // `length` collectives long; in the others holds what was there to stay. Everything here is decided by all.
@@ -357,7 +360,8 @@ struct dccl_span {
   uint32_t one_of, swap;
 };
 // The staged table holds there. Returns 0, or a negative errno: -ENOENT as for a limit, -EINVAL: nothing is
-// staged, or no such turns, -EAGAIN: a change that may still hold would be forgotten.
+// staged, or no such turns, -EAGAIN: a change that may still hold would be forgotten, -ETIMEDOUT: the limit
+// was given up.
 DCCL_EXPORT int dynamiccl_switch(uint32_t owner, uint64_t comm_id, const struct dccl_span* span);
 // None of the limits of `owner` any more. `generation`: of the switches since, whose steps are told by it; 0:
 // there were none.

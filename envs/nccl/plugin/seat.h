@@ -9,6 +9,7 @@
 
 enum { SEATS = 256, ASKS = 8, SWITCHES = 8, MADE = 256 };
 #define NO_LIMIT UINT64_MAX
+#define NOBODY UINT32_MAX  // owns the limits that were given up
 
 // From collective `from` until `until` the table `trial` holds, in its turns or throughout (see dccl_span);
 // then, and in the other turns, `base`.

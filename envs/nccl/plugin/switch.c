@@ -1,8 +1,9 @@
 // Which table holds for the next collective of a communicator.
 //
 // A switch names two times of its clock: from the one its table holds, until the other. A question at or
-// beyond the limit waits: there the ranks may be about to agree on a switch.
+// beyond the limit waits, but not for ever: there the ranks may be about to agree on a switch.
 #include <errno.h>
+#include <stdio.h>
 #include <string.h>
 #include <time.h>
 
@@ -20,6 +21,7 @@ struct list {
 };
 
 static _Atomic uint32_t n_waiting;
+static _Atomic int64_t longest_ns = INT64_MAX;  // that a call is held
 _Atomic bool dccl_tries_few;
 
 void dccl_switch_after_fork(void) {
@@ -29,17 +31,40 @@ void dccl_switch_after_fork(void) {
 
 // ---- answers ----
 
+static int64_t now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+// The store does not answer: nobody will lift the limits of this agreement. Their communicators keep the
+// tables of now and take no switch any more: the other ranks may have given up before.
+static void give_up(const struct dccl_seat* seat, uint64_t count) {
+  pthread_mutex_lock(&dccl_seating);
+  const uint32_t owner = seat->limit_owner;
+  const bool is_held = count >= atomic_load(&seat->limit);
+  for (int i = 0; i < SEATS && is_held; i++) {
+    if (dccl_seats[i].limit_owner != owner) continue;
+    dccl_seats[i].limit_owner = NOBODY;
+    atomic_store(&dccl_seats[i].limit, NO_LIMIT);
+  }
+  pthread_mutex_unlock(&dccl_seating);
+  if (is_held) fprintf(stderr, "dynamiccl: the job's store does not answer: its tables stay as they are\n");
+}
+
 static void wait_below_limit(const struct dccl_seat* seat, uint64_t count) {
   const struct timespec nap = {0, 100000};
-  struct timespec began, ended;
-  clock_gettime(CLOCK_MONOTONIC, &began);
+  const int64_t began = now_ns(), longest = atomic_load(&longest_ns);
   atomic_fetch_add(&n_waiting, 1);
-  while (count >= atomic_load(&seat->limit)) nanosleep(&nap, NULL);
+  while (count >= atomic_load(&seat->limit)) {
+    nanosleep(&nap, NULL);
+    if (now_ns() - began > longest) give_up(seat, count);
+  }
   atomic_fetch_sub(&n_waiting, 1);
-  clock_gettime(CLOCK_MONOTONIC, &ended);
-  const int64_t ns = (ended.tv_sec - began.tv_sec) * INT64_C(1000000000) + ended.tv_nsec - began.tv_nsec;
-  atomic_fetch_add(&dccl_counts()->waited_ns, (uint64_t)ns);
+  atomic_fetch_add(&dccl_counts()->waited_ns, (uint64_t)(now_ns() - began));
 }
+
+void dynamiccl_hold(uint32_t seconds) { atomic_store(&longest_ns, seconds * INT64_C(1000000000)); }
 
 // The turn of a block that is the trial's. Of two turns: A B B A; with `swap` B A A B. Of more: in no step
 // with how a job's calls come.
@@ -225,7 +250,8 @@ int dynamiccl_switch(uint32_t owner, uint64_t comm_id, const struct dccl_span* s
   pthread_mutex_lock(&dccl_seating);
   struct dccl_seat* seat = dccl_seated(comm_id);
   const bool is_there = seat != NULL && !atomic_load(&seat->is_frozen);
-  const int error = is_there ? change(seat, staged, span) : -ENOENT;
+  const bool is_late = is_there && seat->limit_owner == NOBODY;
+  const int error = is_late ? -ETIMEDOUT : is_there ? change(seat, staged, span) : -ENOENT;
   pthread_mutex_unlock(&dccl_seating);
   return error;
 }

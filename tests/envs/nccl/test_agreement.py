@@ -154,6 +154,14 @@ def test_a_store_that_fails_between_vote_and_decision_holds_calls_for_as_long():
     assert waited_ms(found) < 3500 and len(tables(found["ranks"][0])) > 2
 
 
+def test_a_store_that_hangs_for_good_does_not_hold_calls_for_good():
+    """Before: no limit. NCCL's watchdog does not see a call that is held before its launch."""
+    found = outcome("store_hangs")
+    assert 2000 <= waited_ms(found) < 3500
+    for rank in found["ranks"]:
+        assert len(rank["answers"]["7"]) == 600, "the job went on to its end"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(int(os.environ.get("FAULTS", "12"))))
 def test_faults_at_random_moments_split_nothing_and_nobody_waits_long(seed):

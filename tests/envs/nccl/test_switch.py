@@ -147,6 +147,27 @@ def test_a_question_at_the_limit_waits_until_lifted(plugin, join, generation):
     assert said == [1, 1, *[generation or 1] * 2]
 
 
+def test_no_limit_holds_a_call_for_ever(plugin, join):
+    """All communicators of the agreement go on under their tables, and no switch of it is taken any more."""
+    comm, other, said = Communicator(plugin.path, 7, 8, 1, 0), join(8), []
+    plugin.activate(message(1))
+    plugin.stage(1, message(2))
+    plugin.hold(1)
+    assert plugin.limit(1, 7, 1) == 1 and plugin.limit(1, 8, 1) == 1
+    began = time.monotonic()
+    thread = threading.Thread(target=lambda: said.extend([*calls(comm, 3), *calls(other, 3)]))
+    thread.start()
+    thread.join(10)
+    assert said == [1] * 6 and 1 <= time.monotonic() - began < 2, "the second one is not held as well"
+    for comm_id in (7, 8):
+        with pytest.raises(TimeoutError):
+            plugin.switch(1, comm_id, 10, 0)
+        assert plugin.limit(1, comm_id, 1) == 0
+    comm.finalize()
+    join()
+    assert plugin.limit(1, 7, 5) == 5, "another communicator of that id"
+
+
 def test_limits_are_not_before_the_last_switch_and_are_refused_where_switches_would_be_forgotten(
     plugin, join
 ):
