@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from . import Argument, Json, Option, refusing, results
+
+if TYPE_CHECKING:
+    from ..checks.doctor import Finding
 
 
 def doctor(
     command: Annotated[list[str] | None, Argument(help="The job, after --. It is read, not run.")] = None,
     trace: Annotated[
-        Path | None, Option(help="Also look for a slow rank in this trace, recording or run.")
+        list[Path] | None,
+        Option(
+            help="Also look for a slow rank in this trace, recording or run. Repeat it for the runs of a job's other "
+            "nodes: all ranks are compared."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -24,13 +31,17 @@ def doctor(
     \b
     dynamiccl doctor -- torchrun --nproc-per-node 8 train.py
     dynamiccl doctor --trace runs/tune/latest
+    dynamiccl doctor --trace runs/node0 --trace runs/node1    # equal settings?
     """
     from ..checks.doctor import checked, examine, gather
 
     facts = gather(command)
     findings, looked_at = examine(facts), checked(facts)
+    for path in trace or []:
+        looked_at["ranks' times" if len(trace or []) == 1 else str(path)] = _slow_rank(path)
     if trace:
-        looked_at["ranks' times"] = _slow_rank(trace)
+        looked_at["settings"], differing = _settings(trace)
+        findings += differing
     if json:
         print(
             json_module.dumps(
@@ -51,6 +62,31 @@ def doctor(
         elif not findings:
             print("no problem found")
     raise SystemExit(any(finding.must_change for finding in findings))
+
+
+def _settings(runs: list[Path]) -> tuple[str, list[Finding]]:
+    """Whether all ranks of these runs ran each collective with the same setting: in words, and what must change."""
+    from ...traces.importers.recording import read_recording
+    from ...traces.outside import TraceError
+    from ...traces.queries.consistency import across_nodes
+    from ..checks.doctor import Finding
+
+    with refusing(TraceError):
+        traces = [read_recording([results(path)]) for path in runs]
+    found = across_nodes(traces)
+    if not found.calls_checked:
+        return "not known: no collective was recorded on two ranks", []
+    told = f"{found.calls_checked:,} collectives compared, {found.mismatches:,} with different settings"
+    if not found.mismatches:
+        return told, []
+    first = found.examples[0]
+    views = "; ".join(
+        f"rank {rank}: {ran['algo']}/{ran['proto']}/{ran['n_channels']}, {ran['n_bytes']} bytes"
+        for rank, ran in first["ranks"].items()
+    )
+    what = f"ranks ran one collective with different settings: {first['func']} {first['seq']}: {views}"
+    cure = "keep these folders and report them; until the cause is known, use the off switch"
+    return told, [Finding("mismatch", what, cure, must_change=True)]
 
 
 def _slow_rank(recording: Path) -> str:

@@ -20,9 +20,9 @@ from dynamiccl.envs.replay_env import ReplayEnv
 from dynamiccl.envs.sim.family import STANDARD
 from dynamiccl.envs.sim_env import SimEnv
 from dynamiccl.traces.files import Trace
+from dynamiccl.traces.queries.consistency import audit
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
 from paths import DATA
-from trace_audit import audit
 
 GOLDEN, RECORDING = DATA / "golden", DATA / "recordings" / "demo"
 

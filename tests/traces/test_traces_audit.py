@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 from dynamiccl.traces.assemble import EVENT_COLUMNS, empty
+from dynamiccl.traces.queries.consistency import MUST_AGREE, audit
 from synthetic_trace import write_run
-from trace_audit import MUST_AGREE, audit
 
 
 def calls(ranks=4, n=50, comm_id=1, func="all_gather", pids=None, seq0=0, t0=0, **more):

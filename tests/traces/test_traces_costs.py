@@ -3,11 +3,11 @@
 import pandas as pd
 import pytest
 from dynamiccl.traces.files import Trace
+from dynamiccl.traces.queries.consistency import audit
 from dynamiccl.traces.queries.costs import generations, slot_costs, typical_step
 from dynamiccl.traces.records import AUTO, Decision, Rule, Slot, Table, decided
 from dynamiccl.traces.writer import TraceWriter
 from synthetic_trace import FINAL, GATHER, SCATTER, write_run
-from trace_audit import audit
 
 
 @pytest.fixture(scope="module")

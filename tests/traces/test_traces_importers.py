@@ -14,8 +14,8 @@ from dynamiccl.traces.assemble import EVENT_COLUMNS
 from dynamiccl.traces.files import Trace, TraceError
 from dynamiccl.traces.importers.found import dtype_of, func_of
 from dynamiccl.traces.importers.recording import read_recording
+from dynamiccl.traces.queries.consistency import audit
 from dynamiccl.traces.writer import TraceWriter
-from trace_audit import audit
 
 BASE = 1_790_857_026_000_000_000  # Kineto's baseTimeNanoseconds
 

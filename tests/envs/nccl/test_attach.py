@@ -16,10 +16,10 @@ from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.nccl.steps.steps import _RARER
 from dynamiccl.envs.sim.emulated.settings import Emulated
+from dynamiccl.traces.queries.consistency import audit
 from probe_odd import PACKAGES
 from probe_ranks import STEPS
 from test_probe import JOB, finish, start, steps_of, table
-from trace_audit import audit
 
 INSTALLED = [name for name in PACKAGES if importlib.util.find_spec(name.split()[0])]
 

@@ -11,9 +11,9 @@ import pytest
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
+from dynamiccl.traces.queries.consistency import audit
 from dynamiccl.traces.records import Decision, Slot
 from paths import HELPERS
-from trace_audit import audit
 
 RANK = HELPERS / "consistency_rank.py"
 STEPS, CALLS, PROCESSES = 420, 60, 4

@@ -20,12 +20,12 @@ from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim.mixes import Few
 from dynamiccl.envs.sim.noise import NoiseStream
 from dynamiccl.traces.files import Trace
+from dynamiccl.traces.queries.consistency import audit
 from dynamiccl.traces.records import Decision, Slot
 from dynamiccl.traces.writer import TraceWriter
 from paths import HELPERS
 from test_refine import after
 from test_search import Told
-from trace_audit import audit
 
 CALLS, DARING = 16, 20
 

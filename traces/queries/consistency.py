@@ -1,17 +1,26 @@
-"""Of a recorded trace: did all ranks run every collective alike? Judges the check that a tuner makes while it runs."""
+"""Of recorded traces: did all ranks run each collective alike? The traces of several nodes are compared together.
+
+The tuner makes the same check while it runs (``envs.live.obedience``), but only of the ranks of its own node.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from ..files import Trace
+
 Array = np.ndarray[Any, Any]
 
 #: What has to agree on all ranks of one collective, call by call.
 MUST_AGREE = ("algo", "proto", "n_channels", "n_bytes", "table_generation", "step")
+
+#: What NCCL needs to be equal on all ranks.
+SETTING = ("algo", "proto", "n_channels", "n_bytes")
 
 #: Collectives that concern two ranks only: their sides need not agree.
 _POINT_TO_POINT = ("send", "recv", "send_recv")
@@ -26,7 +35,7 @@ class Consistency:
     examples: list[dict[str, Any]] = field(default_factory=list)  # the first mismatches, each rank's view
 
 
-def audit(events: pd.DataFrame, max_examples: int = 5) -> Consistency:
+def audit(events: pd.DataFrame, max_examples: int = 5, must_agree: Sequence[str] = MUST_AGREE) -> Consistency:
     """Compare every collective that two ranks or more have seen.
 
     A call is (communicator, func, seq). Sequence numbers start again when a communicator is made anew under an
@@ -38,12 +47,25 @@ def audit(events: pd.DataFrame, max_examples: int = 5) -> Consistency:
         return Consistency(0, 0)
     rows = rows.assign(life=_lives(rows), again=_restarts(rows))
     calls = rows.groupby(["comm_id", "func", "seq", "life", "again"], sort=False)
-    values = rows[list(MUST_AGREE)]
-    differs = (values != calls[list(MUST_AGREE)].transform("first")).any(axis=1)
+    columns = list(must_agree)
+    differs = (rows[columns] != calls[columns].transform("first")).any(axis=1)
     call = calls.ngroup()
     bad = np.unique(call[differs])
     examples = [_example(rows[call == c]) for c in bad[:max_examples]]
     return Consistency(int((calls.size() > 1).sum()), len(bad), examples)
+
+
+def across_nodes(traces: Sequence[Trace]) -> Consistency:
+    """Compare the settings of the collectives in the traces of one job's nodes.
+
+    Replays of captured calls are left out: NCCL does not tell of each of them on each rank. So are the recordings of
+    other tools, which do not number the calls of a communicator.
+    """
+    ours = [trace.events for trace in traces if "source" not in trace.header]
+    if not ours:
+        return Consistency(0, 0)
+    events = pd.concat(ours, ignore_index=True)
+    return audit(events[~events["captured"]], must_agree=SETTING)
 
 
 def _restarts(rows: pd.DataFrame) -> pd.Series[int]:

@@ -1,0 +1,68 @@
+"""`doctor --trace NODE0 --trace NODE1` compares the ranks of all nodes: a tuner sees those of its own node only."""
+
+import json
+import shutil
+
+import pandas as pd
+import pytest
+from command import invoke
+from synthetic_trace import write_run
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    """Results folders of two nodes with a rank each."""
+    found = []
+    for rank in (0, 1):
+        folder = tmp_path / f"node{rank}"
+        write_run(folder / "trace", search=4, final=2)
+        for name in ("events", "steps"):
+            (path,) = (folder / "trace").glob(f"{name}-*.parquet")
+            rows = pd.read_parquet(path)
+            rows[rows["rank"] == rank].to_parquet(path)
+        found.append(folder)
+    return found
+
+
+def change(folder, **values):
+    """Change the first call that a table answered."""
+    (path,) = (folder / "trace").glob("events-*.parquet")
+    rows = pd.read_parquet(path)
+    row = rows.index[rows["table_generation"] > 0][0]
+    for name, value in values.items():
+        rows.loc[row, name] = value
+    rows.to_parquet(path)
+
+
+def doctor(*folders):
+    asked = [part for folder in folders for part in ("--trace", folder)]
+    told = json.loads(invoke(["doctor", *asked, "--json"]).stdout)
+    return told["checked"]["settings"], [one for one in told["findings"] if one["name"] == "mismatch"]
+
+
+def test_one_node_alone_says_that_it_cannot_know(nodes):
+    assert doctor(nodes[0]) == ("not known: no collective was recorded on two ranks", [])
+
+
+def test_nodes_that_agree(nodes):
+    said, findings = doctor(*nodes)
+    assert said.endswith("collectives compared, 0 with different settings") and not findings
+
+
+def test_one_call_with_another_setting_is_found_and_shown(nodes):
+    change(nodes[1], proto="ll", n_channels=3)
+    said, (finding,) = doctor(*nodes)
+    assert said.endswith(", 1 with different settings")
+    assert "rank 1: ring/ll/3" in finding["what"] and finding["must_change"]
+
+
+def test_another_number_of_the_table_is_no_other_setting(nodes):
+    change(nodes[1], table_generation=99)
+    assert not doctor(*nodes)[1]
+
+
+def test_each_node_is_asked_about_slow_ranks_by_itself(nodes, tmp_path):
+    shutil.copytree(nodes[0], tmp_path / "again")
+    asked = ["doctor", "--trace", nodes[0], "--trace", nodes[1], "--json"]
+    told = json.loads(invoke(asked).stdout)["checked"]
+    assert {str(folder) for folder in nodes} <= told.keys()
