@@ -40,7 +40,8 @@ def advise(
     steps no gain of a table is predicted. The columns "of the step" and "exposed" are measured. For a finished run of
     `dynamiccl tune` you see the measured verdict instead.
 
-    One file is enough. docs/your-job.md lists the presets of --cluster, and says how to record a profile.
+    One file is enough. docs/your-job.md lists the presets of --cluster. It says how to record a profile, and what each
+    answer means.
 
     Give two folders to compare two recordings of one job. The answer says whether collectives explain why the second
     one takes longer.

@@ -25,7 +25,9 @@ def show(
     trace: Annotated[Path, Argument(help="Folder of a run, its trace, or a file or folder of another tool.")],
     windows: Annotated[
         bool,
-        Option(help="Also list all windows. A window is a few steps under one table, or two that alternate."),
+        Option(
+            help="Also list all windows. A window is a few steps under one table, or under two that alternate."
+        ),
     ] = False,
     json: Json = False,
     whole: Annotated[

@@ -89,8 +89,8 @@ def tune(
         Option(
             min=2,
             group=SEARCH,
-            help="Pairs of windows after which a comparison ends if no gain is likely. With alternating steps it ends "
-            "after half the steps of these pairs; for 10 pairs: 50 to 100 steps.",
+            help="Pairs of windows after which a comparison ends if no gain is likely. With alternating steps a pair "
+            "counts as 5 to 10 steps, so 10 pairs are 50 to 100 steps.",
         ),
     ] = 10,
     window_steps: Annotated[
