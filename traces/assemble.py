@@ -30,6 +30,7 @@ from .records import (
     COMM,
     COMM_DTYPE,
     FLAG_CAPTURED,
+    FLAG_REGISTERED,
     FLAG_SAMPLED,
     FUNCS,
     KERNEL,
@@ -209,7 +210,8 @@ class Assembler:
         n_bytes = int(row["n_bytes"])
         message = (comm_id, func, n_bytes)
         n_pipe_ops = int(row["n_pipe_ops"])
-        self.offers[message] = Offer(costs, algo, proto, n_pipe_ops)
+        is_registered = bool(row["flags"] & FLAG_REGISTERED)
+        self.offers[message] = Offer(costs, algo, proto, n_pipe_ops, is_registered)
 
     def _join(self, rows: Array) -> None:
         """Write the times of all waiting kernels into ``rows``; keep the newest that found no row."""

@@ -114,6 +114,10 @@ class RowRefused(Reason):
         "{algo} is not tried on communicators of {of} ranks: its first call may take {needs:.1f} GiB of GPU memory, "
         "and the fullest GPU of this node has {free:.1f} GiB left"
     )
+    AFTER_LL = (
+        "Simple is not tried for {slot}: the job registers buffers, its communicators also run LL, and NCCL can hang "
+        "over nodes if Simple follows LL (NVIDIA/nccl#2389)"
+    )
     PLUGIN_REFUSES = "the plugin refuses the table: {error}"
 
 

@@ -265,6 +265,7 @@ class Offer:
     algo: str  # NCCL's own choice
     proto: str
     n_pipe_ops: int
+    is_registered: bool = False  # both buffers are registered
 
 
 # What the plugin and the probe write into a ring (C: struct dccl_record in envs/nccl/plugin/plugin.h), 128 bytes. The

@@ -26,7 +26,12 @@ def bench(
             "A2C), or a folder. Repeat it for more. Default: all known."
         ),
     ] = None,
-    suite: Annotated[str, Option(help="standard, held-out, unseen, or a file.")] = "standard",
+    suite: Annotated[
+        str, Option(help="standard, held-out, unseen, or the JSON file of a suite.")
+    ] = "standard",
+    world: Annotated[
+        list[str] | None, Option(help="Only the suite's jobs of this world. Repeat it for more.")
+    ] = None,
     jobs: Annotated[
         int,
         Option(min=0, help="Number of jobs, spread over the suite; 0: as --filed or --submission, else all."),
@@ -50,18 +55,20 @@ def bench(
 
     One object plays 20 jobs interleaved, so it keeps its memory in the state. deterministic is True. If a decision
     takes more than 1 s of processor time, or 20 jobs take more than --limit, the policy is refused. Limits of a search:
-    20 windows, or three per slot; 250 trials after the verdict; and the budget, as in tune.
+    20 windows, or three per slot; 250 trial windows after the verdict; and the budget, as in tune.
 
     One policy plays a job in 1.2 to 3 s of a core. Without --policy and --jobs all seven known policies play all
     1,000 jobs: 2 to 6 hours of a core. The board on file has 120 jobs of standard, 60 of held-out and 60 of unseen.
 
     \b
-    dynamiccl bench --policy my_module:MyPolicy --suite held-out --jobs 40
+    dynamiccl bench --policy my_module:MyPolicy --jobs 40
     dynamiccl bench --policy model.zip --jobs 40    # of stable-baselines3
+    dynamiccl bench --world many --policy my_module:MyPolicy
     dynamiccl bench --filed --policy my_module:MyPolicy    # with those on file
     dynamiccl bench --filed --check 8
     dynamiccl bench --backend ray --processes 64    # on a Ray cluster
     """
+    suite = ":".join([suite, *([",".join(world)] if world else [])])
     print(f"loading suite {suite} ...", file=sys.stderr, flush=True)
     one_thread()
     from ...envs.bench.job_suites import JobSuite
@@ -76,7 +83,7 @@ def bench(
         most = jobs or _jobs_played(given) or None
         board = Board(JobSuite.load(suite), most)
     names = list(dict.fromkeys(policy or (() if given else ENTRANTS)))
-    folder = out / Path(suite).stem
+    folder = out / Path(suite).stem.replace(":", "-")
     folder.mkdir(parents=True, exist_ok=True)
     total = len(given) + len(names)
     console.print(f"{board.title}: {_to_play(names, board.n_jobs, processes)}")

@@ -11,6 +11,8 @@ from . import Argument, Json, Option, refusing, results
 if TYPE_CHECKING:
     from ..checks.doctor import Finding
 
+_TIMES = "ranks' times"
+
 
 def doctor(
     command: Annotated[list[str] | None, Argument(help="The job, after --. It is read, not run.")] = None,
@@ -37,24 +39,17 @@ def doctor(
 
     facts = gather(command)
     findings, looked_at = examine(facts), checked(facts)
-    for path in trace or []:
-        looked_at["ranks' times" if len(trace or []) == 1 else str(path)] = _slow_rank(path)
-    if trace:
-        looked_at["settings"], differing = _settings(trace)
+    runs = trace or []
+    for path in runs:
+        looked_at[_TIMES if len(runs) == 1 else f"{_TIMES}, {path}"] = _slow_rank(path)
+    if runs:
+        looked_at["settings"], differing = _settings(runs)
         findings += differing
     if json:
-        print(
-            json_module.dumps(
-                {"checked": looked_at, "findings": [vars(finding) for finding in findings]}, indent=1
-            )
-        )
+        told = {"checked": looked_at, "findings": [vars(finding) for finding in findings]}
+        print(json_module.dumps(told, indent=1))
     else:
-        for name, found in looked_at.items():
-            print(f"{name:<14}{found}")
-        for finding in findings:
-            print(
-                f"{'CHANGE' if finding.must_change else 'note  '}  {finding.what}\n        -> {finding.cure}"
-            )
+        _tell(looked_at, findings)
         if not facts.nccl and not facts.n_gpus:  # the GPU nodes may use another Python
             print(
                 "Without NCCL a job is tuned on the emulated cluster only: dynamiccl tune --cluster dgx-h100-2x8"
@@ -62,6 +57,15 @@ def doctor(
         elif not findings:
             print("no problem found")
     raise SystemExit(any(finding.must_change for finding in findings))
+
+
+def _tell(looked_at: dict[str, str], findings: list[Finding]) -> None:
+    """What was looked at, and each problem with its cure, for people."""
+    for name, found in looked_at.items():
+        print(f"{name:<14}{found}" if len(name) < 14 else f"{name}: {found}")
+    for finding in findings:
+        kind = "CHANGE" if finding.must_change else "note  "
+        print(f"{kind}  {finding.what}\n        -> {finding.cure}")
 
 
 def _settings(runs: list[Path]) -> tuple[str, list[Finding]]:

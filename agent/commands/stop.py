@@ -10,7 +10,8 @@ from . import Argument, Json, Option, become_owner, refusing, run_folder
 
 def stop(
     run: Annotated[
-        str, Argument(help="Results folder (--out), e.g. runs/tune/latest, or the run folder in shared memory.")
+        str,
+        Argument(help="Results folder (--out), e.g. runs/tune/latest, or the run folder in shared memory."),
     ],
     wait: Annotated[float, Option(min=0, help="Seconds to wait until the job runs under the default.")] = 30,
     json: Json = False,

@@ -227,7 +227,7 @@ class Tuner:
         share = sum(p.share for p in profiles)
         found = f"{len(profiles)} kinds of call to tune, {share:.0%} of a step of {ms(step_ms)}"
         windows = self.windows
-        untried = [*windows.left_alone, *windows.no_memory]
+        untried = [*windows.left_alone, *windows.withheld]
         notes = [found, *critical_lines(self.result.exposed()), *untried] if profiles else []
         self._line("profile", {}, step_ms, "measured", notes)
 

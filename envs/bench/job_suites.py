@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -48,6 +49,7 @@ class JobSuite:
     jobs: Jobs
     tables: Array  # (n, MOST_REGIMES, width) the best configs in each of a job's regimes
     best_us: Array  # (n,) usual step where each regime has its own
+    numbers: Array  # (n,) of the jobs in the whole suite
 
     def __len__(self) -> int:
         return len(self.jobs)
@@ -71,8 +73,8 @@ class JobSuite:
     def digest(self) -> str:
         """Twelve hex digits that change with the jobs."""
         family = self.family
-        rows = list(range(len(self)))
-        told = [family.name, family.version, self.seed, self.each, rows]
+        numbers = self.numbers.tolist()
+        told = [family.name, family.version, self.seed, self.each, numbers]
         text = json.dumps(told)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -80,10 +82,27 @@ class JobSuite:
         """Searches on the jobs at ``rows``, and their bill. In its step t a job meets the same noise, whoever plays."""
         jobs = self.jobs.take(rows)
         ledger = LossAccount(jobs, self.best_us[rows])
-        noise = NoiseStream(seed, rows, jobs.width)
+        noise = NoiseStream(seed, self.numbers[rows], jobs.width)
         windows = AccountedWindows(jobs, noise, ledger)
         search = SimSearch(windows, Prior.load(), SearchConfig())
         return search, ledger
+
+    def only(self, worlds: Sequence[str]) -> JobSuite:
+        """The jobs of these worlds. They meet the noise that they meet in the whole suite. Raises ValueError."""
+        there = dict.fromkeys(self.strata.tolist())
+        if unknown := [world for world in worlds if world not in there]:
+            raise ValueError(f"no world {', '.join(unknown)} in {self.name}: it has {', '.join(there)}")
+        is_kept = np.isin(self.strata, worlds)
+        rows = np.flatnonzero(is_kept)
+        text = ",".join(worlds)
+        return replace(
+            self,
+            name=f"{self.name}:{text}",
+            jobs=self.jobs.take(rows),
+            tables=self.tables[rows],
+            best_us=self.best_us[rows],
+            numbers=self.numbers[rows],
+        )
 
     def told(self) -> dict[str, Scores]:
         """What needs no search: the best joint configs, in each regime its own, and each slot's quickest call alone;
@@ -99,10 +118,13 @@ class JobSuite:
 
     @classmethod
     def load(cls, name: str | Path) -> JobSuite:
-        """A shipped suite (one of SUITES) or a file.
+        """A shipped suite (one of SUITES) or a file; ``standard:many,plain``: its jobs of these worlds.
 
         Raises ValueError when it is none, is of another version of its family, or does not come out as on record.
         """
+        whole, _, worlds = str(name).partition(":")
+        if worlds and not Path(name).exists():
+            return cls.load(whole).only(worlds.split(","))
         source: Path | Traversable = Path(name)
         if str(name) in SUITES:
             source = resources.files(__package__).joinpath(SUITES[str(name)])
@@ -119,7 +141,8 @@ class JobSuite:
             if (off <= SAME).all():
                 tables = unpacked(told["best"], jobs)
                 best_us = jobs.followed_us(tables)
-                suite = cls(told["suite"], family, seed, each, jobs, tables, best_us)
+                numbers = np.arange(len(jobs))
+                suite = cls(told["suite"], family, seed, each, jobs, tables, best_us, numbers)
                 gain = np.array(told["gain"])
                 off = np.abs(suite.gain - gain)
             if (off > SAME).any():

@@ -24,6 +24,7 @@ from ..search.interfaces import Job as TunedJob
 from .gpu_memory import take_out
 from .job import Window
 from .obedience import Disobeyed
+from .registered import take_out_simple
 from .turns import Turns
 
 Array = np.ndarray[Any, Any]
@@ -112,7 +113,9 @@ class LiveWindows:
         calls = np.array([p.calls * tries_few for p in found])
         features = [one.vector() for one in prints]
         mask = [distinct(one) for one in prints]
-        self.no_memory = take_out(found, mask, self.profile_events, self.job.memory_free)
+        events = self.profile_events
+        self.withheld = take_out_simple(found, mask, events, self.job.assembler.offers)
+        self.withheld += take_out(found, mask, events, self.job.memory_free)
         return TunedJob(
             features=np.concatenate(features),
             mask=np.concatenate(mask),

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 from dynamiccl.envs.bench import job_suites
 from dynamiccl.envs.bench.job_suites import FAMILIES, JobSuite, drawn, packed, quickest_alone
 from dynamiccl.envs.bench.scores import bootstrap
@@ -25,7 +26,7 @@ def draw_suite(name, family, seed, n):
     each = max(n // len(family.worlds), 1)
     jobs = drawn(family, seed, each)
     tables, best_us = by_regime(jobs)
-    return JobSuite(name, family, seed, each, jobs, tables, best_us)
+    return JobSuite(name, family, seed, each, jobs, tables, best_us, np.arange(len(jobs)))
 
 
 def figures(suite):

@@ -82,11 +82,15 @@ def _lives(rows: pd.DataFrame) -> Array:
     spans overlap then belong to one life.
     """
     lives = np.zeros(len(rows), np.int64)
-    processes = rows.groupby(["comm_id", "rank"])["pid"].nunique()
-    for comm_id in processes.index[processes > 1].get_level_values("comm_id").unique():
+    by_rank = rows.groupby(["comm_id", "rank"])
+    processes = by_rank["pid"].nunique()
+    restarted = processes.index[processes > 1]
+    for comm_id in restarted.get_level_values("comm_id").unique():
         of_comm = rows["comm_id"] == comm_id
-        spans = rows[of_comm].groupby(["rank", "pid"])["enqueue_ns"].agg(["min", "max"]).sort_values("min")
-        reached = spans["max"].cummax().shift(fill_value=spans["min"].iloc[0])
+        by_process = rows[of_comm].groupby(["rank", "pid"])
+        spans = by_process["enqueue_ns"].agg(["min", "max"]).sort_values("min")
+        began = spans["min"].iloc[0]
+        reached = spans["max"].cummax().shift(fill_value=began)
         spans["life"] = (spans["min"] > reached).cumsum()
         index = pd.MultiIndex.from_frame(rows.loc[of_comm, ["rank", "pid"]])
         lives[of_comm.to_numpy()] = spans["life"].reindex(index).to_numpy()
@@ -95,7 +99,10 @@ def _lives(rows: pd.DataFrame) -> Array:
 
 def _example(rows: pd.DataFrame) -> dict[str, Any]:
     head = rows.iloc[0]
-    views = {int(r["rank"]): {n: r[n] for n in MUST_AGREE} for r in rows.to_dict("records")}
+    views = {}
+    for row in rows.to_dict("records"):
+        rank = int(row["rank"])
+        views[rank] = {name: row[name] for name in MUST_AGREE}
     return {
         "comm_id": int(head["comm_id"]),
         "func": str(head["func"]),

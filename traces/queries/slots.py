@@ -34,13 +34,17 @@ class SlotProfile:
     @property
     def own(self) -> str:
         """NCCL's own choice, as text."""
-        _, proto = PAIRS[int(self.fingerprint.own_pair[0])]
-        return f"{self.algo}/{proto}/{int(self.fingerprint.own_channels[0])}"
+        return f"{self.algo}/{self.proto}/{int(self.fingerprint.own_channels[0])}"
 
     @property
     def algo(self) -> str:
         """The algorithm of NCCL's own choice."""
         return PAIRS[int(self.fingerprint.own_pair[0])][0]
+
+    @property
+    def proto(self) -> str:
+        """The protocol of NCCL's own choice."""
+        return PAIRS[int(self.fingerprint.own_pair[0])][1]
 
 
 def outside_the_offer(events: pd.DataFrame, offers: Mapping[tuple[int, str, int], Offer]) -> dict[Slot, str]:

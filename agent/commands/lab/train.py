@@ -29,8 +29,8 @@ def train(
     It takes 20 to 60 minutes.
 
     It starts as the rule. The reward of an episode is the gain over the rule on the same job, clipped to 200 default
-    steps gained or lost. The discount is 0.999. With --runs it learns from your own recorded jobs. Every fifth
-    run is only used to judge: the last line gives the gain on these runs.
+    steps gained or lost. The .json record has all hyperparameters. With --runs it learns from your own recorded jobs.
+    Every fifth run is only used to judge: the last line gives the gain on these runs.
     """
     one_thread()
     from ...policies.lstm import LstmPolicy

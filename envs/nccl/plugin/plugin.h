@@ -345,11 +345,10 @@ struct dccl_comm_view {
 DCCL_EXPORT uint32_t dynamiccl_comms(struct dccl_comm_view* comms, uint32_t capacity);
 // From now on no question on the communicator is answered once so many collectives are made: `distance` from
 // now, or where its last switch is if that is farther. Returns that limit; -ENOENT: no such communicator, or
-// its count is no clock any more, -EAGAIN: its last switches are all ahead of it, -EBUSY: another agreement
-// limits it.
+// its count is no clock any more, -EAGAIN: its last switches are all ahead of it, -EBUSY: another limits it.
 DCCL_EXPORT int64_t dynamiccl_limit(uint32_t owner, uint64_t comm_id, uint64_t distance);
-// A question is held at a limit for at most so long. Then all limits of that agreement are given up, and its
-// communicators take no switch any more. Without this call it is held for as long as the limit stands.
+// A question is held at a limit for at most so long (without this call, for ever). Then all limits of that
+// agreement are given up, and its communicators take no switch any more.
 DCCL_EXPORT void dynamiccl_hold(uint32_t seconds);
 // The collectives at which a table holds, from `from` on: until `until`, then again what was there to stay
 // before; 0: to stay. Until then it holds throughout (`length` 0), or in one turn of each `one_of`, which are
@@ -395,7 +394,7 @@ DCCL_EXPORT uint64_t dynamiccl_asked(void);
 DCCL_EXPORT uint32_t dynamiccl_abi(void);
 // Of which sources this library was built.
 DCCL_EXPORT const char* dynamiccl_build(void);
-// Emits a record as it is: what the benchmark times and the tests fill rings with.
+// Emits a record as it is, for benchmarks and tests.
 DCCL_EXPORT void dynamiccl_emit(const struct dccl_record* record);
 
 #endif  // DYNAMICCL_PLUGIN_H_

@@ -61,3 +61,16 @@ def test_a_suite_is_saved_and_read_and_others_are_refused(tmp_path):
             JobSuite.load(path)
     with pytest.raises(ValueError, match="there is no suite"):
         JobSuite.load(tmp_path / "absent.json")
+
+
+def test_the_jobs_of_one_world_meet_the_noise_of_the_whole_suite():
+    whole = JobSuite.load("standard")
+    some = JobSuite.load("standard:many,plain")
+    rows = np.flatnonzero(np.isin(whole.strata, ["many", "plain"]))
+    assert some.name == "standard:many,plain" and some.digest != whole.digest
+    assert some.strata.tolist() == whole.strata[rows].tolist() and some.gain.tolist() == whole.gain[rows].tolist()
+    first = whole.open(rows[:2], seed=0)[0].windows.rng
+    same = some.open(np.arange(2), seed=0)[0].windows.rng
+    assert first.keys == same.keys
+    with pytest.raises(ValueError, match=r"no world nowhere in standard: it has plain, "):
+        JobSuite.load("standard:nowhere")

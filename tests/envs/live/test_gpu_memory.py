@@ -46,13 +46,13 @@ def test_what_is_already_connected_needs_nothing():
     assert not mask[:, NVLS].any() and not mask[:, PAT].any()
     ring = [i for i, (algo, _) in enumerate(PAIRS, 1) if algo == "ring"]
     assert mask[:, ring].any() and mask[:, 0].any()
-    assert len(windows.no_memory) == 2, "one text for each algorithm, not for each slot"
-    assert {tuple(names(text)) for text in windows.no_memory} == {("no-memory",)}
+    assert len(windows.withheld) == 2, "one text for each algorithm, not for each slot"
+    assert {tuple(names(text)) for text in windows.withheld} == {("no-memory",)}
 
 
 def test_where_the_job_does_not_tell_nothing_is_taken_out():
     windows, mask = begun(0)
-    assert mask[:, NVLS].any(axis=1).all() and not windows.no_memory
+    assert mask[:, NVLS].any(axis=1).all() and not windows.withheld
 
 
 def test_an_algorithm_gets_the_memory_it_may_take_and_no_byte_less():
