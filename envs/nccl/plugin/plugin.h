@@ -241,9 +241,9 @@ void dccl_next_tuner_finalize(const struct dccl_next_tuner* next);
 
 // ---- what NCCL needs for kernel times (room.c) ----
 
-// A communicator is there, or gone again; `inside_nccl` is an address in NCCL's library, or NULL. Its number.
-uint64_t dccl_announce(uint32_t n_ranks, uint32_t n_nodes, const void* inside_nccl);
-void dccl_withdraw(uint64_t number);
+// A communicator is there; `inside_nccl` is an address in NCCL's library, or NULL.
+void dccl_announce(uint32_t n_ranks, uint32_t n_nodes, const void* inside_nccl);
+void dccl_needs_no_room(void);  // one has run a collective with kernel times, or is gone without
 // Whether EVENT_KERNEL_CH may be set now for all communicators that are there.
 bool dccl_may_time_kernels(void);
 

@@ -34,7 +34,7 @@ static _Atomic int interface;  // its version, as NCCL speaks it
 struct profiler {
   struct dccl_comm comm;
   struct dccl_seat* seat;
-  uint64_t number;  // see dccl_announce
+  _Atomic bool has_times;  // a collective with kernel times has run: NCCL has its memory for them
 };
 
 // ---- NCCL's names -> numbers ----
@@ -168,8 +168,15 @@ static void* start_call(const struct profiler* p, const struct nccl_coll_api_eve
   return number != 0 ? call_token(number) : NULL;
 }
 
-static void* start_coll(const struct profiler* p, const struct nccl_coll_event* e, int rank,
-                        const void* call) {
+static void note_times(struct profiler* p) {
+  if (atomic_load_explicit(&p->has_times, memory_order_relaxed)) return;
+  const int* mask = atomic_load(&nccl_mask);
+  if (mask == NULL || (__atomic_load_n(mask, __ATOMIC_RELAXED) & EVENT_KERNEL_CH) == 0) return;
+  if (!atomic_exchange(&p->has_times, true)) dccl_needs_no_room();
+}
+
+static void* start_coll(struct profiler* p, const struct nccl_coll_event* e, int rank, const void* call) {
+  note_times(p);
   struct dccl_record r = {.kind = DCCL_COLL,
                           .func = number(e->func, func_names, N_FUNCS),
                           .algo = number(e->algo, algo_names, N_ALGOS),
@@ -239,21 +246,22 @@ static int start(int version, void** context, uint64_t comm_id, int* mask, const
   dccl_last_comm = comm;
   dccl_emit_comm(&comm, name);
   atomic_fetch_add(&n_contexts, 1);
-  const uint64_t number = dccl_announce(comm.n_ranks, comm.n_nodes, mask);
   if (mask != NULL) atomic_store(&nccl_mask, mask);
+  dccl_announce(comm.n_ranks, comm.n_nodes, mask);
   dccl_set_mask();
   if (context == NULL) return NCCL_SUCCESS;
   struct profiler* p = calloc(1, sizeof *p);
   const uint32_t told = version > 4 ? DCCL_TOLD_AT_CALLS : DCCL_TOLD_LATE;
-  if (p != NULL) *p = (struct profiler){comm, dccl_sit(comm_id, comm.n_ranks, comm.n_nodes, told), number};
+  if (p != NULL) *p = (struct profiler){comm, dccl_sit(comm_id, comm.n_ranks, comm.n_nodes, told), false};
   *context = p;
   return NCCL_SUCCESS;
 }
 
 static int finish(void* context) {
   if (context != NULL) {
-    dccl_leave(((struct profiler*)context)->seat);
-    dccl_withdraw(((struct profiler*)context)->number);
+    struct profiler* p = context;
+    dccl_leave(p->seat);
+    if (!atomic_load(&p->has_times)) dccl_needs_no_room();
   }
   if (atomic_fetch_sub(&n_contexts, 1) == 1) atomic_store(&nccl_mask, NULL);
   free(context);
@@ -289,7 +297,7 @@ static int init_v6(void** context, uint64_t comm_id, int* mask, const char* comm
 }
 
 static int start_event_v4(void* context, void** handle, struct nccl_event_v4* e) {
-  const struct profiler* p = context;
+  struct profiler* p = context;
   if (e == NULL || handle == NULL) return NCCL_SUCCESS;
   void* ours = NULL;
   // That of a graph's group comes back as the parent of each replay's collectives.
@@ -301,7 +309,7 @@ static int start_event_v4(void* context, void** handle, struct nccl_event_v4* e)
 }
 
 static int start_event_v5(void* context, void** handle, struct nccl_event_v5* e) {
-  const struct profiler* p = context;
+  struct profiler* p = context;
   if (e == NULL || handle == NULL) return NCCL_SUCCESS;
   void* ours = NULL;
   if (e->type == EVENT_GROUP_API)

@@ -19,12 +19,10 @@
 
 enum { POOL_BYTES = 34 << 20, FIRST_RELEASE_WITHOUT_CRASH = 23200, SPARE_FILES = 32, MOST_RANKS_HERE = 1024 };
 
-// Communicators are numbered as NCCL announces them. Up to `granted` there was room for all of them when it
-// was looked for last. `waiting`: later ones that still live. Each needs memory of its own, and gives it back
-// in the end.
-static pthread_mutex_t counting = PTHREAD_MUTEX_INITIALIZER;
-static uint64_t announced, granted;
+// Communicators that live and have run no collective with kernel times: for these NCCL has not opened its
+// memory. Room that was there for one of them may be gone when it runs the first.
 static _Atomic uint64_t waiting;
+static pthread_mutex_t counting = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t local_ranks = 1;  // the most on a node of any communicator
 static _Atomic int release;       // of NCCL, as its own number: 22907 for 2.29.7; 0: not known
 
@@ -48,22 +46,16 @@ static uint64_t ranks_here(uint32_t n_ranks, uint32_t n_nodes) {
   return all > here && all < MOST_RANKS_HERE ? all : here;
 }
 
-uint64_t dccl_announce(uint32_t n_ranks, uint32_t n_nodes, const void* inside_nccl) {
+void dccl_announce(uint32_t n_ranks, uint32_t n_nodes, const void* inside_nccl) {
   const uint64_t here = ranks_here(n_ranks, n_nodes);
   if (atomic_load(&release) == 0) atomic_store(&release, release_of(inside_nccl));
   pthread_mutex_lock(&counting);
   if (here > local_ranks) local_ranks = here;
-  const uint64_t number = ++announced;
   atomic_fetch_add(&waiting, 1);
   pthread_mutex_unlock(&counting);
-  return number;
 }
 
-void dccl_withdraw(uint64_t number) {
-  pthread_mutex_lock(&counting);
-  if (number > granted) atomic_fetch_sub(&waiting, 1);
-  pthread_mutex_unlock(&counting);
-}
+void dccl_needs_no_room(void) { atomic_fetch_sub(&waiting, 1); }
 
 static uint64_t free_shared_memory(void) {
   struct statvfs status;
@@ -89,11 +81,6 @@ bool dccl_may_time_kernels(void) {
   if (getenv("DYNAMICCL_CLUSTER") != NULL) return true;  // emulated: no NCCL is here
   pthread_mutex_lock(&counting);
   const uint64_t needed = atomic_load(&waiting) * local_ranks * POOL_BYTES;
-  const bool has_room = free_shared_memory() >= needed && has_files();
-  if (has_room) {
-    granted = announced;
-    atomic_store(&waiting, 0);
-  }
   pthread_mutex_unlock(&counting);
-  return has_room;
+  return free_shared_memory() >= needed && has_files();
 }

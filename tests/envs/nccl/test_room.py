@@ -22,7 +22,7 @@ import ctypes, json, sys
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.sim.emulated import nccl_caller
 from nccl_releases import Communicator
-plugin_at, nccl_at, shapes, gone = json.loads(sys.argv[1])
+plugin_at, nccl_at, shapes, gone, used, fill_mib = json.loads(sys.argv[1])
 plugin = Plugin.load(plugin_at)
 assert plugin.open()
 if nccl_at:
@@ -32,7 +32,13 @@ for comm in comms[:gone]:
     comm.finalize()
 plugin.sample(True)
 first = comms[-1].profiler.mask
+for comm in comms[:used]:
+    comm.stop(comm.start_coll("all_gather", 0, 4096, "float32", 1, 16, "ring", "ll"))
 plugin.sample(False)
+if fill_mib:
+    with open("/dev/shm/more", "wb") as file:
+        file.write(bytes(fill_mib << 20))
+    plugin.sample(True)
 print(json.dumps([first, comms[-1].profiler.mask]))
 """
 
@@ -51,9 +57,13 @@ def mounts():
 
 @pytest.fixture
 def asks(tmp_path):
-    """asks(MiB, shapes, ...) -> the mask while kernel times are sampled, and after."""
+    """asks(MiB, shapes, ...) -> the mask while kernel times are sampled, and after.
 
-    def ask(shm_mib, shapes, number=0, gone=0, files=1024, used_mib=0, **env):
+    ``used``: so many communicators run a collective with times. Then ``fill_mib`` fills /dev/shm, and times are asked
+    for again.
+    """
+
+    def ask(shm_mib, shapes, number=0, gone=0, files=1024, used_mib=0, used=0, fill_mib=0, **env):
         library = ""
         if number:
             source, library = tmp_path / "nccl.c", str(tmp_path / f"libnccl-{number}.so")
@@ -62,7 +72,7 @@ def asks(tmp_path):
             subprocess.run(command, check=True)
         run = tmp_path / "run"
         run.mkdir(mode=0o700, exist_ok=True)
-        told = json.dumps([str(plugin_path()), library, shapes, gone])
+        told = json.dumps([str(plugin_path()), library, shapes, gone, used, fill_mib])
         program = [sys.executable, "-c", ASKS, told]
         fill = f"head -c {used_mib}M /dev/zero > /dev/shm/full && ulimit -n {files}"
         every = {"DYNAMICCL_RUN": str(run), "PYTHONPATH": str(HELPERS), **env}
@@ -105,6 +115,14 @@ def test_kernel_times_are_asked_for_only_where_there_is_room(asks, shm_mib, shap
     """Before: always, and a rank of a container with Docker's 64 MiB died at its first collective."""
     launched = 2048  # asked for wherever NCCL has it; it takes no memory
     assert [found & ~launched for found in asks(shm_mib, shapes, **more)] == mask
+
+
+def test_a_communicator_that_comes_to_its_first_times_late_still_needs_room(asks):
+    """Before: room was looked for once, and a /dev/shm that filled up meanwhile killed the rank."""
+    launched, room = 2048, 2 * 8 * 34
+    for used, mask in ((1, [ON[0], OFF[0]]), (2, [ON[0], ON[0]])):
+        found = asks(room, [EIGHT, EIGHT], used=used, fill_mib=room - 8 * 34 + 1)
+        assert [one & ~launched for one in found] == mask, used
 
 
 # -- whole jobs --------------------------------------------------------------------------------------------------------
