@@ -8,6 +8,8 @@ import difflib
 import importlib
 import inspect
 import io
+import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -34,6 +36,8 @@ _ABOUT = (
     "Tunes NCCL's algorithm, protocol and channel count of a running training job, by the measured step time."
 )
 _HELP = (["-h"], ["--help"])
+#: A site's options of `tune`. They stand before the user's, which override them.
+SITE_OPTIONS = "DYNAMICCL_TUNE_OPTIONS"
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
@@ -110,7 +114,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """In one line, and status 2."""
-        print(f"error: {message.removeprefix('argument ')} ({self.prog} --help)", file=sys.stderr)
+        site = f"; {SITE_OPTIONS} is read, too" if self.prog.endswith(" tune") and _of_site() else ""
+        print(f"error: {message.removeprefix('argument ')} ({self.prog} --help{site})", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -170,7 +175,8 @@ def run(words: Sequence[str]) -> None:
     """Do what the words after ``dynamiccl`` say."""
     name = next((" ".join(words[:n]) for n in (2, 1) if " ".join(words[:n]) in NAMES), None)
     if name is not None:
-        Parser(name).call(words[len(name.split()) :])
+        said = words[len(name.split()) :]
+        Parser(name).call([*(_of_site() if name == "tune" else ()), *said])
     elif not words or words[0] in ("-h", "--help"):
         print(overview())
     elif words[0] == "--version":
@@ -182,6 +188,15 @@ def run(words: Sequence[str]) -> None:
     else:
         print(f"error: {_slip(words[0], inside)}", file=sys.stderr)
         raise SystemExit(2)
+
+
+def _of_site() -> list[str]:
+    """The site's options of `tune`."""
+    try:
+        return shlex.split(os.environ.get(SITE_OPTIONS, ""))
+    except ValueError as error:
+        print(f"error: {SITE_OPTIONS}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def _slip(word: str, inside: Sequence[str]) -> str:

@@ -97,3 +97,15 @@ def test_a_run_replaces_what_an_earlier_one_left_in_the_same_folder(tmp_path):
         run("tune", "--out", str(tmp_path), "--", sys.executable, "-S", "-c", program)
         assert (tmp_path / "job.log").exists() == (kept is not None)
         assert kept is None or (tmp_path / "job.log").read_text() == kept
+
+
+def test_a_sites_options_stand_before_the_users(tmp_path):
+    """Before: each user's command line decided alone about budget and folder."""
+    site = {"DYNAMICCL_TUNE_OPTIONS": f"--policy alchemy --out '{tmp_path / 'of the site'}'"}
+    job = ("--", "true")
+    assert "no policy 'alchemy'" in run("tune", *job, env=site).stderr
+    assert "no policy 'magic'" in run("tune", "--policy", "magic", *job, env=site).stderr
+    bad = run("tune", *job, env={"DYNAMICCL_TUNE_OPTIONS": "--stage 4"})
+    assert bad.returncode == 2 and "not 4" in bad.stderr and "DYNAMICCL_TUNE_OPTIONS is read" in bad.stderr
+    assert run("tune", env={"DYNAMICCL_TUNE_OPTIONS": "--out 'no end"}).returncode == 2
+    assert run("show", str(tmp_path), env=site).returncode != 0, "of tune alone"

@@ -68,7 +68,10 @@ def test_the_jobs_of_one_world_meet_the_noise_of_the_whole_suite():
     some = JobSuite.load("standard:many,plain")
     rows = np.flatnonzero(np.isin(whole.strata, ["many", "plain"]))
     assert some.name == "standard:many,plain" and some.digest != whole.digest
-    assert some.strata.tolist() == whole.strata[rows].tolist() and some.gain.tolist() == whole.gain[rows].tolist()
+    assert (
+        some.strata.tolist() == whole.strata[rows].tolist()
+        and some.gain.tolist() == whole.gain[rows].tolist()
+    )
     first = whole.open(rows[:2], seed=0)[0].windows.rng
     same = some.open(np.arange(2), seed=0)[0].windows.rng
     assert first.keys == same.keys
