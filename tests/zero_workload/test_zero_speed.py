@@ -203,23 +203,20 @@ class Blocks(torch.nn.Module):
 
 def overlapped(steps: int) -> dict[str, float]:
     """What a step of eight units stands still, with reduce-scatters on the gathers' communicator and on their own, at
-    stages 2 and 3 of ours and in FSDP2. A unit's backward takes as long as one collective, and it needs two.
+    stages 2 and 3. A unit's backward takes as long as one collective, and it needs two. FSDP2 is not compared: its second
+    group is one of gloo here, whose collectives take no emulated time.
     """
     clock = emulate()
     group, apart = (dist.new_group(backend="emulated") for _ in range(2))
     dist.all_reduce(torch.ones(1), group=group)  # connected
     dist.all_reduce(torch.ones(1), group=apart)
     settings: dict[str, Any] = {"param_dtype": torch.float32, "bucket_bytes": 4 * 17 * 16}
-    mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
     jobs: dict[str, Any] = {}
     for name, beside in (("one", None), ("two", apart)):
         for stage in (2, 3):
             jobs[f"stage {stage}, {name}"] = zero(
                 Blocks(clock), adamw(1e-3), stage=stage, group=group, reduce_scatter_group=beside, **settings
             )
-        jobs[f"fsdp2, {name}"] = Peer(
-            "fsdp2", Blocks(clock), adamw(1e-3), mesh, beside is not None, **settings
-        )
     return waited(clock, jobs, (torch.ones(2, 16),), steps)
 
 
@@ -227,9 +224,7 @@ def test_reduce_scatters_on_a_communicator_of_their_own_run_beside_the_gathers(t
     waits = by_the_slowest(two.run(overlapped, 3, timeout=400))
     # One communicator: two collectives a unit, one after the other, behind one unit's backward.
     assert waits["stage 3, one"] > 10 * DELAY_MS, waits
-    for name in ("stage 3", "fsdp2"):
-        assert waits[f"{name}, two"] < 0.8 * waits[f"{name}, one"], waits
-    assert waits["stage 3, one"] < waits["fsdp2, one"] and waits["stage 3, two"] < waits["fsdp2, two"], waits
+    assert waits["stage 3, two"] < 0.8 * waits["stage 3, one"], waits
 
 
 if __name__ == "__main__":
