@@ -203,8 +203,8 @@ class Blocks(torch.nn.Module):
 
 def overlapped(steps: int) -> dict[str, float]:
     """What a step of eight units stands still, with reduce-scatters on the gathers' communicator and on their own, at
-    stages 2 and 3. A unit's backward takes as long as one collective, and it needs two. FSDP2 is not compared: its second
-    group is one of gloo here, whose collectives take no emulated time.
+    stages 2 and 3. A unit's backward takes as long as one collective, and it needs two. FSDP2 is not compared: its
+    second group is one of gloo here, whose collectives take no emulated time.
     """
     clock = emulate()
     group, apart = (dist.new_group(backend="emulated") for _ in range(2))
