@@ -14,7 +14,7 @@ NOT_PROSE := typography|lexical_illusions|dates_times
 # Each of the many processes that tests start would compile the tree anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs test test-slow test-timing test-all test-next coverage check format setup bench gpu-check model-check clean
+.PHONY: demo docs test test-slow test-long test-timing test-all test-next coverage check format setup bench gpu-check model-check clean
 
 demo: setup
 	$(RUN) demo --steps $(DEMO_STEPS)
@@ -23,11 +23,16 @@ demo: setup
 test: setup $(VENV)/frameworks
 	$(BIN)/python -m pytest -m "not slow and not timing" -n 4 --dist loadfile --no-loadscope-reorder
 
-# The rest: whole tuned jobs, restarts, killed and frozen processes, wheels on every Python.
+# What takes up to 25 seconds each: whole tuned jobs, restarts, killed and frozen processes, wheels on every Python. It names
+# each test, so that a run that is cut short says how far it came and what failed.
 test-slow: setup $(VENV)/frameworks
-	$(BIN)/python -m pytest -m "slow and not timing" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -v -m "slow and not long and not timing" -n 2 --dist loadfile --no-loadscope-reorder
 	seed=$$(date +%s); echo "property tests on random examples, --hypothesis-seed=$$seed"; \
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m "hypothesis and not slow" -n 2 --hypothesis-seed=$$seed
+
+# What takes longer, half an hour in all, and notes how long each test took.
+test-long: setup $(VENV)/frameworks
+	$(BIN)/python -m pytest -v -m "long and not timing" -n 2 --dist loadfile --no-loadscope-reorder --write-seconds
 
 # Those that compare times, one after the other: for a machine that does nothing else.
 test-timing: setup $(VENV)/frameworks

@@ -1,7 +1,10 @@
 """Fixtures that several test files share."""
 
+import json
 import os
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault(
@@ -56,14 +59,34 @@ FIRST = (
 )
 
 
+#: Seconds that slow tests took when they were measured last (`make test-long`, on two cores). Those that take over
+#: LONG_S are marked `long`: CI leaves them out.
+SECONDS = Path(__file__).parent / "data" / "seconds.json"
+LONG_S = 25.0
+_took: Counter[str] = Counter()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
+    seconds = json.loads(SECONDS.read_text())
+    for item in items:
+        if seconds.get(item.nodeid, 0.0) > LONG_S:
+            item.add_marker("long")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--strict-skips", action="store_true", help="fail on a skip that this machine could have run"
     )
+    parser.addoption(
+        "--write-seconds", action="store_true", help=f"note in {SECONDS.name} how long slow tests took"
+    )
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "slow" in report.keywords:
+        _took[report.nodeid] += report.duration
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -75,6 +98,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    is_worker = hasattr(session.config, "workerinput")
+    if session.config.getoption("--write-seconds") and not is_worker:
+        known = json.loads(SECONDS.read_text()) | {name: round(s, 1) for name, s in _took.items()}
+        SECONDS.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n")
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if (
         reporter
