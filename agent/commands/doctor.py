@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json as json_module
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from . import Argument, Json, Option, refusing, results
 
 if TYPE_CHECKING:
+    from ...traces.files import Trace
     from ..checks.doctor import Finding
-
-_TIMES = "ranks' times"
 
 
 def doctor(
@@ -39,11 +39,10 @@ def doctor(
 
     facts = gather(command)
     findings, looked_at = examine(facts), checked(facts)
-    runs = trace or []
-    for path in runs:
-        looked_at[_TIMES if len(runs) == 1 else f"{_TIMES}, {path}"] = _slow_rank(path)
-    if runs:
-        looked_at["settings"], differing = _settings(runs)
+    if trace:
+        traces = _read(trace)
+        looked_at["ranks' times"] = _slow_rank(traces)
+        looked_at["settings"], differing = _settings(traces)
         findings += differing
     if json:
         told = {"checked": looked_at, "findings": [vars(finding) for finding in findings]}
@@ -68,15 +67,20 @@ def _tell(looked_at: dict[str, str], findings: list[Finding]) -> None:
         print(f"{kind}  {finding.what}\n        -> {finding.cure}")
 
 
-def _settings(runs: list[Path]) -> tuple[str, list[Finding]]:
-    """Whether all ranks of these runs ran each collective with the same setting: in words, and what must change."""
+def _read(runs: list[Path]) -> list[Trace]:
+    """The traces of these runs or recordings."""
     from ...traces.importers.recording import read_recording
     from ...traces.outside import TraceError
+
+    with refusing(TraceError):
+        return [read_recording([results(path)]) for path in runs]
+
+
+def _settings(traces: list[Trace]) -> tuple[str, list[Finding]]:
+    """Whether all ranks ran each collective with the same setting: in words, and what must change."""
     from ...traces.queries.consistency import across_nodes
     from ..checks.doctor import Finding
 
-    with refusing(TraceError):
-        traces = [read_recording([results(path)]) for path in runs]
     found = across_nodes(traces)
     if not found.calls_checked:
         return "not known: no collective was recorded on two ranks", []
@@ -93,14 +97,15 @@ def _settings(runs: list[Path]) -> tuple[str, list[Finding]]:
     return told, [Finding("mismatch", what, cure, must_change=True)]
 
 
-def _slow_rank(recording: Path) -> str:
+def _slow_rank(traces: list[Trace]) -> str:
     """Whether the ranks of a recorded job wait for one of them, in words."""
-    from ...traces.importers.recording import read_recording
-    from ...traces.outside import TraceError
+    import pandas as pd
+
     from ..report.slow_rank import TOO_FEW, find
 
-    with refusing(TraceError):
-        slow = find(read_recording([results(recording)]))
+    events = pd.concat([trace.events for trace in traces], ignore_index=True)
+    steps = pd.concat([trace.steps for trace in traces], ignore_index=True)
+    slow = find(replace(traces[0], events=events, steps=steps))
     if slow is None:
         return TOO_FEW
     return slow or "the other ranks wait for no rank longer than a setting can gain"

@@ -22,7 +22,7 @@ TOO_FEW = (
 
 
 def find(trace: Trace) -> str | None:
-    """A sentence about the rank that the others wait for; "" if there is none, None if too little is known."""
+    """A sentence about whom the ranks wait for; "" if they wait for nobody, None if too little is known."""
     events = trace.events
     of_all = events["func"].isin(("all_gather", "reduce_scatter", "all_reduce")) & (
         events["table_generation"] == 0
@@ -37,10 +37,17 @@ def find(trace: Trace) -> str | None:
     shortest = calls.min(axis=1)
     waited = calls.median(axis=1) - shortest
     blame = waited.groupby(calls.idxmin(axis=1)).sum() / max(float(waited.sum()), 1.0)
-    if waited.sum() <= MOST_SAVED * shortest.sum() or blame.max() < BLAMED:
+    if waited.sum() <= MOST_SAVED * shortest.sum():
         return ""
-    step_ns = float(np.median(trace.steps["duration_ns"])) * calls.index.get_level_values("step").nunique()
+    n_steps = calls.index.get_level_values("step").nunique()
+    step_ns = float(np.median(trace.steps["duration_ns"])) * n_steps
+    part = waited.sum() / step_ns
+    if blame.max() < BLAMED:
+        return (
+            f"ranks wait for each other in turn, {part:.0%} of the step, and no setting cures it: look for what delays "
+            "single steps: data loading, garbage collection, other programs on the hosts"
+        )
     return (
-        f"the others wait for rank {blame.idxmax()}, {waited.sum() / step_ns:.0%} of the step: it is your fabric or a "
+        f"the others wait for rank {blame.idxmax()}, {part:.0%} of the step: it is your fabric or a "
         "slow rank, not your algorithm, and no setting cures it: look at that rank's clocks, host and network card"
     )

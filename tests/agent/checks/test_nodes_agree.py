@@ -1,7 +1,6 @@
 """`doctor --trace NODE0 --trace NODE1` compares the ranks of all nodes: a tuner sees those of its own node only."""
 
 import json
-import shutil
 
 import pandas as pd
 import pytest
@@ -61,8 +60,11 @@ def test_another_number_of_the_table_is_no_other_setting(nodes):
     assert not doctor(*nodes)[1]
 
 
-def test_each_node_is_asked_about_slow_ranks_by_itself(nodes, tmp_path):
-    shutil.copytree(nodes[0], tmp_path / "again")
-    asked = ["doctor", "--trace", nodes[0], "--trace", nodes[1], "--json"]
-    told = json.loads(invoke(asked).stdout)["checked"]
-    assert {f"ranks' times, {folder}" for folder in nodes} <= told.keys()
+def test_a_slow_rank_of_another_node_is_looked_for(nodes):
+    """One node alone has one rank here: too little to know. Kernels' durations need no common clock."""
+    one, both = ([part for node in some for part in ("--trace", node)] for some in (nodes[:1], nodes))
+    said = [
+        json.loads(invoke(["doctor", *asked, "--json"]).stdout)["checked"]["ranks' times"]
+        for asked in (one, both)
+    ]
+    assert said[0].startswith("not known") and "no rank" in said[1]

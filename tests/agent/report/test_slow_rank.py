@@ -49,10 +49,12 @@ def test_too_little_to_know_is_not_taken_for_no_slow_rank(made):
     assert find(made) is None
 
 
-def test_ranks_that_come_last_in_turn_are_not_to_blame():
+def test_where_ranks_come_last_in_turn_none_is_to_blame_and_the_waiting_is_told():
+    """Before: "the other ranks wait for no rank", while a fifth of the step was waiting."""
     parts = [trace(200.0, rank=r) for r in range(4)]
     events = pd.concat([part.events.assign(comm_id=n) for n, part in enumerate(parts)])
-    assert find(SimpleNamespace(events=events, steps=parts[0].steps)) == ""
+    said = find(SimpleNamespace(events=events, steps=parts[0].steps))
+    assert said.startswith("ranks wait for each other in turn, ") and "data loading" in said
 
 
 def test_doctor_looks_for_it_in_a_trace(tmp_path):
