@@ -176,7 +176,9 @@ def run(words: Sequence[str]) -> None:
     name = next((" ".join(words[:n]) for n in (2, 1) if " ".join(words[:n]) in NAMES), None)
     if name is not None:
         said = words[len(name.split()) :]
-        Parser(name).call([*(_of_site() if name == "tune" else ()), *said])
+        joins = "--attach" in " ".join(said).partition(" -- ")[0]  # the run has its options already
+        site = _of_site() if name == "tune" and not joins else []
+        Parser(name).call([*site, *said])
     elif not words or words[0] in ("-h", "--help"):
         print(overview())
     elif words[0] == "--version":

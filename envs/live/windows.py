@@ -51,9 +51,7 @@ class LiveWindows:
         self.on_window = on_window
         self.on_disobeyed: Callable[[Disobeyed], object] = lambda row: None
         self.left_alone: list[str] = []  # why no table may touch a slot
-        self.no_memory: list[
-            str
-        ] = []  # which algorithms are not tried, as a GPU is too full for their buffers
+        self.withheld: list[str] = []  # which settings of the slots are not tried, and why
         self._refused: set[tuple[Slot, Decision]] = set()
         self.profiles: list[SlotProfile] = []
         self.profile_events = pd.DataFrame()

@@ -108,4 +108,7 @@ def test_a_sites_options_stand_before_the_users(tmp_path):
     bad = run("tune", *job, env={"DYNAMICCL_TUNE_OPTIONS": "--stage 4"})
     assert bad.returncode == 2 and "not 4" in bad.stderr and "DYNAMICCL_TUNE_OPTIONS is read" in bad.stderr
     assert run("tune", env={"DYNAMICCL_TUNE_OPTIONS": "--out 'no end"}).returncode == 2
-    assert run("show", str(tmp_path), env=site).returncode != 0, "of tune alone"
+    joined = run("tune", "--attach", "/nonexistent", env={"DYNAMICCL_TUNE_OPTIONS": "--or-untuned --stage 4"})
+    assert "no run here" in joined.stderr, (
+        "the launcher starts the tuner in this way: the run has its options"
+    )
