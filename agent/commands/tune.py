@@ -6,6 +6,7 @@ import contextlib
 import json as json_module
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -273,6 +274,9 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
 
 def _attach(call: Call, where: str, again: bool) -> None:
     """Tune a running job with the options of its launcher; this command line overrides them."""
+    # Meant for the job. Slurm sends them to all its steps.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # a sandbox may forbid it
         os.nice(NICE)  # before anything large is imported, and before there are threads
     from ...envs.live.locks import Busy

@@ -34,6 +34,8 @@ _OURS = (
     *("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP"),
     *("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGPIPE"),
 )
+#: Slurm may send these to every process of a step (``sbatch --signal``): they mean something to the job, not to the tuner.
+_NOT_THE_TUNERS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _SI_KERNEL = 0x80  # siginfo: a terminal's Ctrl-C, which goes to all processes in the foreground
 _PR_SET_PDEATHSIG = 1
 _CHUNK = 65536
@@ -165,6 +167,8 @@ class Launcher:
         def child() -> None:  # between fork and exec
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            for number in () if piped else _NOT_THE_TUNERS:
+                signal.signal(number, signal.SIG_IGN)
             if (
                 piped
             ):  # if the launcher is killed outright, the job is told to end: nobody would reap it or read it

@@ -1,11 +1,14 @@
 """How ``dynamiccl tune`` and ``env`` begin: bad input, what a job is started with, what an earlier run left."""
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from cli_process import run
+from cli_process import DYNAMICCL, ENV, run
 from dynamiccl.agent.daemon.request import Request
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.sim.emulated.settings import Emulated
@@ -68,6 +71,22 @@ def test_env_is_what_a_shell_can_evaluate(tmp_path):
     assert run("env").stdout.startswith("export DYNAMICCL_RUN=/")
     assert "NCCL_MIN_CTAS" not in variables
     assert json.loads(run("env", "--json", "--headroom", "24").stdout)["NCCL_MIN_CTAS"] == "24"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_tuner_that_was_started_by_hand_survives_what_slurm_sends(tmp_path, number):
+    """Before: `sbatch --signal` ended a tuner that joined the job in a step of its own (`srun --overlap`)."""
+    folder = Path(json.loads(run("env", "--json").stdout)["DYNAMICCL_RUN"])
+    words = [*DYNAMICCL, "tune", "--attach", str(folder), "--out", str(tmp_path)]
+    with subprocess.Popen(words, env=ENV, stderr=subprocess.PIPE, text=True) as tuner:
+        said = iter(tuner.stderr.readline, "")
+        assert any("waiting for the job's first steps" in line for line in said)
+        tuner.send_signal(number)
+        time.sleep(0.5)
+        tuner.terminate()
+        assert tuner.wait(60) == 143
+    RunFolder(folder).close(remove=True)
 
 
 def test_a_job_that_is_joined_on_an_emulated_cluster_is_known_for_one():

@@ -101,6 +101,27 @@ def test_signals_reach_the_job_and_it_has_the_time_that_it_needs(tmp_path):
     assert log.read_bytes() == out
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+def test_a_signal_to_all_processes_of_a_step_does_not_end_the_tuner(tmp_path, number):
+    """Slurm's proctrack/linuxproc sends `sbatch --signal` to each process. Before: it ended the tuner, not the job."""
+    tuner = (
+        f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(f'{{os.getpid()}} ')"
+    )
+    process = start(tmp_path, python(JOB), python(f"{tuner}; time.sleep(600)"))
+    wait_for(tmp_path / "job.log", "ready")
+    wait_for(tmp_path / "pid", " ")
+    tuner = int((tmp_path / "pid").read_text())
+    os.kill(tuner, number)
+    process.send_signal(number)
+    wait_for(tmp_path / "job.log", f"got {number.name}")
+    time.sleep(0.3)
+    assert Path(f"/proc/{tuner}/cmdline").read_bytes()  # empty of a process that has ended
+    os.kill(tuner, signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 77
+
+
 def test_a_kill_timer_only_where_asked_for(tmp_path):
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready'); time.sleep(600)"
     process = start(tmp_path, python(stubborn), BRIEF, kill_after=0.3)
