@@ -192,6 +192,35 @@ def test_a_tuner_that_does_not_end_is_not_waited_for_for_ever(tmp_path, monkeypa
     assert "killed" in said[-1]
 
 
+@pytest.mark.parametrize(
+    ("job", "status", "told"), [(JOB, 77, "ready"), ("print('the job is over')", 0, "the job is over")]
+)
+def test_after_a_schedulers_signal_the_tuner_gets_seconds(tmp_path, job, status, told):
+    """Before: 60 s, also if the signal came after the job's end. SIGKILL comes 30 s after it: the status was lost."""
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    ready = f"open({str(tmp_path / 'deaf')!r}, 'w').write('ready')"
+    process = start(tmp_path, python(job), python(f"{deaf}; {ready}; time.sleep(600)"))
+    wait_for(tmp_path / "job.log", told)
+    wait_for(tmp_path / "deaf", "ready")
+    if status == 0:
+        wait_for(tmp_path / STATUS, "0")
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == status and b"it is killed" in err
+    assert time.monotonic() - began < 20
+
+
+def test_ctrl_c_in_a_terminal_leaves_the_tuner_its_minute(tmp_path):
+    """No SIGKILL follows it, and whoever pressed it waits for the verdict."""
+    one = launcher.Launcher(Plan(BRIEF, [], str(tmp_path), str(tmp_path / "job.log")), print)
+    with subprocess.Popen(BRIEF, start_new_session=True) as job:
+        one._hand_on(job, signal.SIGINT, to_all=True)
+        assert one._hurried_at == float("inf")
+        one._hand_on(job, signal.SIGINT, to_all=False)
+        assert one._hurried_at <= time.monotonic()
+
+
 def test_it_needs_the_standard_library_alone():
     tree = ast.parse(Path(launcher.__file__).read_text())
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
