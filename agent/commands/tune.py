@@ -231,7 +231,7 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     from ...envs.nccl.run_folder import LAUNCHER, make_folder
     from ..daemon.launcher import Plan
     from ..daemon.request import Request, workload
-    from ..report.outputs import claim, default_url, full_url, link
+    from ..report.outputs import claim, clear, default_url, full_url, link
 
     command, own = asked["command"], not asked["command"]
     memory = None if asked["no_memory"] else asked["memory"] or default_url()
@@ -245,16 +245,8 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     except OSError as error:
         fail(f"no run can be left in {error.filename}: {error.strerror}; choose another --out")
     out = out.resolve()
+    clear(out, fd)
     log, job_log = str(out / "job.log"), out / "job.jsonl" if own else None
-    for name in (
-        "job.log",
-        "job.jsonl",
-        "tuner.log",
-        "summary.json",
-        "table.json",
-        "report.html",
-    ):  # an earlier run's
-        (out / name).unlink(missing_ok=True)
     if job_log:
         job = facts["stage"], asked["steps"], facts["n_processes"], job_log
         command = workload(*job, backend="emulated" if emulated else "nccl", seed=asked["seed"])

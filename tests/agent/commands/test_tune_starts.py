@@ -1,6 +1,7 @@
 """How ``dynamiccl tune`` and ``env`` begin: bad input, what a job is started with, what an earlier run left."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 from cli_process import DYNAMICCL, ENV, run
 from dynamiccl.agent.daemon.request import Request
+from dynamiccl.agent.report.outputs import claim, clear
+from dynamiccl.envs.live.locks import Busy
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.sim.emulated.settings import Emulated
 
@@ -128,3 +131,40 @@ def test_a_sites_options_stand_before_the_users(tmp_path):
     assert bad.returncode == 2 and "not 4" in bad.stderr and "DYNAMICCL_TUNE_OPTIONS is read" in bad.stderr
     assert run("tune", env={"DYNAMICCL_TUNE_OPTIONS": "--out 'no end"}).returncode == 2
     assert run("show", str(tmp_path), env=site).returncode != 0, "of tune alone"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_refused"),
+    [
+        ("77.0", "77.1", True),
+        ("77.0", "77.0", False),  # requeued: its steps count from 0 again
+        ("77.0", "78.1", False),
+        ("77.", "77.1", False),  # started by the batch script itself, without srun
+        (".", "77.1", False),
+    ],
+)
+def test_a_step_of_a_slurm_job_does_not_delete_another_steps_results(
+    tmp_path, monkeypatch, first, second, is_refused
+):
+    """Before: the second `srun` of a script with the same --out deleted what the first one had left, without a word."""
+
+    def begin(job_and_step):
+        for name, value in zip(("SLURM_JOB_ID", "SLURM_STEP_ID"), job_and_step.split("."), strict=True):
+            monkeypatch.setenv(name, value)
+        folder, fd = claim(tmp_path)
+        try:
+            clear(folder, fd)
+        finally:
+            os.close(fd)
+
+    begin(first)
+    left = tmp_path / "summary.json"
+    left.write_text("{}")
+    if is_refused:
+        with pytest.raises(Busy, match="step 0 of this Slurm job: give this step another --out"):
+            begin(second)
+        done = run("tune", "--out", str(tmp_path), "--", "true", env=dict(os.environ))
+        assert done.returncode == 2 and "step 0 of this Slurm job" in done.stderr and left.exists()
+        left.unlink()
+    begin(second)
+    assert not left.exists()
