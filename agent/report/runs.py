@@ -40,6 +40,7 @@ METRICS = (
         "cost_s",
         "Time that the search cost the job, compared with the default. Negative: it gained",
     ),
+    ("dynamiccl_search_budget_seconds", "budget_s", "Time that the search may cost the job (--budget)"),
     ("dynamiccl_lost_records_total", "records_lost", "Records of the job that were lost"),
     ("dynamiccl_mismatches_total", "mismatches", "Collectives that two ranks ran with different settings"),
 )

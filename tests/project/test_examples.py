@@ -155,6 +155,14 @@ def test_alerts_speak_of_metrics_that_are_written():
         assert rule["alert"] and rule["labels"]["severity"] and rule["annotations"]["description"]
 
 
+def test_the_cost_of_a_search_is_compared_with_its_own_budget():
+    """Before: with ten minutes, which are 0.7 % of a day and all of a short job. It ends with the tuner, as before."""
+    rules = yaml.safe_load((EXAMPLES / "monitoring" / "alerts.yaml").read_text())["groups"][0]["rules"]
+    (asked,) = (rule["expr"] for rule in rules if rule["alert"] == "DynamicclSearchCosts")
+    sides = r"max by \(run\) \(dynamiccl_search_cost_seconds\) > max by \(run\) \(dynamiccl_search_budget_seconds\)"
+    assert re.match(sides, asked) and asked.strip().endswith("(dynamiccl_tuner_up) == 1")
+
+
 def test_units_are_valid():
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is not installed")
