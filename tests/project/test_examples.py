@@ -163,6 +163,17 @@ def test_the_cost_of_a_search_is_compared_with_its_own_budget():
     assert re.match(sides, asked) and asked.strip().endswith("(dynamiccl_tuner_up) == 1")
 
 
+def test_a_mismatch_asks_for_a_look_at_the_job():
+    """Before: "there is nothing to stop", of a job that may hang, and the next job began with the tuner."""
+    rules = yaml.safe_load((EXAMPLES / "monitoring" / "alerts.yaml").read_text())["groups"][0]["rules"]
+    (told,) = (r["annotations"]["description"] for r in rules if r["alert"] == "DynamicclRanksDisagree")
+    wanted = ("still takes steps, and end it if not", "Keep the results folder", "/etc/dynamiccl/off")
+    assert all(words in told for words in wanted) and "nothing to stop" not in told
+    page = (ROOT / "docs" / "operations.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith("| ranks disagree"))
+    assert "still takes steps" in row and "off switch" in row
+
+
 def test_units_are_valid():
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is not installed")
