@@ -133,6 +133,13 @@ def test_a_manifest_has_what_the_tuner_needs(name):
         assert out.startswith("/results/") and unique[restarts] in out, restarts
 
 
+@pytest.mark.parametrize("name", ["jobset.yaml", "pytorchjob.yaml"])
+def test_a_manifest_counts_memory_as_the_page_does(name):
+    """Before: 150 MiB, without what lies in /dev/shm. A limit of that size ends the container, and so the job."""
+    (total,) = re.findall(r"= ([\d,]+ MiB)", (ROOT / "docs" / "security.md").read_text())
+    assert f"include {total}" in (EXAMPLES / "kubernetes" / name).read_text()
+
+
 def find(tree, key):
     """All mappings below ``tree`` that have the key."""
     if isinstance(tree, dict):
