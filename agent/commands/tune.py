@@ -125,6 +125,9 @@ def tune(
             "job or the time; runs/tune/latest leads to the newest.",
         ),
     ] = None,
+    no_job_log: Annotated[
+        bool, Option(group=OUTPUT, help="Do not copy the output of COMMAND to job.log in this folder.")
+    ] = False,
     json: Annotated[
         bool, Option(group=OUTPUT, help="Print the summary as JSON to stdout, and all else to stderr.")
     ] = False,
@@ -246,7 +249,7 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
         fail(f"no run can be left in {error.filename}: {error.strerror}; choose another --out")
     out = out.resolve()
     clear(out, fd)
-    log, job_log = str(out / "job.log"), out / "job.jsonl" if own else None
+    log, job_log = _copy_of_output(out, asked), out / "job.jsonl" if own else None
     if job_log:
         job = facts["stage"], asked["steps"], facts["n_processes"], job_log
         command = workload(*job, backend="emulated" if emulated else "nccl", seed=asked["seed"])
@@ -262,6 +265,11 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     Plan(
         list(command), tuner, str(run), log, environment, asked["json"], own, asked["kill_after"], locks
     ).become()
+
+
+def _copy_of_output(out: Path, asked: dict[str, Any]) -> str:
+    """The file that keeps the job's output, '' for none. The built-in job prints nowhere else, so it always has one."""
+    return "" if asked["command"] and asked["no_job_log"] else str(out / "job.log")
 
 
 def _attach(call: Call, where: str, again: bool) -> None:

@@ -51,9 +51,9 @@ _HURRIED_S = 5.0
 class Plan:
     """What to run and where. ``env`` is added to the job's environment; ``tuner`` is the tuner's command, or empty.
 
-    ``log`` keeps the job's output. It is also passed through, stdout to stdout and stderr to stderr; or to stderr alone
-    (``mixed``), where stdout is wanted for something else; or not at all (``silent``). ``locks`` are open file
-    descriptors that the launcher holds to its end.
+    ``log`` keeps the job's output; empty: no file does. The output is also passed through, stdout to stdout and stderr
+    to stderr; or to stderr alone (``mixed``), where stdout is wanted for something else; or not at all (``silent``).
+    ``locks`` are open file descriptors that the launcher holds to its end.
     """
 
     command: list[str]
@@ -151,7 +151,7 @@ class Launcher:
                 self.tuner = self._start(plan.tuner, {}, before, piped=False)
         except OSError as error:
             self.say(f"the tuner cannot be started ({error.strerror}); the job runs without it")
-        copy = Copy(plan.log)  # threads from here on: there is no more fork
+        copy = Copy(plan.log) if plan.log else None  # threads from here on: there is no more fork
         readers = self._read(self.job, copy)
         while self.job.poll() is None:
             self._wait(self.job)
@@ -160,7 +160,8 @@ class Launcher:
         self._note(status)
         for reader in readers:  # processes that the job left behind may hold its output open for ever
             reader.join(_LINGER_S)
-        copy.close()
+        if copy:
+            copy.close()
         self._await_tuner(ended)
         return status
 
@@ -192,7 +193,7 @@ class Launcher:
             preexec_fn=child,
         )
 
-    def _read(self, job: subprocess.Popen[bytes], copy: Copy) -> list[threading.Thread]:
+    def _read(self, job: subprocess.Popen[bytes], copy: Copy | None) -> list[threading.Thread]:
         assert job.stdout is not None and job.stderr is not None
         targets = (None, None) if self.plan.silent else (2 if self.plan.mixed else 1, 2)
         readers = [
@@ -277,7 +278,7 @@ class Launcher:
             draft.replace(Path(self.plan.run, STATUS))
 
 
-def _pass_on(source: int, target: int | None, copy: Copy) -> None:
+def _pass_on(source: int, target: int | None, copy: Copy | None) -> None:
     while True:
         try:
             data = os.read(source, _CHUNK)
@@ -290,7 +291,8 @@ def _pass_on(source: int, target: int | None, copy: Copy) -> None:
                 _write(target, data)
             except OSError:  # whoever read our output is gone
                 target = None
-        copy.add(data)
+        if copy:
+            copy.add(data)
 
 
 def _write(fd: int, data: bytes) -> None:

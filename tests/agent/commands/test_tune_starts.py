@@ -121,6 +121,13 @@ def test_a_run_replaces_what_an_earlier_one_left_in_the_same_folder(tmp_path):
         assert kept is None or (tmp_path / "job.log").read_text() == kept
 
 
+def test_without_a_job_log_no_file_holds_the_jobs_output(tmp_path):
+    """Before: no option switched the copy off, and a shared folder showed each job's output to everybody."""
+    job = (sys.executable, "-S", "-c", "print('a secret')")
+    done = run("tune", "--no-job-log", "--out", str(tmp_path), "--", *job)
+    assert done.returncode == 0 and done.stdout == "a secret\n" and not (tmp_path / "job.log").exists()
+
+
 def test_a_sites_options_stand_before_the_users(tmp_path):
     """Before: each user's command line decided alone about budget and folder."""
     site = {"DYNAMICCL_TUNE_OPTIONS": f"--policy alchemy --out '{tmp_path / 'of the site'}'"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from dynamiccl.agent.daemon import launcher
-from dynamiccl.agent.daemon.launcher import STATUS, Plan
+from dynamiccl.agent.daemon.launcher import PLAN, STATUS, Plan
 
 IDLE = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 BRIEF = [sys.executable, "-S", "-c", "pass"]
@@ -32,7 +32,8 @@ while True:
 
 
 def start(tmp_path, command, tuner=BRIEF, **options):
-    Plan(list(command), list(tuner), str(tmp_path), str(tmp_path / "job.log"), **options).write()
+    options = {"log": str(tmp_path / "job.log")} | options
+    Plan(list(command), list(tuner), str(tmp_path), **options).write()
     words = [sys.executable, "-I", "-S", launcher.__file__, str(tmp_path)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.PIPE)
 
@@ -146,6 +147,13 @@ def test_output_is_passed_through_and_kept(tmp_path):
     silent = start(tmp_path, python(program), silent=True)
     out, _ = silent.communicate(b"", timeout=60)
     assert out == b""
+
+
+def test_output_is_kept_nowhere_where_no_log_is_wanted(tmp_path):
+    process = start(tmp_path, python("import sys; print('out'); print('err', file=sys.stderr)"), log="")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and out == b"out\n" and b"err" in err
+    assert {path.name for path in tmp_path.iterdir()} == {PLAN, STATUS}
 
 
 def test_neither_a_full_disk_nor_a_reader_that_is_gone_reaches_the_job(tmp_path):
