@@ -114,7 +114,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """In one line, and status 2."""
-        site = f"; {SITE_OPTIONS} is read, too" if self.prog.endswith(" tune") and _of_site() else ""
+        site = (
+            f"; {SITE_OPTIONS} is read, too"
+            if self.prog.endswith(" tune") and os.environ.get(SITE_OPTIONS)
+            else ""
+        )
         print(f"error: {message.removeprefix('argument ')} ({self.prog} --help{site})", file=sys.stderr)
         raise SystemExit(2)
 
@@ -176,9 +180,7 @@ def run(words: Sequence[str]) -> None:
     name = next((" ".join(words[:n]) for n in (2, 1) if " ".join(words[:n]) in NAMES), None)
     if name is not None:
         said = words[len(name.split()) :]
-        joins = "--attach" in " ".join(said).partition(" -- ")[0]  # the run has its options already
-        site = _of_site() if name == "tune" and not joins else []
-        Parser(name).call([*site, *said])
+        Parser(name).call([*_of_site(name, said), *said])
     elif not words or words[0] in ("-h", "--help"):
         print(overview())
     elif words[0] == "--version":
@@ -192,8 +194,11 @@ def run(words: Sequence[str]) -> None:
         raise SystemExit(2)
 
 
-def _of_site() -> list[str]:
-    """The site's options of `tune`."""
+def _of_site(name: str, said: Sequence[str]) -> list[str]:
+    """The site's options of `tune`; none where it joins a run, which has its options."""
+    own = said[: said.index("--")] if "--" in said else said
+    if name != "tune" or any(word.startswith("--attach") for word in own):
+        return []
     try:
         return shlex.split(os.environ.get(SITE_OPTIONS, ""))
     except ValueError as error:

@@ -144,7 +144,7 @@ class NotAgreeing(Reason):
     )
     NO_CLOCK = (
         "NCCL reports the collectives of rank {rank} late ({why}), so the ranks share no count: "
-        "NCCL decides alone on that communicator"
+        "no table changes on that communicator"
     )
     NO_RHYTHM = (
         "the last steps of a communicator of rank {rank} had different numbers of collectives, or its ranks count "

@@ -36,7 +36,8 @@ def top(
 
     "over the run" draws the step times of the run from 0, as the last report had them; the tuner writes a report every
     half minute. This command reads only the folders of the runs. The jobs do not notice. It looks in each folder and
-    two levels below it. In --metrics the label of each run is the path of its results folder.
+    two levels below it. In --metrics the label of each run is the path of its results folder. A run stays there for an
+    hour after its end.
 
     state: tuning; waiting (the tuner has measured nothing yet, or rank 0 is on another node); ended; no tuner.
 

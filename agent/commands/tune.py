@@ -6,6 +6,7 @@ import contextlib
 import json as json_module
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -124,6 +125,9 @@ def tune(
             "job or the time; runs/tune/latest leads to the newest.",
         ),
     ] = None,
+    no_job_log: Annotated[
+        bool, Option(group=OUTPUT, help="Do not copy the output of COMMAND to job.log in this folder.")
+    ] = False,
     json: Annotated[
         bool, Option(group=OUTPUT, help="Print the summary as JSON to stdout, and all else to stderr.")
     ] = False,
@@ -230,7 +234,7 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     from ...envs.nccl.run_folder import LAUNCHER, make_folder
     from ..daemon.launcher import Plan
     from ..daemon.request import Request, workload
-    from ..report.outputs import claim, default_url, full_url, link
+    from ..report.outputs import claim, clear, default_url, full_url, link
 
     command, own = asked["command"], not asked["command"]
     memory = None if asked["no_memory"] else asked["memory"] or default_url()
@@ -244,16 +248,8 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     except OSError as error:
         fail(f"no run can be left in {error.filename}: {error.strerror}; choose another --out")
     out = out.resolve()
-    log, job_log = str(out / "job.log"), out / "job.jsonl" if own else None
-    for name in (
-        "job.log",
-        "job.jsonl",
-        "tuner.log",
-        "summary.json",
-        "table.json",
-        "report.html",
-    ):  # an earlier run's
-        (out / name).unlink(missing_ok=True)
+    clear(out, fd)
+    log, job_log = _copy_of_output(out, asked), out / "job.jsonl" if own else None
     if job_log:
         job = facts["stage"], asked["steps"], facts["n_processes"], job_log
         command = workload(*job, backend="emulated" if emulated else "nccl", seed=asked["seed"])
@@ -271,8 +267,16 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     ).become()
 
 
+def _copy_of_output(out: Path, asked: dict[str, Any]) -> str:
+    """The file that keeps the job's output, '' for none. The built-in job prints nowhere else, so it always has one."""
+    return "" if asked["command"] and asked["no_job_log"] else str(out / "job.log")
+
+
 def _attach(call: Call, where: str, again: bool) -> None:
     """Tune a running job with the options of its launcher; this command line overrides them."""
+    # Meant for the job. Slurm sends them to all its steps.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # a sandbox may forbid it
         os.nice(NICE)  # before anything large is imported, and before there are threads
     from ...envs.live.locks import Busy

@@ -34,21 +34,26 @@ _OURS = (
     *("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP"),
     *("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGPIPE"),
 )
+#: Slurm may send these to every process of a step (``sbatch --signal``). They are meant for the job, not for the tuner.
+_NOT_THE_TUNERS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _SI_KERNEL = 0x80  # siginfo: a terminal's Ctrl-C, which goes to all processes in the foreground
 _PR_SET_PDEATHSIG = 1
 _CHUNK = 65536
 _BEHIND = 256  # chunks that the copy of the output may lie behind before parts of it are left out
 #: After the job's end: for output of processes that it left behind, and for the tuner to sum up.
 _LINGER_S, _TUNER_S = 2.0, 60.0
+#: For the tuner, once a scheduler has told the job to end. SIGKILL follows 30 s after that signal (the defaults of
+#: Slurm's KillWait and of Kubernetes' grace period), and would lose the exit status. The job needs most of this time.
+_HURRIED_S = 5.0
 
 
 @dataclass(frozen=True)
 class Plan:
     """What to run and where. ``env`` is added to the job's environment; ``tuner`` is the tuner's command, or empty.
 
-    ``log`` keeps the job's output. It is also passed through, stdout to stdout and stderr to stderr; or to stderr alone
-    (``mixed``), where stdout is wanted for something else; or not at all (``silent``). ``locks`` are open file
-    descriptors that the launcher holds to its end.
+    ``log`` keeps the job's output; empty: no file does. The output is also passed through, stdout to stdout and stderr
+    to stderr; or to stderr alone (``mixed``), where stdout is wanted for something else; or not at all (``silent``).
+    ``locks`` are open file descriptors that the launcher holds to its end.
     """
 
     command: list[str]
@@ -127,6 +132,7 @@ class Launcher:
         self.tuner: subprocess.Popen[bytes] | None = None
         self.kill_at = float("inf")
         self._told_to_end = 0  # the signal by which the job was told so last
+        self._hurried_at = float("inf")  # when a process, and not a terminal, first sent such a signal
         self._signals = {s for s in signal.valid_signals() if getattr(s, "name", "") not in _OURS}
 
     def run(self) -> int:
@@ -145,16 +151,18 @@ class Launcher:
                 self.tuner = self._start(plan.tuner, {}, before, piped=False)
         except OSError as error:
             self.say(f"the tuner cannot be started ({error.strerror}); the job runs without it")
-        copy = Copy(plan.log)  # threads from here on: there is no more fork
+        copy = Copy(plan.log) if plan.log else None  # threads from here on: there is no more fork
         readers = self._read(self.job, copy)
         while self.job.poll() is None:
             self._wait(self.job)
+        ended = time.monotonic()
         status = _shell(self.job.returncode)
         self._note(status)
         for reader in readers:  # processes that the job left behind may hold its output open for ever
             reader.join(_LINGER_S)
-        copy.close()
-        self._await_tuner()
+        if copy:
+            copy.close()
+        self._await_tuner(ended)
         return status
 
     def _start(
@@ -165,6 +173,8 @@ class Launcher:
         def child() -> None:  # between fork and exec
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            for number in () if piped else _NOT_THE_TUNERS:
+                signal.signal(number, signal.SIG_IGN)
             if (
                 piped
             ):  # if the launcher is killed outright, the job is told to end: nobody would reap it or read it
@@ -183,7 +193,7 @@ class Launcher:
             preexec_fn=child,
         )
 
-    def _read(self, job: subprocess.Popen[bytes], copy: Copy) -> list[threading.Thread]:
+    def _read(self, job: subprocess.Popen[bytes], copy: Copy | None) -> list[threading.Thread]:
         assert job.stdout is not None and job.stderr is not None
         targets = (None, None) if self.plan.silent else (2 if self.plan.mixed else 1, 2)
         readers = [
@@ -226,6 +236,8 @@ class Launcher:
         ends = number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
         if ends:
             self._told_to_end = number
+        if ends and not to_all:
+            self._hurried_at = min(self._hurried_at, time.monotonic())
         if ends and self.plan.kill_after is not None and self.kill_at == float("inf"):
             self.kill_at = time.monotonic() + self.plan.kill_after
 
@@ -237,16 +249,21 @@ class Launcher:
             f"the tuner has ended with status {status}; the job goes on{again if status not in (0, 2) else ''}"
         )
 
-    def _await_tuner(self) -> None:
-        """The job is over: let the tuner sum up. Signals are now the tuner's; the status is the job's all the same."""
-        end, self.kill_at = time.monotonic() + _TUNER_S, float("inf")
+    def _await_tuner(self, ended: float) -> None:
+        """The job is over: let the tuner sum up. Signals are now the tuner's; the status is the job's all the same.
+
+        ``ended``: when the job ended. The wait counts from there, or from a later signal to end.
+        """
+        self.kill_at = float("inf")
         while self.tuner and self.tuner.poll() is None:
-            if time.monotonic() > end:
-                self.say(f"the tuner has not summed up within {_TUNER_S:.0f} s: it is killed")
+            end = min(ended + _TUNER_S, max(ended, self._hurried_at) + _HURRIED_S)
+            now = time.monotonic()
+            if now > end:
+                self.say(f"the tuner has not summed up within {now - ended:.0f} s: it is killed")
                 self.tuner.kill()
                 self.tuner.wait()
                 return
-            self._wait(self.tuner, end - time.monotonic() + 0.01)
+            self._wait(self.tuner, end - now + 0.01)
 
     def _note(self, status: int) -> None:
         """The job's status for the tuner, which is not its parent. Nobody's status depends on it.
@@ -261,7 +278,7 @@ class Launcher:
             draft.replace(Path(self.plan.run, STATUS))
 
 
-def _pass_on(source: int, target: int | None, copy: Copy) -> None:
+def _pass_on(source: int, target: int | None, copy: Copy | None) -> None:
     while True:
         try:
             data = os.read(source, _CHUNK)
@@ -274,7 +291,8 @@ def _pass_on(source: int, target: int | None, copy: Copy) -> None:
                 _write(target, data)
             except OSError:  # whoever read our output is gone
                 target = None
-        copy.add(data)
+        if copy:
+            copy.add(data)
 
 
 def _write(fd: int, data: bytes) -> None:

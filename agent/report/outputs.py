@@ -15,6 +15,8 @@ from ...traces.outside import parse_json
 ROOT = Path("runs/tune")
 #: Says where the memory is; one of OFF: nowhere.
 VARIABLE, OFF = "DYNAMICCL_MEMORY", ("", "off", "none")
+#: Files of a run that the next run in the same folder removes.
+RESULTS = ("job.log", "job.jsonl", "tuner.log", "summary.json", "table.json", "report.html")
 #: First words of a file that stands in for a link, and the most bytes that such a file has.
 _LEADS_TO, _LONGEST = "dynamiccl leads to ", 8192
 
@@ -52,6 +54,27 @@ def _task_folder(folder: Path) -> Path:
     if n_tasks <= 1 or "SLURM_PROCID" not in os.environ:
         return folder
     return folder / f"task-{os.environ['SLURM_PROCID']}"
+
+
+def clear(out: Path, fd: int) -> None:
+    """Remove an earlier run's results. ``fd``: the lock of ``out``, see :func:`claim`; it names the run's Slurm step.
+
+    Raises Busy for results of another step of the same Slurm job: two `srun` of one script seldom mean to share an
+    ``--out``. A requeued job has the same steps, and replaces its results. Raises OSError.
+    """
+    job, step = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    earlier_job, _, earlier = os.pread(fd, 64, 0).decode(errors="replace").strip().partition(".")
+    is_other_step = job == earlier_job and "" not in (step, earlier) and step != earlier
+    if is_other_step and any((out / name).exists() for name in (*RESULTS, "trace")):
+        raise Busy(
+            f"{out} holds the results of step {earlier} of this Slurm job: give this step another --out, "
+            "or move the folder away first"
+        )
+    for name in RESULTS:
+        (out / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a full disk does not keep a job from starting
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{job}.{step}\n".encode(), 0)
 
 
 def default_url() -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ...envs.nccl.run_folder import TUNER
 from ...traces.outside import atomically, parse_json
 from ...traces.reasons import names
 from ...traces.records import decided
-from .outputs import ROOT
+from .outputs import ROOT, run_of
 from .summary import RunSummary, read_object
 from .verdict import verdict
 
@@ -40,6 +41,7 @@ METRICS = (
         "cost_s",
         "Time that the search cost the job, compared with the default. Negative: it gained",
     ),
+    ("dynamiccl_search_budget_seconds", "budget_s", "Time that the search may cost the job (--budget)"),
     ("dynamiccl_lost_records_total", "records_lost", "Records of the job that were lost"),
     ("dynamiccl_mismatches_total", "mismatches", "Collectives that two ranks ran with different settings"),
 )
@@ -49,6 +51,9 @@ ALIVE = ("tuning", "waiting")
 SPARKS_FILE = "steps.json"
 #: Bytes of a run's log that are read from its end.
 _TAIL = 1 << 18
+#: Seconds after its end in which a run is still in the metrics. Alerts look back by minutes. Without a limit each node
+#: would export all runs that were ever left in the folder.
+EXPORTED_S = 3600.0
 #: A folder of runs holds runs, or folders of a scheduler's jobs that hold runs.
 _LEVELS = 3
 
@@ -194,10 +199,30 @@ def _tail(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def _is_past(one: dict[str, Any]) -> bool:
+    """Whether a run of :func:`state` ended more than EXPORTED_S ago: nothing of it lives, or changes its folder.
+
+    The folder counts because the locks of a pod cannot be seen from its node.
+    """
+    out = Path(one["run"])
+    trace, run = out / "trace", run_of(out)
+    if one["state"] in ALIVE or one["tuner_died"] or (run is not None and _job_lives(run)):
+        return False
+    files = (trace / "header.json", trace / "windows.jsonl", out / "summary.json", out / SPARKS_FILE)
+    changed = 0.0
+    for path in (trace, *files):
+        with contextlib.suppress(OSError):
+            changed = max(changed, path.stat().st_mtime)
+    return time.time() - changed > EXPORTED_S
+
+
 def write_metrics(path: Path, states: list[dict[str, Any]]) -> None:
-    """The states for node_exporter's textfile collector, replaced at once; what is not known of a run is left out.
-    Raises TraceError."""
+    """The states for node_exporter's textfile collector, replaced at once.
+
+    A run that ended more than EXPORTED_S ago is left out, and so is what is not known of a run. Raises TraceError.
+    """
     lines = []
+    states = [one for one in states if not _is_past(one)]
     for name, key, text in METRICS:
         lines += [
             f"# HELP {name} {text}",

@@ -133,6 +133,13 @@ def test_a_manifest_has_what_the_tuner_needs(name):
         assert out.startswith("/results/") and unique[restarts] in out, restarts
 
 
+@pytest.mark.parametrize("name", ["jobset.yaml", "pytorchjob.yaml"])
+def test_a_manifest_counts_memory_as_the_page_does(name):
+    """Before: 150 MiB, without what lies in /dev/shm. A limit of that size ends the container, and so the job."""
+    (total,) = re.findall(r"= ([\d,]+ MiB)", (ROOT / "docs" / "security.md").read_text())
+    assert f"include {total}" in (EXAMPLES / "kubernetes" / name).read_text()
+
+
 def find(tree, key):
     """All mappings below ``tree`` that have the key."""
     if isinstance(tree, dict):
@@ -153,6 +160,25 @@ def test_alerts_speak_of_metrics_that_are_written():
     for rule in rules:
         assert set(re.findall(r"\bdynamiccl_\w+", rule["expr"])) <= known
         assert rule["alert"] and rule["labels"]["severity"] and rule["annotations"]["description"]
+
+
+def test_the_cost_of_a_search_is_compared_with_its_own_budget():
+    """Before: with ten minutes, which are 0.7 % of a day and all of a short job. It ends with the tuner, as before."""
+    rules = yaml.safe_load((EXAMPLES / "monitoring" / "alerts.yaml").read_text())["groups"][0]["rules"]
+    (asked,) = (rule["expr"] for rule in rules if rule["alert"] == "DynamicclSearchCosts")
+    sides = r"max by \(run\) \(dynamiccl_search_cost_seconds\) > max by \(run\) \(dynamiccl_search_budget_seconds\)"
+    assert re.match(sides, asked) and asked.strip().endswith("(dynamiccl_tuner_up) == 1")
+
+
+def test_a_mismatch_asks_for_a_look_at_the_job():
+    """Before: "there is nothing to stop", of a job that may hang, and the next job began with the tuner."""
+    rules = yaml.safe_load((EXAMPLES / "monitoring" / "alerts.yaml").read_text())["groups"][0]["rules"]
+    (told,) = (r["annotations"]["description"] for r in rules if r["alert"] == "DynamicclRanksDisagree")
+    wanted = ("still takes steps, and end it if not", "Keep the results folder", "/etc/dynamiccl/off")
+    assert all(words in told for words in wanted) and "nothing to stop" not in told
+    page = (ROOT / "docs" / "operations.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith("| ranks disagree"))
+    assert "still takes steps" in row and "off switch" in row
 
 
 def test_units_are_valid():

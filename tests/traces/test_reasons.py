@@ -36,6 +36,11 @@ def test_words_tell_their_reason(one):
     assert names(example(one))[0] == one.title
 
 
+def test_a_communicator_without_a_count_keeps_its_table():
+    """Before: "NCCL decides alone on that communicator", where a table that is current stays until the job ends."""
+    assert NotAgreeing.NO_CLOCK(rank=3, why="x").endswith("no table changes on that communicator")
+
+
 def test_a_reason_within_a_reason_is_told_too():
     inner = NotAgreeing.NO_PLUGIN(rank=3)
     assert names(RunEnds.NEVER_SWITCHED(why=inner)) == ["never-switched", "no-plugin"]

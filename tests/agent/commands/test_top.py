@@ -3,11 +3,12 @@
 import json
 import os
 import re
+import time
 
 import pytest
 from command import invoke
 from dynamiccl.agent.commands.top import HEADS
-from dynamiccl.agent.report.runs import find_runs, state
+from dynamiccl.agent.report.runs import EXPORTED_S, find_runs, state
 from dynamiccl.envs.live.locks import lock
 from dynamiccl.envs.nccl.shm import RunFolder
 from synthetic_trace import write_run
@@ -60,6 +61,28 @@ def test_runs_of_a_job_with_several_tasks_are_found_and_told_apart(tmp_path):
     assert len(find_runs([tmp_path])) == 2
     text = invoke(["top", str(tmp_path), "--once"]).stdout
     assert "77.0/task-1" in text and "78.0/task-1" in text
+
+
+@pytest.mark.parametrize("job_lives", [False, True])
+def test_metrics_leave_out_runs_that_ended_an_hour_ago(runs, job_lives):
+    """Before: a run stayed until its folder was deleted: 500 of them on 64 exporters are 384,000 series."""
+    for path in runs.rglob("*"):
+        os.utime(path, (0, time.time() - EXPORTED_S - 60))
+    folder = RunFolder.create("top-past")
+    held = lock(folder.path / "launcher", "") if job_lives else -1
+    (runs / "over" / "run").symlink_to(folder.path)
+    try:
+        invoke(["top", str(runs), "--once", "--metrics", str(runs / "d.prom")])
+        told = set(re.findall(r'tuner_up{run="(.*)"}', (runs / "d.prom").read_text()))
+        assert told == {str(runs / "live"), *([str(runs / "over")] if job_lives else [])}
+        assert len(json.loads(invoke(["top", str(runs), "--json"]).stdout)) == 2  # people see them all
+        os.utime(runs / "over" / "summary.json")  # just now, of a pod whose locks are not seen here
+        invoke(["top", str(runs), "--once", "--metrics", str(runs / "d.prom")])
+        assert str(runs / "over") in (runs / "d.prom").read_text()
+    finally:
+        if job_lives:
+            os.close(held)
+        folder.close()
 
 
 def test_metrics_before_the_first_run_are_a_file_without_runs(tmp_path):

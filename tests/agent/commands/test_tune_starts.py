@@ -1,12 +1,18 @@
 """How ``dynamiccl tune`` and ``env`` begin: bad input, what a job is started with, what an earlier run left."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from cli_process import run
+from cli_process import DYNAMICCL, ENV, run
 from dynamiccl.agent.daemon.request import Request
+from dynamiccl.agent.report.outputs import claim, clear
+from dynamiccl.envs.live.locks import Busy
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.sim.emulated.settings import Emulated
 
@@ -70,6 +76,22 @@ def test_env_is_what_a_shell_can_evaluate(tmp_path):
     assert json.loads(run("env", "--json", "--headroom", "24").stdout)["NCCL_MIN_CTAS"] == "24"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_tuner_that_was_started_by_hand_survives_what_slurm_sends(tmp_path, number):
+    """Before: `sbatch --signal` ended a tuner that joined the job in a step of its own (`srun --overlap`)."""
+    folder = Path(json.loads(run("env", "--json").stdout)["DYNAMICCL_RUN"])
+    words = [*DYNAMICCL, "tune", "--attach", str(folder), "--out", str(tmp_path)]
+    with subprocess.Popen(words, env=ENV, stderr=subprocess.PIPE, text=True) as tuner:
+        said = iter(tuner.stderr.readline, "")
+        assert any("waiting for the job's first steps" in line for line in said)
+        tuner.send_signal(number)
+        time.sleep(0.5)
+        tuner.terminate()
+        assert tuner.wait(60) == 143
+    RunFolder(folder).close(remove=True)
+
+
 def test_a_job_that_is_joined_on_an_emulated_cluster_is_known_for_one():
     """Before: `env` had no --cluster, and whoever joined such a job by hand was told `"emulated": false`."""
     variables = json.loads(run("env", "--json", "--cluster", "dgx-h100-1x8", "--bytes-scale", "7").stdout)
@@ -99,6 +121,13 @@ def test_a_run_replaces_what_an_earlier_one_left_in_the_same_folder(tmp_path):
         assert kept is None or (tmp_path / "job.log").read_text() == kept
 
 
+def test_without_a_job_log_no_file_holds_the_jobs_output(tmp_path):
+    """Before: no option switched the copy off, and a shared folder showed each job's output to everybody."""
+    job = (sys.executable, "-S", "-c", "print('a secret')")
+    done = run("tune", "--no-job-log", "--out", str(tmp_path), "--", *job)
+    assert done.returncode == 0 and done.stdout == "a secret\n" and not (tmp_path / "job.log").exists()
+
+
 def test_a_sites_options_stand_before_the_users(tmp_path):
     """Before: each user's command line decided alone about budget and folder."""
     site = {"DYNAMICCL_TUNE_OPTIONS": f"--policy alchemy --out '{tmp_path / 'of the site'}'"}
@@ -112,3 +141,42 @@ def test_a_sites_options_stand_before_the_users(tmp_path):
     assert "no run here" in joined.stderr, (
         "the launcher starts the tuner in this way: the run has its options"
     )
+
+    assert run("show", str(tmp_path), env=site).returncode != 0, "of tune alone"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_refused"),
+    [
+        ("77.0", "77.1", True),
+        ("77.0", "77.0", False),  # requeued: its steps count from 0 again
+        ("77.0", "78.1", False),
+        ("77.", "77.1", False),  # started by the batch script itself, without srun
+        (".", "77.1", False),
+    ],
+)
+def test_a_step_of_a_slurm_job_does_not_delete_another_steps_results(
+    tmp_path, monkeypatch, first, second, is_refused
+):
+    """Before: the second `srun` of a script with the same --out deleted what the first one had left, without a word."""
+
+    def begin(job_and_step):
+        for name, value in zip(("SLURM_JOB_ID", "SLURM_STEP_ID"), job_and_step.split("."), strict=True):
+            monkeypatch.setenv(name, value)
+        folder, fd = claim(tmp_path)
+        try:
+            clear(folder, fd)
+        finally:
+            os.close(fd)
+
+    begin(first)
+    left = tmp_path / "summary.json"
+    left.write_text("{}")
+    if is_refused:
+        with pytest.raises(Busy, match="step 0 of this Slurm job: give this step another --out"):
+            begin(second)
+        done = run("tune", "--out", str(tmp_path), "--", "true", env=dict(os.environ))
+        assert done.returncode == 2 and "step 0 of this Slurm job" in done.stderr and left.exists()
+        left.unlink()
+    begin(second)
+    assert not left.exists()

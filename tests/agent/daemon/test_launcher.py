@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from dynamiccl.agent.daemon import launcher
-from dynamiccl.agent.daemon.launcher import STATUS, Plan
+from dynamiccl.agent.daemon.launcher import PLAN, STATUS, Plan
 
 IDLE = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 BRIEF = [sys.executable, "-S", "-c", "pass"]
@@ -32,7 +32,8 @@ while True:
 
 
 def start(tmp_path, command, tuner=BRIEF, **options):
-    Plan(list(command), list(tuner), str(tmp_path), str(tmp_path / "job.log"), **options).write()
+    options = {"log": str(tmp_path / "job.log")} | options
+    Plan(list(command), list(tuner), str(tmp_path), **options).write()
     words = [sys.executable, "-I", "-S", launcher.__file__, str(tmp_path)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.PIPE)
 
@@ -101,6 +102,27 @@ def test_signals_reach_the_job_and_it_has_the_time_that_it_needs(tmp_path):
     assert log.read_bytes() == out
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+def test_a_signal_to_all_processes_of_a_step_does_not_end_the_tuner(tmp_path, number):
+    """Slurm's proctrack/linuxproc sends `sbatch --signal` to each process. Before: it ended the tuner, not the job."""
+    tuner = (
+        f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(f'{{os.getpid()}} ')"
+    )
+    process = start(tmp_path, python(JOB), python(f"{tuner}; time.sleep(600)"))
+    wait_for(tmp_path / "job.log", "ready")
+    wait_for(tmp_path / "pid", " ")
+    tuner = int((tmp_path / "pid").read_text())
+    os.kill(tuner, number)
+    process.send_signal(number)
+    wait_for(tmp_path / "job.log", f"got {number.name}")
+    time.sleep(0.3)
+    assert Path(f"/proc/{tuner}/cmdline").read_bytes()  # empty of a process that has ended
+    os.kill(tuner, signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 77
+
+
 def test_a_kill_timer_only_where_asked_for(tmp_path):
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready'); time.sleep(600)"
     process = start(tmp_path, python(stubborn), BRIEF, kill_after=0.3)
@@ -125,6 +147,13 @@ def test_output_is_passed_through_and_kept(tmp_path):
     silent = start(tmp_path, python(program), silent=True)
     out, _ = silent.communicate(b"", timeout=60)
     assert out == b""
+
+
+def test_output_is_kept_nowhere_where_no_log_is_wanted(tmp_path):
+    process = start(tmp_path, python("import sys; print('out'); print('err', file=sys.stderr)"), log="")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and out == b"out\n" and b"err" in err
+    assert {path.name for path in tmp_path.iterdir()} == {PLAN, STATUS}
 
 
 def test_neither_a_full_disk_nor_a_reader_that_is_gone_reaches_the_job(tmp_path):
@@ -169,6 +198,35 @@ def test_a_tuner_that_does_not_end_is_not_waited_for_for_ever(tmp_path, monkeypa
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     assert "killed" in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("job", "status", "told"), [(JOB, 77, "ready"), ("print('the job is over')", 0, "the job is over")]
+)
+def test_after_a_schedulers_signal_the_tuner_gets_seconds(tmp_path, job, status, told):
+    """Before: 60 s, also if the signal came after the job's end. SIGKILL comes 30 s after it: the status was lost."""
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    ready = f"open({str(tmp_path / 'deaf')!r}, 'w').write('ready')"
+    process = start(tmp_path, python(job), python(f"{deaf}; {ready}; time.sleep(600)"))
+    wait_for(tmp_path / "job.log", told)
+    wait_for(tmp_path / "deaf", "ready")
+    if status == 0:
+        wait_for(tmp_path / STATUS, "0")
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == status and b"it is killed" in err
+    assert time.monotonic() - began < 20
+
+
+def test_ctrl_c_in_a_terminal_leaves_the_tuner_its_minute(tmp_path):
+    """No SIGKILL follows it, and whoever pressed it waits for the verdict."""
+    one = launcher.Launcher(Plan(BRIEF, [], str(tmp_path), str(tmp_path / "job.log")), print)
+    with subprocess.Popen(BRIEF, start_new_session=True) as job:
+        one._hand_on(job, signal.SIGINT, to_all=True)
+        assert one._hurried_at == float("inf")
+        one._hand_on(job, signal.SIGINT, to_all=False)
+        assert one._hurried_at <= time.monotonic()
 
 
 def test_it_needs_the_standard_library_alone():

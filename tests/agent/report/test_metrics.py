@@ -31,6 +31,14 @@ def test_the_textfile_holds_every_metric_of_the_run(run, tmp_path):
     assert f'dynamiccl_lost_records_total{{run="{run}"}} 3.0' in text
 
 
+def test_the_budget_of_a_run_stands_beside_its_cost(run, tmp_path):
+    """Before: an alert could only compare the cost with a number of seconds, alike for every job."""
+    write_metrics(tmp_path / "d.prom", [state(run) | {"cost_s": 30.0, "budget_s": 100.0}])
+    text = (tmp_path / "d.prom").read_text()
+    assert f'dynamiccl_search_cost_seconds{{run="{run}"}} 30.0' in text
+    assert f'dynamiccl_search_budget_seconds{{run="{run}"}} 100.0' in text
+
+
 def test_the_dashboard_asks_for_metrics_that_there_are():
     board = json.loads(DASHBOARD.read_text())
     queries = [t["expr"] for p in board["panels"] for t in p["targets"]]
