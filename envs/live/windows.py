@@ -111,9 +111,7 @@ class LiveWindows:
         calls = np.array([p.calls * tries_few for p in found])
         features = [one.vector() for one in prints]
         mask = [distinct(one) for one in prints]
-        events = self.profile_events
-        self.withheld = take_out_simple(found, mask, events, self.job.assembler.offers)
-        self.withheld += take_out(found, mask, events, self.job.memory_free)
+        self.withheld = self._withhold(mask)
         return TunedJob(
             features=np.concatenate(features),
             mask=np.concatenate(mask),
@@ -123,6 +121,15 @@ class LiveWindows:
             takes_turns=takes_turns,
             families=warm_up_families(own_pairs),
         )
+
+    def _withhold(self, masks: list[Array]) -> list[str]:
+        """Takes out of the slots' masks, (1, N_CONFIGS) each, what could harm this job; says what."""
+        found = self.profiles
+        events = self.profile_events
+        offers = self.job.assembler.offers
+        texts = take_out_simple(found, masks, events, offers)
+        free = self.job.memory_free
+        return texts + take_out(found, masks, events, free)
 
     def decisions(self, configs: Array) -> dict[Slot, Decision]:
         """What slots are told under configs (s,); those left to NCCL are left out."""
