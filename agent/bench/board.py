@@ -20,6 +20,7 @@ REMARKS = {
     "expected-improvement": "(rule on the belief)",
     "aa": "(expected-improvement again, other noise: A/A)",
     "static-best": "(each collective's quickest config alone; the sweep is not counted)",
+    "random": "(random settings)",
     "coordinate-descent": "(as AutoCCL)",
     "sweep": "(as FlagCX)",
     "oracle": "(knows the truth)",

@@ -6,7 +6,7 @@ float32 in, (1,) int64 out: an action of the environments. ``envs.search.observa
 plain arrays; ``envs.search.interfaces.actions_of`` turns config indices, and what comes next, into actions. Then, where
 ``my_module.py`` lies::
 
-    dynamiccl bench --policy my_module:MyPolicy --policy random --suite held-out
+    dynamiccl bench --policy my_module:MyPolicy --policy random
 
 A submission is one JSON file: who, which suite, every decision (packed), and what came of it, job by job. The judge
 (``envs.bench.submissions``) believes only the decisions: it plays them again and refuses what does not come out.

@@ -22,13 +22,18 @@ WEIGHTS = ".npz"
 MODEL = ".zip"
 #: A folder's own module with a class ``Policy``.
 OWN_FILE, OWN_NAME = "policy.py", "Policy"
-#: Algorithms that may have left a model, by a word in the name of its policy's module; the first that fits.
+#: Settings that PPO and its kin save with a model. A2C has neither, TRPO only the second.
+_CLIPPED = frozenset({"clip_range", "target_kl"})
+#: Who left a model: a class that its policy's class descends from, those of _CLIPPED that it saved, package, algorithm.
+#: The first row that fits: a recurrent policy is an ActorCriticPolicy too.
 _ALGORITHMS = (
-    ("recurrent", "sb3_contrib", "RecurrentPPO"),
-    ("maskable", "sb3_contrib", "MaskablePPO"),
-    ("", "stable_baselines3", "PPO"),
-    ("", "stable_baselines3", "A2C"),
+    ("RecurrentActorCriticPolicy", _CLIPPED, "sb3_contrib", "RecurrentPPO"),
+    ("MaskableActorCriticPolicy", _CLIPPED, "sb3_contrib", "MaskablePPO"),
+    ("ActorCriticPolicy", _CLIPPED, "stable_baselines3", "PPO"),
+    ("ActorCriticPolicy", frozenset[str](), "stable_baselines3", "A2C"),
 )
+#: Packages of the extra ``train``. The command line tells how to install one that is missing.
+_PACKAGES = ("stable_baselines3", "sb3_contrib", "torch")
 #: Those of ``classical.CLASSICAL``.
 CLASSICAL = ("default", "random", "coordinate-descent", "sweep")
 #: Policies that can be asked for by name.
@@ -47,8 +52,8 @@ def make_chooser(name: str, seed: int = 0, rounds: int | None = None) -> Policy:
     Args:
         name: one of POLICIES; FILE.npz (weights of ``lab train``); FILE.zip (a model of stable-baselines3; loading may
             run code in it, so load only files that you trust); MODULE:NAME (a class or function called without
-            arguments, or an object), found where Python looks and in the current folder; or a folder that holds one
-            FILE.npz, one FILE.zip, or policy.py with a class ``Policy``.
+            arguments, or an object); or a folder that holds one FILE.npz, one FILE.zip, or policy.py with a class
+            ``Policy``. Modules are found where Python looks and in the current folder, also those of a model's classes.
         seed: of policies that draw numbers.
         rounds: exploring windows of a search, at most; None: as the policy has it.
 
@@ -87,31 +92,66 @@ def _in_folder(folder: Path) -> str:
     return found[0]
 
 
+def _look_here() -> None:
+    """Let Python import modules of the current folder: a command does not look there, as ``python`` does."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
 def _load_model(name: str) -> Policy:
-    """A model of stable-baselines3 or sb3-contrib. Raises ValueError."""
+    """A model of stable-baselines3 or sb3-contrib. Raises ValueError; ImportError if one of _PACKAGES is missing."""
     if not Path(name).is_file():
         raise ValueError(f"there is no file {name}")
+    package, algorithm = _algorithm(_saved(name), name)
     try:
-        from stable_baselines3.common.save_util import load_from_zip_file
+        model = getattr(importlib.import_module(package), algorithm).load(name, device="cpu")
+    except Exception as error:  # the model's own classes may raise anything
+        raise ValueError(
+            f"{algorithm} cannot load {name} ({type(error).__name__}: {error}): "
+            "give MODULE:NAME of a class that loads it"
+        ) from error
+    return _checked(model, name)
 
+
+def _saved(name: str) -> dict[str, Any]:
+    """What a model was saved with, its class of policy included. Raises as :func:`_load_model`."""
+    from stable_baselines3.common.save_util import load_from_zip_file
+
+    _look_here()
+    try:
         data, *_ = load_from_zip_file(name, device="cpu")
-        made_by = f"{(data or {})['policy_class'].__module__}"
-    except ImportError:
-        raise
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing.partition(".")[0] in _PACKAGES:
+            raise
+        raise ValueError(
+            f"{name} has a class of the module {missing}, which Python does not find: "
+            f"run the command in the folder of {missing}.py"
+        ) from error
     except Exception as error:  # a file of another program may raise anything
         raise ValueError(
             f"{name} is no model of stable-baselines3 ({type(error).__name__}: {error})"
         ) from error
-    why = ""
-    for word, package, algorithm in _ALGORITHMS:
-        if word in made_by:
-            try:
-                model = getattr(importlib.import_module(package), algorithm).load(name, device="cpu")
-            except Exception as error:
-                why = f"{type(error).__name__}: {error}"
-                continue
-            return _checked(model, name)
-    raise ValueError(f"no known algorithm loads {name} ({why}): give MODULE:NAME of a class that loads it")
+    if not isinstance((data or {}).get("policy_class"), type):
+        raise ValueError(
+            f"{name} has no policy class that Python can load: keep the class in the module that it had in training"
+        )
+    return dict(data or {})
+
+
+def _algorithm(saved: dict[str, Any], name: str) -> tuple[str, str]:
+    """Package and name of the algorithm that left a model, by what was saved. Raises ValueError."""
+    made_by = saved["policy_class"]
+    ancestors = [one.__name__ for one in made_by.__mro__]
+    settings = _CLIPPED & saved.keys()
+    for ancestor, told, package, algorithm in _ALGORITHMS:
+        if ancestor in ancestors and told == settings:
+            return package, algorithm
+    known = ", ".join(algorithm for *_, algorithm in _ALGORITHMS)
+    raise ValueError(
+        f"{name} is a model of none of {known} (its policy class is {made_by.__name__}): "
+        "give MODULE:NAME of a class that loads it"
+    )
 
 
 class _Masked:
@@ -150,8 +190,7 @@ def _load_own(name: str) -> Policy:
     known = f"known: {', '.join(POLICIES)}, FILE.npz, FILE.zip of stable-baselines3, MODULE:NAME, or a folder"
     if not colon:
         raise ValueError(f"no policy {name!r}; {known}")
-    if os.getcwd() not in sys.path:  # a command does not look where it is called, as ``python`` does
-        sys.path.insert(0, os.getcwd())
+    _look_here()
     try:
         made = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:

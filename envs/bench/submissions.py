@@ -1,7 +1,8 @@
 """The judge of submissions: believes only decisions, and plays them again. It never imports ``agent``.
 
-A submission is one JSON object: who played which jobs of which suite, the decision of every turn (packed), and what it
-says came of it, job by job. Jobs do not know of each other, so any of them can be played again alone.
+A submission is one JSON object: who played which jobs of which suite with which search, the decision of every turn
+(packed), and what it says came of it, job by job. Jobs do not know of each other, so any of them can be played again
+alone. The name of the search (``sources.search_digest``) only explains a refusal: the decisions are played anyway.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..search.interfaces import Policy, actions_of
 from .job_arena import ReplayedDecisions, play
 from .job_suites import JobSuite
 from .scores import Scores, summary
+from .sources import search_digest
 
 Array = np.ndarray[Any, Any]
 
@@ -99,6 +101,7 @@ def submission(parts: Sequence[PlayedPart], suite: JobSuite, seed: int = 0) -> d
         "format": FORMAT,
         "suite": suite.name,
         "digest": suite.digest,
+        "search": search_digest(),
         "jobs": len(decisions),
         "seed": seed,
         "figures": summary(Scores.of(record)) | {"decision_us": round(float(decision_us), 1)},
@@ -163,8 +166,17 @@ def replay(submission: Mapping[str, Any], suite: JobSuite, check: int | None = N
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"not a submission: {type(error).__name__} {error}") from error
     policy = ReplayedDecisions([decisions[i] for i in picked])
-    game = play(policy, *opened)
-    for name, values in vars(Scores.of(game.scores.record())).items():
+    try:
+        game = play(policy, *opened)
+        _compare(submission, game.scores, scores, picked)
+    except ValueError as error:
+        raise ValueError(f"{error}{_other_search(submission)}") from error
+    return scores
+
+
+def _compare(submission: Mapping[str, Any], found: Scores, scores: Scores, picked: Array) -> None:
+    """Raise ValueError if what came of the jobs ``picked`` is not what the submission says."""
+    for name, values in vars(Scores.of(found.record())).items():
         said = getattr(scores, name)[picked]
         if submission["format"] == BEFORE and name == "quiet":  # it did not tell
             continue
@@ -174,4 +186,13 @@ def replay(submission: Mapping[str, Any], suite: JobSuite, check: int | None = N
             raise ValueError(
                 f"its decisions give {name} {values[k]} in job {picked[k[0]]}, it says {said[k]}"
             )
-    return scores
+
+
+def _other_search(submission: Mapping[str, Any]) -> str:
+    """Cause and cure for a refusal, if the submission was not made with this search or does not tell."""
+    this = search_digest()
+    made_with = submission.get("search")
+    if made_with == this:
+        return ""
+    told = f"search {made_with}"[:19] if made_with else "a search that it does not name"
+    return f" (made with {told}, this is search {this}: play its policy again)"

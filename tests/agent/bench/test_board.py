@@ -16,8 +16,8 @@ import fit_classical
 import numpy as np
 import pytest
 from command import invoke
-from dynamiccl.agent.bench.board import Board
-from dynamiccl.agent.bench.run import ENTRANTS, enter_one, run
+from dynamiccl.agent.bench.board import REMARKS, Board
+from dynamiccl.agent.bench.run import ENTRANTS, READERS, enter_one, run
 from dynamiccl.envs.bench.job_suites import JobSuite
 from dynamiccl.envs.bench.scores import bootstrap
 from dynamiccl.envs.bench.strata import SUITES, filed
@@ -296,7 +296,7 @@ def test_results_go_on_record_beside_those_of_others(tmp_path: Path) -> None:
     assert text.startswith("before\n<!-- board -->\nSuite `standard`") and text.endswith(
         "<!-- /board -->\nafter\n"
     )
-    assert "3 of 1000 jobs" in text and "| random |" in text
+    assert "3 of 1000 jobs" in text and "| random (random settings) |" in text
     put_on_record("standard", [enter_one("default", "standard", 4)], envs)
     told = filed("standard", envs)
     assert [s["jobs"] for s in told["submissions"]] == [4], "those of other jobs go"
@@ -345,3 +345,5 @@ def test_a_fresh_draw_leaves_no_printed_interval(name: str) -> None:
 def test_entrants_are_known_policies() -> None:
     assert {"expected-improvement", "coordinate-descent", "sweep", "random"} <= set(ENTRANTS)
     assert len(bootstrap(np.ones(5))) == 2
+    # Before: `random` had no remark, and readers took it for random actions.
+    assert {*REMARKS, "default"} == {*ENTRANTS, *READERS}

@@ -1,5 +1,8 @@
 """Policies by name: a model of stable-baselines3, a folder, and what is refused with the cure."""
 
+import subprocess
+import sys
+
 import gymnasium
 import numpy as np
 import pytest
@@ -55,3 +58,54 @@ def test_a_folder_holds_one_policy(tmp_path):
     (tmp_path / "model.zip").write_text("")
     with pytest.raises(ValueError, match="holds 2 policies"):
         make_chooser(str(tmp_path))
+
+
+#: A recurrent policy in a module whose name does not say so.
+MINE = (
+    "from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy\n"
+    "class Mine(RecurrentActorCriticPolicy): ...\n"
+)
+SAVE = (
+    "import sys\nimport dynamiccl, gymnasium, sb3_contrib\nfrom my_memory import Mine\n"
+    "env = gymnasium.make('dynamiccl/Sim-v0')\n"
+    "sb3_contrib.RecurrentPPO(Mine, env, n_steps=16, batch_size=16, device='cpu').save('model')\n"
+)
+LOAD = (
+    "import sys\nsys.path.remove('')\nfrom dynamiccl.agent.policies.choosing import make_chooser\n"
+    "print(type(make_chooser(sys.argv[1])).__name__)\n"
+)
+
+
+def test_a_model_with_a_class_of_the_current_folder_is_loaded_as_what_it_is(models, tmp_path):
+    """Before: only with PYTHONPATH=., and as PPO, without its memory: its module is not named "recurrent"."""
+    (tmp_path / "my_memory.py").write_text(MINE)
+    for program, word in ((SAVE, ""), (LOAD, "model.zip")):
+        command = [sys.executable, "-c", program, word]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout == "RecurrentPPO\n"
+    (tmp_path / "elsewhere").mkdir()
+    command = [sys.executable, "-c", LOAD, "../model.zip"]
+    done = subprocess.run(command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, timeout=120)
+    assert "ValueError: ../model.zip has a class of the module my_memory" in done.stderr
+    assert done.stderr.rstrip().endswith("run the command in the folder of my_memory.py")
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm"), [("ppo", "PPO"), ("a2c", "A2C"), ("recurrent", "RecurrentPPO")]
+)
+def test_a_model_is_loaded_by_the_algorithm_that_left_it(models, name, algorithm):
+    """Before: A2C was loaded as PPO."""
+    assert type(make_chooser(str(models[0] / f"{name}.zip"))).__name__ == algorithm
+
+
+def test_a_model_of_an_unknown_algorithm_is_refused_with_the_cure(models, tmp_path):
+    """Before: TRPO was loaded as PPO."""
+    from sb3_contrib import TRPO
+    from stable_baselines3 import DQN
+
+    TRPO("MlpPolicy", models[1], device="cpu").save(tmp_path / "trpo")
+    DQN("MlpPolicy", models[1], device="cpu", buffer_size=2).save(tmp_path / "dqn")
+    for name in ("trpo", "dqn"):
+        with pytest.raises(ValueError, match=r"is a model of none of RecurrentPPO, .*: give MODULE:NAME"):
+            make_chooser(str(tmp_path / f"{name}.zip"))
