@@ -102,6 +102,7 @@ def state(out: Path) -> dict[str, Any]:
     last = _last_window(out)
     run = Path(str(_known(header.get("run"), summary.run, "")))
     alive = bool(run.name) and is_locked(run / TUNER)
+    newest = last if alive else {}  # the summary is written at the verdict, and again at the end
     agreement = summary.agreement or {}
     why = _known(summary.ended, summary.failure, summary.dropped)
     # After the verdict few windows are measured: the table's time is what it was confirmed with.
@@ -112,7 +113,7 @@ def state(out: Path) -> dict[str, Any]:
         "emulated": header.get("emulated"),
         "state": _state(alive, bool(last), bool(summary)),
         "tuner_died": _has_died(alive, why, run),
-        "step": _known(summary.steps, last.get("last_step")),
+        "step": _known(newest.get("last_step"), summary.steps, last.get("last_step")),
         "step_ms": _known(confirmed_ms, last.get("step_ms")),
         "step_times_ms": _step_times(out),
         "phase": last.get("phase"),
@@ -123,8 +124,8 @@ def state(out: Path) -> dict[str, Any]:
         "verdict": verdict(summary) if summary else None,
         "gain": summary.saved and summary.saved[0],
         "gain_ci95": summary.saved and summary.saved[1:],
-        "cost_s": _known(summary.cost_s, last.get("cost_s")),
-        "budget_s": _known(summary.budget_s, last.get("budget_s")),
+        "cost_s": _known(newest.get("cost_s"), summary.cost_s, last.get("cost_s")),
+        "budget_s": _known(newest.get("budget_s"), summary.budget_s, last.get("budget_s")),
         "agreement": agreement.get("state"),
         "agreement_text": agreement.get("text"),
         "records_lost": _known(summary.records_lost, header.get("records_lost")),

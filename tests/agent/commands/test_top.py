@@ -40,6 +40,18 @@ def test_the_state_of_runs(runs):
     assert live["state"] == "tuning" and live["gain"] is None and live["phase"] == "search"
 
 
+def test_while_the_tuner_lives_its_last_window_tells_the_cost(runs):
+    """Before: cost and budget stood still from the verdict on, and an alert on them stayed on."""
+    live = runs / "live"
+    (live / "summary.json").write_text(json.dumps({"cost_s": 1.0, "budget_s": 2.0, "steps": 1}))
+    path = live / "trace" / "windows.jsonl"
+    last = [json.loads(line) for line in path.read_text().splitlines() if '"step_ms"' in line][-1]
+    with path.open("a") as file:
+        file.write(json.dumps(last | {"cost_s": 5.0, "budget_s": 9.0, "last_step": 77}) + "\n")
+    found = state(live)
+    assert (found["cost_s"], found["budget_s"], found["step"]) == (5.0, 9.0, 77)
+
+
 def test_every_key_of_a_run_is_told(runs):
     told = set(re.findall(r"``(\w+)``", state.__doc__))
     assert set(state(runs / "over")) == told
