@@ -14,7 +14,7 @@ NOT_PROSE := typography|lexical_illusions|dates_times
 # Each of the many processes that tests start would compile the tree anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs test test-slow test-long test-timing test-all test-next coverage check format setup bench gpu-check model-check clean
+.PHONY: demo docs test test-slow test-ci test-timing test-all test-next coverage check format setup bench gpu-check model-check clean
 
 demo: setup
 	$(RUN) demo --steps $(DEMO_STEPS)
@@ -23,16 +23,20 @@ demo: setup
 test: setup $(VENV)/frameworks
 	$(BIN)/python -m pytest -m "not slow and not timing" -n 4 --dist loadfile --no-loadscope-reorder
 
-# What takes up to 25 seconds each: whole tuned jobs, restarts, killed and frozen processes, wheels on every Python. It names
-# each test, so that a run that is cut short says how far it came and what failed.
+# The rest: whole tuned jobs, restarts, killed and frozen processes, wheels on every Python; an hour. It names each test, so
+# that a run that is cut short says how far it came and what failed. CI runs those that take up to 25 seconds each.
+SLOW := -m pytest -v -n 2 --dist loadfile --no-loadscope-reorder
 test-slow: setup $(VENV)/frameworks
-	$(BIN)/python -m pytest -v -m "slow and not long and not timing" -n 2 --dist loadfile --no-loadscope-reorder
-	seed=$$(date +%s); echo "property tests on random examples, --hypothesis-seed=$$seed"; \
-	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m "hypothesis and not slow" -n 2 --hypothesis-seed=$$seed
+	$(BIN)/python $(SLOW) -m "slow and not timing"
+	$(random-examples)
+test-ci: setup $(VENV)/frameworks
+	$(BIN)/python $(SLOW) -m "slow and not long and not timing"
+	$(random-examples)
 
-# What takes longer, half an hour in all, and notes how long each test took.
-test-long: setup $(VENV)/frameworks
-	$(BIN)/python -m pytest -v -m "long and not timing" -n 2 --dist loadfile --no-loadscope-reorder --write-seconds
+define random-examples
+seed=$$(date +%s); echo "property tests on random examples, --hypothesis-seed=$$seed"; \
+HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m "hypothesis and not slow" -n 2 --hypothesis-seed=$$seed
+endef
 
 # Those that compare times, one after the other: for a machine that does nothing else.
 test-timing: setup $(VENV)/frameworks

@@ -21,7 +21,7 @@ import pytest
 from dynamiccl.envs.nccl.shm import RunFolder
 from hypothesis import settings
 
-# ``make test`` draws the same examples each time, so that it fails for everybody or for nobody. ``make test-slow``
+# ``make test`` draws the same examples each time, so that it fails for everybody or for nobody. ``make test-ci``
 # loads the other profile and prints its seed.
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.register_profile("random", derandomize=False, database=None, print_blob=True)
@@ -59,8 +59,8 @@ FIRST = (
 )
 
 
-#: Seconds that slow tests took when they were measured last (`make test-long`, on two cores). Those that take over
-#: LONG_S are marked `long`: CI leaves them out.
+#: Seconds that slow tests took when they were measured last (`--write-seconds`, two at a time on two cores). Those that
+#: take over LONG_S are marked `long`: CI leaves them out.
 SECONDS = Path(__file__).parent / "data" / "seconds.json"
 LONG_S = 25.0
 _took: Counter[str] = Counter()
