@@ -89,6 +89,8 @@ enum {
   // tells
   // of groups, and from 2.28 on of calls.
   EVENT_COLL = 2,
+  // Never set by us: told with EVENT_KERNEL_CH, for which NCCL takes the same memory.
+  EVENT_P2P = 4,
   // 2.27 to 2.31: about 34 MiB of /dev/shm a rank and communicator at its first collective, a thread and some
   // descriptors; where one of them is not to be had the rank dies (SIGSEGV). 2.32.3: goes on without times.
   // Set

@@ -303,6 +303,7 @@ static int start_event_v4(void* context, void** handle, struct nccl_event_v4* e)
   // That of a graph's group comes back as the parent of each replay's collectives.
   if (e->type == EVENT_GROUP) ours = token(dccl_captures() ? OF_CAPTURED_CALL : OF_GROUP);
   if (e->type == EVENT_COLL && p != NULL) ours = start_coll(p, &e->coll, e->rank, e->parent);
+  if (e->type == EVENT_P2P && p != NULL) note_times(p);
   if (e->type == EVENT_KERNEL_CH) ours = start_kernel(e->parent, &e->kernel_ch);
   *handle = ours;
   return NCCL_SUCCESS;
@@ -320,6 +321,8 @@ static int start_event_v5(void* context, void** handle, struct nccl_event_v5* e)
     dccl_note_launch(p->seat);
   else if (e->type == EVENT_COLL && p != NULL)
     ours = start_coll(p, &e->coll, e->rank, e->parent);
+  else if (e->type == EVENT_P2P && p != NULL)
+    note_times(p);
   else if (e->type == EVENT_KERNEL_CH)
     ours = start_kernel(e->parent, &e->kernel_ch);
   *handle = ours;

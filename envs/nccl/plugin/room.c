@@ -10,7 +10,6 @@
 // times.
 #include <dirent.h>
 #include <dlfcn.h>
-#include <pthread.h>
 #include <stdlib.h>
 #include <sys/resource.h>
 #include <sys/statvfs.h>
@@ -22,9 +21,8 @@ enum { POOL_BYTES = 34 << 20, FIRST_RELEASE_WITHOUT_CRASH = 23200, SPARE_FILES =
 // Communicators that live and have run no collective with kernel times: for these NCCL has not opened its
 // memory. Room that was there for one of them may be gone when it runs the first.
 static _Atomic uint64_t waiting;
-static pthread_mutex_t counting = PTHREAD_MUTEX_INITIALIZER;
-static uint64_t local_ranks = 1;  // the most on a node of any communicator
-static _Atomic int release;       // of NCCL, as its own number: 22907 for 2.29.7; 0: not known
+static _Atomic uint64_t local_ranks = 1;  // the most on a node of any communicator
+static _Atomic int release;               // of NCCL, as its own number: 22907 for 2.29.7; 0: not known
 
 // The release of the library that this address lies in.
 static int release_of(const void* inside) {
@@ -49,10 +47,10 @@ static uint64_t ranks_here(uint32_t n_ranks, uint32_t n_nodes) {
 void dccl_announce(uint32_t n_ranks, uint32_t n_nodes, const void* inside_nccl) {
   const uint64_t here = ranks_here(n_ranks, n_nodes);
   if (atomic_load(&release) == 0) atomic_store(&release, release_of(inside_nccl));
-  pthread_mutex_lock(&counting);
-  if (here > local_ranks) local_ranks = here;
+  uint64_t most = atomic_load(&local_ranks);
+  while (here > most && !atomic_compare_exchange_weak(&local_ranks, &most, here)) {
+  }
   atomic_fetch_add(&waiting, 1);
-  pthread_mutex_unlock(&counting);
 }
 
 void dccl_needs_no_room(void) { atomic_fetch_sub(&waiting, 1); }
@@ -79,8 +77,6 @@ static bool has_files(void) {
 bool dccl_may_time_kernels(void) {
   if (atomic_load(&waiting) == 0 || atomic_load(&release) >= FIRST_RELEASE_WITHOUT_CRASH) return true;
   if (getenv("DYNAMICCL_CLUSTER") != NULL) return true;  // emulated: no NCCL is here
-  pthread_mutex_lock(&counting);
-  const uint64_t needed = atomic_load(&waiting) * local_ranks * POOL_BYTES;
-  pthread_mutex_unlock(&counting);
+  const uint64_t needed = atomic_load(&waiting) * atomic_load(&local_ranks) * POOL_BYTES;
   return free_shared_memory() >= needed && has_files();
 }

@@ -15,6 +15,9 @@
 enum { PLACE_BITS = 3, PLACES = SWITCHES - 1, COUNTER_BIT = PLACE_BITS * (PLACES + 1) };
 _Static_assert(SWITCHES == 1 << PLACE_BITS, "places");
 
+// A nap that took longer was the whole process's: SIGSTOP, a suspended job, a debugger.
+#define LONGEST_NAP_NS INT64_C(1000000000)
+
 struct list {
   int n;
   int place[SWITCHES];
@@ -52,16 +55,22 @@ static void give_up(const struct dccl_seat* seat, uint64_t count) {
   if (is_held) fprintf(stderr, "dynamiccl: the job's store does not answer: its tables stay as they are\n");
 }
 
+// Counts the time that this thread was awake: a process that was stopped must not give up as it goes on,
+// before its agreement could read the decision.
 static void wait_below_limit(const struct dccl_seat* seat, uint64_t count) {
   const struct timespec nap = {0, 100000};
   const int64_t began = now_ns(), longest = atomic_load(&longest_ns);
+  int64_t awake = 0, last = began;
   atomic_fetch_add(&n_waiting, 1);
   while (count >= atomic_load(&seat->limit)) {
     nanosleep(&nap, NULL);
-    if (now_ns() - began > longest) give_up(seat, count);
+    const int64_t now = now_ns(), passed = now - last;
+    awake += passed < LONGEST_NAP_NS ? passed : LONGEST_NAP_NS;
+    last = now;
+    if (awake > longest) give_up(seat, count);
   }
   atomic_fetch_sub(&n_waiting, 1);
-  atomic_fetch_add(&dccl_counts()->waited_ns, (uint64_t)(now_ns() - began));
+  atomic_fetch_add(&dccl_counts()->waited_ns, (uint64_t)(last - began));
 }
 
 void dynamiccl_hold(uint32_t seconds) { atomic_store(&longest_ns, seconds * INT64_C(1000000000)); }

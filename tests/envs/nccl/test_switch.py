@@ -3,6 +3,7 @@
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -166,6 +167,41 @@ def test_no_limit_holds_a_call_for_ever(plugin, join):
     comm.finalize()
     join()
     assert plugin.limit(1, 7, 5) == 5, "another communicator of that id"
+
+
+FROZEN = """
+import os, signal, sys, threading, time
+sys.path[:0] = {path!r}
+from test_switch import Communicator, Plugin, calls, message
+plugin = Plugin.load({plugin!r})
+comm, said = Communicator(plugin.path, 7, 8, 1, 0), []
+plugin.activate(message(1)); plugin.stage(1, message(2)); plugin.hold(2)
+assert plugin.limit(1, 7, 1) == 1
+thread = threading.Thread(target=lambda: said.extend(calls(comm, 3)))
+thread.start()
+while not plugin.waiting():
+    time.sleep(0.001)
+print("held", flush=True)
+sys.stdin.readline()
+plugin.switch(1, 7, 1, 0)
+plugin.lift(1, 2)
+thread.join(10)
+print(said)
+"""
+
+
+def test_a_process_that_was_frozen_does_not_give_up_as_it_goes_on(plugin):
+    """A suspended job, or a debugger: the time that it stood still is no time that the store did not answer."""
+    program = FROZEN.format(path=sys.path, plugin=str(plugin.path))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as job:
+        assert job.stdout.readline() == "held\n", job.stderr.read()
+        job.send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        job.send_signal(signal.SIGCONT)
+        time.sleep(0.2)
+        said, told = job.communicate("go on\n", timeout=30)
+    assert said == "[1, 2, 2]\n" and "does not answer" not in told, told
 
 
 def test_limits_are_not_before_the_last_switch_and_are_refused_where_switches_would_be_forgotten(
