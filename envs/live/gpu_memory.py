@@ -7,6 +7,7 @@ can take, and KEPT_FREE more.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ def take_out(
     Args:
         profiles: the slots, those with the largest share of the step first: they get the memory first.
         masks: changed in place.
-        events: of some default steps.
+        events: of all functions, in some default steps. They show which algorithms a communicator is connected for.
         free: bytes on the fullest GPU; 0 if the job does not tell, and then nothing is taken out.
 
     Returns:
@@ -43,32 +44,31 @@ def take_out(
     if not free:
         return texts
     left = free - KEPT_FREE
-    has_room = {_key(p.slot, p.algo): True for p in profiles}  # connected for NCCL's own choices
+    has_room: dict[tuple[int, int, str], bool] = {}
     for profile, mask in zip(profiles, masks, strict=True):
+        slot = profile.slot
         by_pair = mask.reshape(N_PAIRS, N_CHANNELS)
         for pair, (algo, _) in enumerate(PAIRS, 1):
             if not by_pair[pair].any():
                 continue
-            key = _key(profile.slot, algo)
+            key = slot.n_ranks, slot.n_nodes, algo
             if key not in has_room:
-                needs = _communicators(events, profile.slot) * of_first_use(algo, profile.fingerprint)
-                has_room[key] = needs <= left
+                each = of_first_use(algo, profile.fingerprint, os.environ)
+                needs = each * _not_connected(events, slot, algo)
+                has_room[key] = needs == 0 or needs <= left
                 if has_room[key]:
                     left -= needs
                 else:
-                    facts = {"of": profile.slot.n_ranks, "needs": needs / 2**30, "free": free / 2**30}
+                    facts = {"of": slot.n_ranks, "needs": needs / 2**30, "free": free / 2**30}
                     texts.append(RowRefused.NO_MEMORY(algo=algo, **facts))
             by_pair[pair] &= has_room[key]
     return texts
 
 
-def _key(slot: Slot, algo: str) -> tuple[int, int, str]:
-    """A class of communicators, and an algorithm."""
-    return slot.n_ranks, slot.n_nodes, algo
-
-
-def _communicators(events: pd.DataFrame, slot: Slot) -> int:
-    """The most communicators of the slot's class that one process uses."""
+def _not_connected(events: pd.DataFrame, slot: Slot, algo: str) -> int:
+    """The most communicators of the slot's class that one process uses, and that have not run the algorithm."""
     is_same = (events["n_ranks"] == slot.n_ranks) & (events["n_nodes"] == slot.n_nodes)
-    by_process = events[is_same].groupby("pid")["comm_id"]
-    return int(by_process.nunique().max())
+    of_class = events[is_same]
+    has_run = of_class["algo"].eq(algo).groupby([of_class["pid"], of_class["comm_id"]]).any()
+    lacks = (~has_run).groupby(level="pid").sum()
+    return int(lacks.max())

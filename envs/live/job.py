@@ -89,6 +89,7 @@ class Job(Reader):
         self.confirmed: dict[Slot, Decision] = read_confirmed(run.path)
         self.memory_pressure = 0.0  # memory used / total on the fullest GPU, 0 = unknown
         self.memory_free = 0  # bytes on the GPU that has least, 0 = unknown
+        self._memory: dict[tuple[int, int], tuple[int, int]] = {}  # of each pid and rank: used, total
         self.waits = empty(WAIT_COLUMNS)  # when the job stood still, where it tells: an emulated one
         self.thin = False  # the search is over: write events whose kernels were timed, and keep none
         self.rhythm = Rhythm()
@@ -124,16 +125,21 @@ class Job(Reader):
             waits = self.assembler.take_waits()
         if len(waits) and not self.thin:
             self.waits = joined([self.waits, waits], WAIT_COLUMNS).tail(MOST_WAITS)
-        if len(steps):
-            memory = steps[steps["memory_total"] > 0].groupby("rank").tail(1)
-            if len(memory):  # of the rank that has least left: what it cannot afford none can
-                used, total = memory["memory_used"], memory["memory_total"]
-                self.memory_pressure = float((used / total).max())
-                self.memory_free = max(1, int((total - used).min()))
+        self._note_memory(steps)
         if len(events) and not self.thin:
             self._events.append(events)
             while len(self._events) > 1 and sum(map(len, self._events)) > MOST_EVENTS:
                 self._events.popleft()
+
+    def _note_memory(self, steps: pd.DataFrame) -> None:
+        """Keep the last word of each rank about its GPU: a batch of records seldom has all of them."""
+        known = steps[steps["memory_total"] > 0]
+        for row in known.groupby(["pid", "rank"]).tail(1).itertuples():
+            self._memory[row.pid, row.rank] = row.memory_used, row.memory_total
+        if self._memory:
+            self.memory_pressure = max(used / total for used, total in self._memory.values())
+            least = min(total - used for used, total in self._memory.values())
+            self.memory_free = max(1, int(least))
 
     def take_events(self) -> pd.DataFrame:
         """Events since the last call (the newest MOST_EVENTS), those still waiting for their kernel times included."""

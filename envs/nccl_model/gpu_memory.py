@@ -10,31 +10,48 @@ The bounds are read from NCCL 2.30's source; no GPU has confirmed them.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from ...traces.fingerprint import Fingerprint
 
-#: Bytes of one connection to one peer on one channel: the buffers of LL, LL128 and Simple (src/init.cc).
-CONNECTION = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + (4 << 20)
-#: Bytes of NVLS for each channel, head and direction: 8 steps of 128 KiB (src/transport/nvls.cc).
-NVLS_BUFFER = 8 * 128 * 1024
-#: The most channels that NCCL has given NVLS.
-NVLS_CHANNELS = 32
+#: Bytes of the buffers of one connection to one peer on one channel, by the variable that sets them (src/init.cc).
+BUFFERS = {
+    "NCCL_LL_BUFFSIZE": 8 * 512 * 8 * 16,
+    "NCCL_LL128_BUFFSIZE": 120 * 640 * 8 * 8,
+    "NCCL_BUFFSIZE": 4 << 20,
+}
+#: NCCL connects all channels that a communicator has. A profile only shows those that its messages used.
+CHANNELS = 32
+#: Bytes of one chunk of NVLS on one node, and at most over nodes; each buffer has 8 (src/transport/nvls.cc).
+NVLS_CHUNK, NVLS_CHUNK_OVER_NODES = 128 << 10, 256 << 10
+#: Allocations are rounded up to so many bytes.
+PAGE = 2 << 20
 
 
-def of_first_use(algo: str, slot: Fingerprint) -> int:
+def of_first_use(algo: str, slot: Fingerprint, environment: Mapping[str, str]) -> int:
     """The most bytes on each GPU that the first call of ``algo`` takes on a communicator of this slot (arrays (1,)).
 
-    ``algo``: a name in ``traces.records.PAIRS``.
+    ``algo``: a name in ``traces.records.PAIRS``. ``environment``: the job's, which may set the size of buffers.
     """
     n_ranks, n_nodes = int(slot.n_ranks[0]), int(slot.n_nodes[0])
-    channels = int(slot.comm_channels[0])
+    channels = max(CHANNELS, int(slot.comm_channels[0]))
     per_node = math.ceil(n_ranks / n_nodes)
-    both_ways = 2 * channels * CONNECTION
+    both_ways = 2 * channels * connection(environment)
     if algo == "ring":
         return both_ways
     if algo == "pat":  # two binomial trees, one for each function (src/transport/generic.cc)
         return both_ways * 2 * math.ceil(math.log2(n_ranks))
     over_nodes = both_ways if n_nodes > 1 else 0
     if algo == "nvls":
-        return 2 * NVLS_CHANNELS * per_node * NVLS_BUFFER + over_nodes
+        chunk = NVLS_CHUNK_OVER_NODES if n_nodes > 1 else NVLS_CHUNK
+        return 2 * channels * per_node * 8 * chunk + over_nodes
     return both_ways * per_node + over_nodes  # CollNet: each rank reaches the others of its node
+
+
+def connection(environment: Mapping[str, str]) -> int:
+    """Bytes of one connection to one peer on one channel."""
+    total = 0
+    for name, usual in BUFFERS.items():
+        text = environment.get(name, "")
+        total += int(text) if text.isdigit() else usual
+    return math.ceil(total / PAGE) * PAGE

@@ -1,15 +1,18 @@
 """A trial must not take the GPU's last memory: the first call of an algorithm on a communicator allocates."""
 
 import numpy as np
+import pandas as pd
 import pytest
 from dynamiccl.envs.live import gpu_memory
+from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.live.windows import LiveWindows
-from dynamiccl.envs.nccl_model.gpu_memory import CONNECTION, of_first_use
+from dynamiccl.envs.nccl_model import gpu_memory as bounds
+from dynamiccl.envs.nccl_model.gpu_memory import connection
 from dynamiccl.traces.assemble import Offer
 from dynamiccl.traces.reasons import names
 from dynamiccl.traces.records import ALGOS, PAIRS
 from dynamiccl.traces.spaces import N_CHANNELS, N_PAIRS
-from fake_job import COST, FakeJob
+from fake_job import COST, GATHER, FakeJob
 
 GIB = 1 << 30
 NVLS, PAT = (1 + PAIRS.index((algo, "simple")) for algo in ("nvls", "pat"))
@@ -27,7 +30,7 @@ def begun(free, own="ring", communicators=1):
     told = job.take_events
 
     def events():
-        found = told()
+        found = told().assign(algo=own)
         spread = np.arange(len(found)) % communicators
         return found.assign(comm_id=np.where(spread == 0, 7, 7 + spread).astype("uint64"))
 
@@ -39,6 +42,10 @@ def begun(free, own="ring", communicators=1):
 
 def profile_of(windows):
     return windows.profiles[0].fingerprint
+
+
+def of_first_use(algo, slot, **environment):
+    return bounds.of_first_use(algo, slot, environment)
 
 
 def test_what_is_already_connected_needs_nothing():
@@ -80,20 +87,42 @@ def test_each_communicator_of_a_class_takes_it():
 
 def test_under_nvls_the_ring_is_the_one_that_must_be_connected():
     _, mask = begun(1, own="nvls")
-    assert mask[:, NVLS].any() or mask[:, 0].any()
     ring = [i for i, (algo, _) in enumerate(PAIRS, 1) if algo == "ring"]
-    assert not mask[:, ring].any()
+    assert not mask[:, ring].any() and not mask[:, PAT].any()
+    enough = gpu_memory.KEPT_FREE + of_first_use("ring", profile_of(begun(0)[0]))
+    assert begun(enough, own="nvls")[1][:, ring].any()
+
+
+def test_a_ring_that_runs_for_another_function_is_connected():
+    """An all-reduce of the same communicator has connected it."""
+    events = pd.DataFrame(
+        {"n_ranks": 16, "n_nodes": 2, "pid": 1, "comm_id": [7, 7], "algo": ["nvls", "ring"]}
+    )
+    assert gpu_memory._not_connected(events, GATHER, "ring") == 0
+    assert gpu_memory._not_connected(events, GATHER, "pat") == 1
+
+
+def test_the_fullest_gpu_counts_whichever_batch_of_records_told_of_it(folder):
+    """Before: each batch overwrote what the last had told, and the last may be of one rank alone."""
+    job = Job(folder)
+    columns = {"pid": [1, 2], "rank": [0, 1], "memory_total": [80 * GIB] * 2}
+    job._note_memory(pd.DataFrame(columns | {"memory_used": [60 * GIB, 79 * GIB]}))
+    job._note_memory(pd.DataFrame(columns | {"memory_used": [60 * GIB, 0], "memory_total": [80 * GIB, 0]}))
+    assert job.memory_free == GIB and job.memory_pressure == pytest.approx(79 / 80)
+    job._note_memory(pd.DataFrame(columns | {"memory_used": [60 * GIB, 70 * GIB]}))
+    assert job.memory_free == 10 * GIB
 
 
 @pytest.mark.parametrize("algo", sorted({algo for algo, _ in PAIRS}))
 def test_the_bounds_are_those_of_the_source(algo):
-    slot = profile_of(begun(0)[0])  # 16 ranks on 2 nodes, 16 channels
-    assert CONNECTION == 524_288 + 4_915_200 + 4_194_304
-    ring = 2 * 16 * CONNECTION
+    slot = profile_of(begun(0)[0])  # 16 ranks on 2 nodes; 16 channels were seen, 32 may be there
+    assert connection({}) == 10 << 20 > 524_288 + 4_915_200 + 4_194_304
+    assert connection({"NCCL_BUFFSIZE": str(8 << 20)}) == 14 << 20
+    ring = 2 * 32 * connection({})
     expected = {
         "ring": ring,
         "pat": 8 * ring,
-        "nvls": 2 * 32 * 8 * (1 << 20) + ring,
+        "nvls": 2 * 32 * 8 * (2 << 20) + ring,
         "collnet_direct": 9 * ring,
     }
     assert of_first_use(algo, slot) == expected[algo]
