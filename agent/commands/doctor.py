@@ -11,6 +11,7 @@ from . import Argument, Json, Option, refusing, results
 
 if TYPE_CHECKING:
     from ...traces.files import Trace
+    from ...traces.queries.consistency import Consistency
     from ..checks.doctor import Finding
 
 
@@ -80,32 +81,46 @@ def _settings(traces: list[Trace]) -> tuple[str, list[Finding]]:
     """Whether all ranks ran each collective with the same setting: in words, and what must change."""
     from ...traces.queries.consistency import across_nodes
     from ..checks.doctor import Finding
+    from ..report.slow_rank import events_of_job
 
-    found = across_nodes(traces)
-    if not found.calls_checked:
+    named = [replace(trace, events=events_of_job(trace)) for trace in traces]
+    found = across_nodes(named)
+    settings, sizes = found.settings, found.sizes
+    if not sizes.calls_checked:
         return "not known: no collective was recorded on two ranks", []
-    told = f"{found.calls_checked:,} collectives compared, {found.mismatches:,} with different settings"
-    if not found.mismatches:
-        return told, []
+    told = f"{sizes.calls_checked:,} collectives compared, {settings.mismatches:,} with different settings"
+    findings = []
+    if settings.mismatches:
+        what = f"ranks ran one collective with different settings: {_example(settings)}"
+        cure = "keep these folders and report them; until the cause is known, use the off switch"
+        findings.append(Finding("mismatch", what, cure, must_change=True))
+    if sizes.mismatches:
+        what = f"ranks issued one collective with different sizes: {_example(sizes)}"
+        findings.append(
+            Finding("sizes", what, "this is a fault of the job: its ranks must agree", must_change=True)
+        )
+    return told, findings
+
+
+def _example(found: Consistency) -> str:
+    """The first mismatch, in words."""
     first = found.examples[0]
-    views = "; ".join(
+    views = [
         f"rank {rank}: {ran['algo']}/{ran['proto']}/{ran['n_channels']}, {ran['n_bytes']} bytes"
         for rank, ran in first["ranks"].items()
-    )
-    what = f"ranks ran one collective with different settings: {first['func']} {first['seq']}: {views}"
-    cure = "keep these folders and report them; until the cause is known, use the off switch"
-    return told, [Finding("mismatch", what, cure, must_change=True)]
+    ]
+    return f"{first['func']} {first['seq']}: {'; '.join(views)}"
 
 
 def _slow_rank(traces: list[Trace]) -> str:
     """Whether the ranks of a recorded job wait for one of them, in words."""
     import pandas as pd
 
-    from ..report.slow_rank import TOO_FEW, find
+    from ..report.slow_rank import TOO_FEW, events_of_job, find_in
 
-    events = pd.concat([trace.events for trace in traces], ignore_index=True)
+    events = pd.concat([events_of_job(trace) for trace in traces], ignore_index=True)
     steps = pd.concat([trace.steps for trace in traces], ignore_index=True)
-    slow = find(replace(traces[0], events=events, steps=steps))
+    slow = find_in(events, steps)
     if slow is None:
         return TOO_FEW
     return slow or "the other ranks wait for no rank longer than a setting can gain"

@@ -134,8 +134,9 @@ class Job(Reader):
     def _note_memory(self, steps: pd.DataFrame) -> None:
         """Keep the last word of each rank about its GPU: a batch of records seldom has all of them."""
         known = steps[steps["memory_total"] > 0]
-        for row in known.groupby(["pid", "rank"]).tail(1).itertuples():
-            self._memory[row.pid, row.rank] = row.memory_used, row.memory_total
+        columns = [known[name].tolist() for name in ("pid", "rank", "memory_used", "memory_total")]
+        for pid, rank, used, total in zip(*columns, strict=True):
+            self._memory[pid, rank] = used, total
         if self._memory:
             self.memory_pressure = max(used / total for used, total in self._memory.values())
             least = min(total - used for used, total in self._memory.values())

@@ -19,8 +19,8 @@ Array = np.ndarray[Any, Any]
 #: What has to agree on all ranks of one collective, call by call.
 MUST_AGREE = ("algo", "proto", "n_channels", "n_bytes", "table_generation", "step")
 
-#: What NCCL needs to be equal on all ranks.
-SETTING = ("algo", "proto", "n_channels", "n_bytes")
+#: What a table sets. The size of a message is the job's word.
+SETTING = ("algo", "proto", "n_channels")
 
 #: Collectives that concern two ranks only: their sides need not agree.
 _POINT_TO_POINT = ("send", "recv", "send_recv")
@@ -52,20 +52,35 @@ def audit(events: pd.DataFrame, max_examples: int = 5, must_agree: Sequence[str]
     call = calls.ngroup()
     bad = np.unique(call[differs])
     examples = [_example(rows[call == c]) for c in bad[:max_examples]]
-    return Consistency(int((calls.size() > 1).sum()), len(bad), examples)
+    ranks_seen = calls["rank"].nunique()
+    return Consistency(int((ranks_seen > 1).sum()), len(bad), examples)
 
 
-def across_nodes(traces: Sequence[Trace]) -> Consistency:
-    """Compare the settings of the collectives in the traces of one job's nodes.
+@dataclass(frozen=True)
+class AcrossNodes:
+    """Result of :func:`across_nodes`."""
 
-    Replays of captured calls are left out: NCCL does not tell of each of them on each rank. So are the recordings of
-    other tools, which do not number the calls of a communicator.
+    settings: Consistency  # of collectives whose sizes agree
+    sizes: Consistency  # ranks that issue messages of different sizes: a fault of the job
+
+
+def across_nodes(traces: Sequence[Trace]) -> AcrossNodes:
+    """Compare the collectives in the traces of one job's nodes.
+
+    Left out are communicators with captured calls, as NCCL does not count these alike on all ranks, and the recordings
+    of other tools, which do not number the calls of a communicator. A trace may be given twice.
     """
     ours = [trace.events for trace in traces if "source" not in trace.header]
     if not ours:
-        return Consistency(0, 0)
+        return AcrossNodes(Consistency(0, 0), Consistency(0, 0))
     events = pd.concat(ours, ignore_index=True)
-    return audit(events[~events["captured"]], must_agree=SETTING)
+    events = events.drop_duplicates(["comm_id", "func", "seq", "rank", "pid", "enqueue_ns"])
+    captured = events.loc[events["captured"], "comm_id"].unique()
+    events = events[~events["comm_id"].isin(captured)]
+    sizes = audit(events, must_agree=("n_bytes",))
+    by_size = events.groupby(["comm_id", "func", "seq"])["n_bytes"]
+    is_one_size = by_size.transform("nunique") == 1
+    return AcrossNodes(audit(events[is_one_size], must_agree=SETTING), sizes)
 
 
 def _restarts(rows: pd.DataFrame) -> pd.Series[int]:

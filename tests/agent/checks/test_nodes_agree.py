@@ -55,6 +55,27 @@ def test_one_call_with_another_setting_is_found_and_shown(nodes):
     assert "rank 1: ring/ll/3" in finding["what"] and finding["must_change"]
 
 
+def test_a_folder_that_is_given_twice_hides_nothing(nodes):
+    """Before: 0 with different settings, and one node alone was said to be compared."""
+    change(nodes[1], n_channels=3)
+    assert doctor(nodes[0], nodes[0], nodes[1])[0].endswith(", 1 with different settings")
+    assert doctor(nodes[0], nodes[0])[0].startswith("not known")
+
+
+def test_a_message_of_another_size_is_a_fault_of_the_job(nodes):
+    change(nodes[1], n_bytes=17, n_channels=3)
+    asked = ["doctor", "--trace", nodes[0], "--trace", nodes[1], "--json"]
+    found = {one["name"]: one["cure"] for one in json.loads(invoke(asked).stdout)["findings"]}
+    assert "fault of the job" in found["sizes"] and "mismatch" not in found
+
+
+def test_communicators_with_captured_calls_are_not_compared(nodes):
+    """NCCL does not count captured calls alike on all ranks: later numbers mean other calls."""
+    for node, where in ((nodes[0], {"captured": True}), (nodes[1], {"n_channels": 3})):
+        change(node, **where)
+    assert doctor(*nodes)[0].startswith("not known")
+
+
 def test_another_number_of_the_table_is_no_other_setting(nodes):
     change(nodes[1], table_generation=99)
     assert not doctor(*nodes)[1]

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from command import invoke
 from dynamiccl.agent.report.html.report import write_report
-from dynamiccl.agent.report.slow_rank import LEAST_CALLS, find
+from dynamiccl.agent.report.slow_rank import LEAST_CALLS, find, find_in
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.traces.files import Trace
 from synthetic_trace import write_run
@@ -25,9 +25,8 @@ def trace(waits, calls=40, ranks=4, generation=0, rank=2):
         rows += [
             {**call, "rank": r, "start_ns": int(1e3 * at), "end_ns": int(1e3 * end)} for r, at in came.items()
         ]
-    return SimpleNamespace(
-        events=pd.DataFrame(rows), steps=pd.DataFrame({"duration_ns": [1_000_000] * calls})
-    )
+    steps = pd.DataFrame({"duration_ns": [1_000_000] * calls, "pid": 0, "rank": 0})
+    return SimpleNamespace(header={"source": "test"}, events=pd.DataFrame(rows), steps=steps)
 
 
 def test_a_rank_that_the_others_wait_for_is_named_with_its_price():
@@ -53,8 +52,24 @@ def test_where_ranks_come_last_in_turn_none_is_to_blame_and_the_waiting_is_told(
     """Before: "the other ranks wait for no rank", while a fifth of the step was waiting."""
     parts = [trace(200.0, rank=r) for r in range(4)]
     events = pd.concat([part.events.assign(comm_id=n) for n, part in enumerate(parts)])
-    said = find(SimpleNamespace(events=events, steps=parts[0].steps))
+    said = find_in(events, parts[0].steps)
     assert said.startswith("ranks wait for each other in turn, ") and "data loading" in said
+
+
+def test_the_rank_is_the_jobs_and_not_its_communicators():
+    """Two groups of four ranks, each with its own ranks 0 to 3: rank 6 of the job is slow. Before: rank 2 was named."""
+    fine, slow = trace(0.0), trace(200.0)
+    pids = {0: fine.events["rank"], 1: 4 + slow.events["rank"]}
+    parts = [part.events.assign(comm_id=n, pid=100 + pids[n]) for n, part in enumerate((fine, slow))]
+    steps = pd.DataFrame({"pid": np.arange(100, 108), "rank": np.arange(8), "duration_ns": 1_000_000})
+    said = find(SimpleNamespace(header={}, events=pd.concat(parts), steps=steps))
+    assert "wait for rank 6" in said
+
+
+def test_jitter_of_short_calls_in_a_long_step_is_not_worth_a_word():
+    made = trace(200.0)
+    made.steps["duration_ns"] = 1_000_000_000
+    assert find(made) == ""
 
 
 def test_doctor_looks_for_it_in_a_trace(tmp_path):
