@@ -14,7 +14,7 @@ NOT_PROSE := typography|lexical_illusions|dates_times
 # Each of the many processes that tests start would compile the tree anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs test test-slow test-ci test-timing test-all test-next coverage check format setup bench gpu-check model-check clean
+.PHONY: demo docs test test-slow test-ci test-random test-timing test-all test-next coverage check format setup bench gpu-check model-check clean
 
 demo: setup
 	$(RUN) demo --steps $(DEMO_STEPS)
@@ -28,15 +28,13 @@ test: setup $(VENV)/frameworks
 SLOW := -m pytest -v -n 2 --dist loadfile --no-loadscope-reorder
 test-slow: setup $(VENV)/frameworks
 	$(BIN)/python $(SLOW) -m "slow and not timing"
-	$(random-examples)
 test-ci: setup $(VENV)/frameworks
 	$(BIN)/python $(SLOW) -m "slow and not long and not timing"
-	$(random-examples)
 
-define random-examples
-seed=$$(date +%s); echo "property tests on random examples, --hypothesis-seed=$$seed"; \
-HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m "hypothesis and not slow" -n 2 --hypothesis-seed=$$seed
-endef
+# The property tests, on examples that are drawn anew.
+test-random: setup
+	seed=$$(date +%s); echo "property tests on random examples, --hypothesis-seed=$$seed"; \
+	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m "hypothesis and not slow" -n 2 --hypothesis-seed=$$seed
 
 # Those that compare times, one after the other: for a machine that does nothing else.
 test-timing: setup $(VENV)/frameworks

@@ -21,7 +21,7 @@ import pytest
 from dynamiccl.envs.nccl.shm import RunFolder
 from hypothesis import settings
 
-# ``make test`` draws the same examples each time, so that it fails for everybody or for nobody. ``make test-ci``
+# ``make test`` draws the same examples each time, so that it fails for everybody or for nobody. ``make test-random``
 # loads the other profile and prints its seed.
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.register_profile("random", derandomize=False, database=None, print_blob=True)
@@ -64,6 +64,7 @@ FIRST = (
 SECONDS = Path(__file__).parent / "data" / "seconds.json"
 LONG_S = 25.0
 _took: Counter[str] = Counter()
+_not_passed: set[str] = set()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -87,6 +88,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if "slow" in report.keywords:
         _took[report.nodeid] += report.duration
+        if not report.passed:
+            _not_passed.add(report.nodeid)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -100,7 +103,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_sessionfinish(session: pytest.Session) -> None:
     is_worker = hasattr(session.config, "workerinput")
     if session.config.getoption("--write-seconds") and not is_worker:
-        known = json.loads(SECONDS.read_text()) | {name: round(s, 1) for name, s in _took.items()}
+        new = {name: round(s, 1) for name, s in _took.items() if name not in _not_passed}
+        known = json.loads(SECONDS.read_text()) | new
         SECONDS.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n")
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if (

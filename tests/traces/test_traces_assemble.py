@@ -14,6 +14,7 @@ from dynamiccl.traces.records import (
     COMM,
     COMM_DTYPE,
     FLAG_CAPTURED,
+    FLAG_REGISTERED,
     FUNCS,
     KERNEL,
     KERNEL_DTYPE,
@@ -166,7 +167,10 @@ def test_communicators_and_offers():
     assembler.add(ring(comm(1), comm(0, comm_id=9, n_ranks=2, n_nodes=1, name=b"x" * 64)), pid=2)
     assert assembler.comms[7].ranks == {0: 1, 1: 2} and assembler.comms[9].name == "x" * 64
     got = assembler.offers[7, "reduce_scatter", 4096]
-    assert (got.algo, got.proto, got.n_pipe_ops) == ("ring", "ll", 2)
+    assert (got.algo, got.proto, got.n_pipe_ops, got.is_registered) == ("ring", "ll", 2, False)
+    offer["flags"], offer["n_bytes"] = FLAG_REGISTERED, 8192
+    assembler.add(ring(offer.tobytes()), pid=1)
+    assert assembler.offers[7, "reduce_scatter", 8192].is_registered
     np.testing.assert_array_equal(got.cost_us, costs)
     assert assembler.comms_frame()[["comm_id", "pid", "rank"]].to_numpy().tolist() == [
         [7, 1, 0],

@@ -37,7 +37,7 @@ _VOTES_S = 0.5  # for the votes of all ranks, or four rounds as they last
 _SOON_S, _LATER_S = 0.25, 60.0  # until a store that is away is tried again: at first, and at most
 _SILENT_S = 30.0  # a store that is away for longer is told of
 #: The plugin holds a call for no longer, whatever becomes of this thread: a store that hangs with its connections open
-#: never answers the request under way. Longer than `RoundStore.settle` tries, which can say why it gives up.
+#: never answers the request under way. Where requests fail, `RoundStore.settle` gives up first, and says why.
 HOLD_S = int(LOST_S) + 60
 _IN_A_ROW = 3  # so many lost rounds, and the user hears of it
 TOGETHER = AgreementState.OPEN, "all ranks decide together"

@@ -3,21 +3,28 @@ may have the same one."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from pathlib import Path
 
-_FOLDER = Path(__file__).parents[1]
+_NCCL = Path(__file__).parents[1]
+#: What the ranks run beside the plugin, which has a hash of its own.
+FILES = (
+    *sorted(_NCCL.rglob("*.py")),
+    *(_NCCL.parents[1] / "traces" / name for name in ("reasons.py", "records.py")),
+)
 
 
-@functools.cache
-def digest(folder: Path = _FOLDER) -> str:
-    """Twelve hex digits of the Python files of ``envs/nccl``; "" if they cannot be read. The plugin has its own."""
+def digest_of(files: tuple[Path, ...]) -> str:
+    """Twelve hex digits of these files and their names; "" if there are none to read (a package in a zip file)."""
     text = hashlib.sha256()
     try:
-        for path in sorted(folder.rglob("*.py")):
-            text.update(path.relative_to(folder).as_posix().encode())
+        for path in files:
+            text.update(path.name.encode())
             text.update(path.read_bytes())
     except OSError:
         return ""
-    return text.hexdigest()[:12]
+    return text.hexdigest()[:12] if files else ""
+
+
+#: Read as the probe is imported: the code that runs, whatever becomes of the files.
+DIGEST = digest_of(FILES) if _NCCL.is_dir() else ""

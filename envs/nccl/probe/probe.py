@@ -22,7 +22,7 @@ from ....traces.reasons import NotAgreeing, NotTuning
 from ....traces.records import RECORD_BYTES, STATE, UNSET, AgreementState
 from ..agreement.agreement import Agreement
 from ..agreement.mailbox import TableMailbox
-from ..agreement.sources import digest
+from ..agreement.sources import DIGEST
 from ..plugin.bindings import Plugin, name_where_no_path_is_taken, take_slots_back
 from ..run_folder import NCCL, WORD
 from ..steps import clock as step_clock
@@ -146,7 +146,7 @@ class Probe:
         store = StoreConnections(dist.distributed_c10d)
         size, published = (self._rank, dist.get_world_size()), TableMailbox(self._run / "table")
         # The machine counts too: what the plugin closes to tables depends on it.
-        alike = f"code {digest()} NCCL {release} on {machine() or 'a machine not known'}"
+        alike = f"code {DIGEST} NCCL {release} on {machine() or 'a machine not known'}"
         self._agreement = Agreement(*size, self._plugin, self._steps, published, store, alike, self._tell)
 
     def _tell(self, state: AgreementState | None, text: str, generation: int = 0) -> None:

@@ -1,7 +1,5 @@
 """A table must not bring NVIDIA/nccl#2389 into a job: over nodes, with registered buffers, Simple after LL."""
 
-from dataclasses import replace
-
 import pandas as pd
 import pytest
 from dynamiccl.envs.live.windows import LiveWindows
@@ -48,8 +46,3 @@ def test_simple_that_would_newly_follow_ll_is_not_tried():
 def test_elsewhere_it_is(what, changed):
     asked = {"own": "ll128", "registered": True, "small": "ll"} | changed
     assert offered(**asked) == ([True, True], []), what
-
-
-def test_an_offer_keeps_what_the_plugin_says_of_its_buffers():
-    offer = Offer(COST, "ring", "ll", 1)
-    assert not offer.is_registered and replace(offer, is_registered=True).is_registered
