@@ -13,7 +13,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -36,7 +36,7 @@ _ABOUT = (
     "Tunes NCCL's algorithm, protocol and channel count of a running training job, by the measured step time."
 )
 _HELP = (["-h"], ["--help"])
-#: A site's options of `tune`. They stand before the user's, which override them.
+#: A site's options of `tune`. The user's own options override their values.
 SITE_OPTIONS = "DYNAMICCL_TUNE_OPTIONS"
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
@@ -99,28 +99,49 @@ class Parser(argparse.ArgumentParser):
                 text += f" Default: {default}."
         group.add_argument(name, dest=key, help=text.replace("%", "%%"), **how)
 
-    def call(self, words: Sequence[str]) -> None:
-        """Run the command as it was said; what stands after ``--`` is the job's."""
+    def said(self, words: Sequence[str]) -> dict[str, Any]:
+        """The values that the words give; what stands after ``--`` is the job's."""
         own, job = list(words), []
         if "--" in own and "command" in self.defaults:
             own, job = own[: own.index("--")], own[own.index("--") + 1 :]
         said = vars(self.parse_intermixed_args(own))
         if job:
             said["command"] = [*said.get("command", ()), *job]
-        values = {**self.defaults, **said}
+        return said
+
+    def call(self, said: Mapping[str, Any], of_site: Mapping[str, Any]) -> None:
+        """Run the command with the values that were said. For the others the site's count, then the defaults."""
+        values = {**self.defaults, **of_site, **said}
         if "call" in values:
             values["call"] = Call({**values}, frozenset(said))
         self.function(**values)
 
     def error(self, message: str) -> NoReturn:
         """In one line, and status 2."""
-        site = (
-            f"; {SITE_OPTIONS} is read, too"
-            if self.prog.endswith(" tune") and os.environ.get(SITE_OPTIONS)
-            else ""
-        )
-        print(f"error: {message.removeprefix('argument ')} ({self.prog} --help{site})", file=sys.stderr)
+        print(f"error: {message.removeprefix('argument ')} ({self.prog} --help)", file=sys.stderr)
         raise SystemExit(2)
+
+
+class _SiteParser(Parser):
+    """Of a site's options. Ends nothing: raises ValueError for words that are no options, and for those that ask for
+    the help, a command or a running job."""
+
+    def said(self, words: Sequence[str]) -> dict[str, Any]:
+        """The values that the words give."""
+        said = super().said(words)
+        if said.get("command") or "--" in words:
+            raise ValueError("it contains a command")
+        if "attach" in said:
+            raise ValueError("--attach is for the command line")
+        return said
+
+    def print_help(self, file: Any = None) -> NoReturn:
+        """Refused."""
+        raise ValueError("--help is for the command line")
+
+    def error(self, message: str) -> NoReturn:
+        """As ValueError."""
+        raise ValueError(message.removeprefix("argument "))
 
 
 def _plain(kind: Any) -> tuple[Any, bool]:
@@ -179,8 +200,9 @@ def run(words: Sequence[str]) -> None:
     """Do what the words after ``dynamiccl`` say."""
     name = next((" ".join(words[:n]) for n in (2, 1) if " ".join(words[:n]) in NAMES), None)
     if name is not None:
-        said = words[len(name.split()) :]
-        Parser(name).call([*_of_site(name, said), *said])
+        parser = Parser(name)
+        said = parser.said(words[len(name.split()) :])
+        parser.call(said, _of_site(name, said))
     elif not words or words[0] in ("-h", "--help"):
         print(overview())
     elif words[0] == "--version":
@@ -194,16 +216,20 @@ def run(words: Sequence[str]) -> None:
         raise SystemExit(2)
 
 
-def _of_site(name: str, said: Sequence[str]) -> list[str]:
-    """The site's options of `tune`; none where it joins a run, which has its options."""
-    own = said[: said.index("--")] if "--" in said else said
-    if name != "tune" or any(word.startswith("--attach") for word in own):
-        return []
+def _of_site(name: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    """The site's options of `tune`; none where it joins a run, which has its options.
+
+    A mistake in them must not keep the jobs of the whole site from starting: it is printed, and they are ignored.
+    """
+    text = os.environ.get(SITE_OPTIONS, "")
+    if name != "tune" or "attach" in said or not text:
+        return {}
     try:
-        return shlex.split(os.environ.get(SITE_OPTIONS, ""))
+        return _SiteParser(name).said(shlex.split(text))
     except ValueError as error:
-        print(f"error: {SITE_OPTIONS}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        why = " ".join(str(error).split())
+        print(f"warning: {SITE_OPTIONS} is ignored: {why}", file=sys.stderr)
+        return {}
 
 
 def _slip(word: str, inside: Sequence[str]) -> str:

@@ -311,7 +311,7 @@ def _attach(call: Call, where: str, again: bool) -> None:
 
 def _check(call: Call) -> None:
     asked = call.values
-    if asked["or_untuned"] and not asked["command"]:
+    if "or_untuned" in call.given and not asked["command"]:  # the site's counts for the jobs that have one
         fail("--or-untuned needs a COMMAND to run: give the job after --")
     if asked["command"] and asked["attach"]:
         fail("give a command to start or --attach to join one, not both")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cli_process import DYNAMICCL, ENV, run
+from command import invoke
 from dynamiccl.agent.daemon.request import Request
 from dynamiccl.agent.report.outputs import claim, clear
 from dynamiccl.envs.live.locks import Busy
@@ -134,15 +135,59 @@ def test_a_sites_options_stand_before_the_users(tmp_path):
     job = ("--", "true")
     assert "no policy 'alchemy'" in run("tune", *job, env=site).stderr
     assert "no policy 'magic'" in run("tune", "--policy", "magic", *job, env=site).stderr
-    bad = run("tune", *job, env={"DYNAMICCL_TUNE_OPTIONS": "--stage 4"})
-    assert bad.returncode == 2 and "not 4" in bad.stderr and "DYNAMICCL_TUNE_OPTIONS is read" in bad.stderr
-    assert run("tune", env={"DYNAMICCL_TUNE_OPTIONS": "--out 'no end"}).returncode == 2
     joined = run("tune", "--attach", "/nonexistent", env={"DYNAMICCL_TUNE_OPTIONS": "--or-untuned --stage 4"})
     assert "no run here" in joined.stderr, (
         "the launcher starts the tuner in this way: the run has its options"
     )
 
     assert run("show", str(tmp_path), env=site).returncode != 0, "of tune alone"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--budgt=0.01", "unrecognized arguments: --budgt=0.01"),
+        ("--budget", "--budget: expected one argument"),
+        ("--stage 4", "--stage: must be at least 0 and at most 3, not 4"),
+        ("--out 'no end", "No closing quotation"),
+        ("--quiet -- false", "it contains a command"),
+        ("--quiet --", "it contains a command"),
+        ("false", "it contains a command"),
+        ("--attach runs/tune/latest", "--attach is for the command line"),
+        ("--help", "--help is for the command line"),
+    ],
+)
+def test_a_mistake_in_the_sites_options_keeps_no_job_from_starting(options, why):
+    """Before: status 2 for every job of the site, also with the off switch; what followed ``--`` became the job."""
+    site = {"DYNAMICCL_TUNE_OPTIONS": options, "DYNAMICCL_OFF": "1"}
+    done = run("tune", "--", sys.executable, "-S", "-c", "print('trained'); raise SystemExit(7)", env=site)
+    assert (done.returncode, done.stdout) == (7, "trained\n"), done.stderr
+    assert done.stderr.startswith(f"warning: DYNAMICCL_TUNE_OPTIONS is ignored: {why}\n")
+    refused = run("tune", "--stage", "5", env=site)
+    assert refused.returncode == 2 and refused.stderr.startswith("error: --stage"), "the user's own mistake"
+    assert refused.stderr.count("\n") == 1
+
+
+def test_the_documented_options_of_a_site_are_for_jobs_with_and_without_a_command():
+    """Before: `dynamiccl tune --cluster X` and `dynamiccl demo` ended with "--or-untuned needs a COMMAND"."""
+    site = {"DYNAMICCL_TUNE_OPTIONS": "--budget 0.01 --or-untuned --no-job-log"}
+    done = run("tune", "--cluster", "dgx-h1000", env=site)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "no cluster preset" in done.stderr
+    assert done.stderr.count("\n") == 1
+    untuned = run("tune", "--cluster", "dgx-h1000", "--", "false", env=site)
+    assert untuned.returncode == 1 and "the job runs without it" in untuned.stderr
+
+
+def test_a_value_of_the_user_overrides_the_sites(monkeypatch):
+    """Before: the site's options counted as given by the user. Its --steps refused each job with a COMMAND."""
+    monkeypatch.setenv("DYNAMICCL_TUNE_OPTIONS", "--budget 0.01 --once --steps 500")
+    asked = []
+    monkeypatch.setattr("dynamiccl.agent.commands.tune._start", asked.append)
+    for user in ([], ["--budget", "0.02"]):
+        assert invoke(["tune", *user, "--", "true"]).exit_code == 0
+    site, user = asked
+    assert (site["budget"], site["once"], site["seed"]) == (0.01, True, 0)
+    assert (user["budget"], user["once"]) == (0.02, True)
 
 
 @pytest.mark.parametrize(
