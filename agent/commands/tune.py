@@ -232,9 +232,9 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     from ...envs.live.locks import lock
     from ...envs.nccl.plugin.build import job_env
     from ...envs.nccl.run_folder import LAUNCHER, make_folder
-    from ..daemon.launcher import Plan
+    from ..daemon.launcher import Plan, say
     from ..daemon.request import Request, workload
-    from ..report.outputs import claim, clear, default_url, full_url, link
+    from ..report.outputs import begin, default_url, full_url, link
 
     command, own = asked["command"], not asked["command"]
     memory = None if asked["no_memory"] else asked["memory"] or default_url()
@@ -244,11 +244,10 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
 
         Store(memory)  # raises ValueError for one that nothing here can open
     try:
-        out, fd = claim(asked["out"])
+        out, fd = begin(asked["out"], say)
     except OSError as error:
         fail(f"no run can be left in {error.filename}: {error.strerror}; choose another --out")
     out = out.resolve()
-    clear(out, fd)
     log, job_log = _copy_of_output(out, asked), out / "job.jsonl" if own else None
     if job_log:
         job = facts["stage"], asked["steps"], facts["n_processes"], job_log

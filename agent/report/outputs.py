@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ...envs.live.locks import Busy, lock
@@ -56,25 +57,66 @@ def _task_folder(folder: Path) -> Path:
     return folder / f"task-{os.environ['SLURM_PROCID']}"
 
 
-def clear(out: Path, fd: int) -> None:
-    """Remove an earlier run's results. ``fd``: the lock of ``out``, see :func:`claim`; it names the run's Slurm step.
+def begin(out: Path | None, say: Callable[[str], object]) -> tuple[Path, int]:
+    """Claim a folder for a new run, and remove an earlier run's results from it. Returns and raises as :func:`claim`.
 
-    Raises Busy for results of another step of the same Slurm job: two `srun` of one script seldom mean to share an
-    ``--out``. A requeued job has the same steps, and replaces its results. Raises OSError.
+    The results of another step of the same Slurm job stay: a script may call `srun` in a loop until the job succeeds.
+    The next free folder is taken then, ``out-2``, and ``say`` gets a line about it. A requeued job has the same steps,
+    and replaces its results.
     """
-    job, step = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    for number in range(1, 100):
+        try:
+            folder, fd = claim(_numbered(out, number) if out is not None else None)
+        except Busy:
+            if number == 1:
+                raise
+            continue
+        if out is None or not _is_anothers(folder, fd, is_given=number == 1):
+            if number > 1:
+                say(
+                    f"{out} holds the results of another step of this Slurm job: those of this step go to {folder}"
+                )
+            _clear(folder, fd)
+            return folder, fd
+        os.close(fd)
+    raise Busy(f"{out} and 98 more hold results of other runs: give another --out")
+
+
+def _numbered(out: Path, number: int) -> Path:
+    """``out``, ``out-2``, ``out-3``, ..."""
+    if number == 1:
+        return out
+    named = out if out.name not in ("", "..") else Path(os.path.abspath(out))
+    return named.parent / f"{named.name}-{number}"
+
+
+def _is_anothers(out: Path, fd: int, is_given: bool) -> bool:
+    """Whether this run must leave the results in ``out`` alone. ``fd``: its lock, which names the Slurm step.
+
+    In the folder that was given these are the results of other steps of this Slurm job, in any other folder also those
+    of other jobs.
+    """
+    if not any((out / name).exists() for name in (*RESULTS, "trace")):
+        return False
+    job, step = _slurm_step()
     earlier_job, _, earlier = os.pread(fd, 64, 0).decode(errors="replace").strip().partition(".")
-    is_other_step = job == earlier_job and "" not in (step, earlier) and step != earlier
-    if is_other_step and any((out / name).exists() for name in (*RESULTS, "trace")):
-        raise Busy(
-            f"{out} holds the results of step {earlier} of this Slurm job: give this step another --out, "
-            "or move the folder away first"
-        )
+    if not is_given:
+        return (job, step) != (earlier_job, earlier)
+    return job == earlier_job and "" not in (step, earlier) and step != earlier
+
+
+def _clear(out: Path, fd: int) -> None:
+    """Remove an earlier run's results, and leave the Slurm step of this run in the lock. Raises OSError."""
     for name in RESULTS:
         (out / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # a full disk does not keep a job from starting
         os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{job}.{step}\n".encode(), 0)
+        os.pwrite(fd, f"{'.'.join(_slurm_step())}\n".encode(), 0)
+
+
+def _slurm_step() -> tuple[str, str]:
+    """The Slurm job of this process and its step, '' where there is none."""
+    return os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_STEP_ID", "")
 
 
 def default_url() -> str | None:

@@ -12,8 +12,8 @@ import pytest
 from cli_process import DYNAMICCL, ENV, run
 from command import invoke
 from dynamiccl.agent.daemon.request import Request
-from dynamiccl.agent.report.outputs import claim, clear
-from dynamiccl.envs.live.locks import Busy
+from dynamiccl.agent.report.outputs import begin
+from dynamiccl.envs.live.locks import Busy, lock
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.sim.emulated.settings import Emulated
 
@@ -190,8 +190,20 @@ def test_a_value_of_the_user_overrides_the_sites(monkeypatch):
     assert (user["budget"], user["once"]) == (0.02, True)
 
 
+def begin_as(monkeypatch, folder, job_and_step):
+    """The folder, within or beside ``folder``, that a run of this Slurm step takes; what it says; a summary is left."""
+    for name, value in zip(("SLURM_JOB_ID", "SLURM_STEP_ID"), job_and_step.split("."), strict=True):
+        monkeypatch.setenv(name, value)
+    said = []
+    out, fd = begin(folder, said.append)
+    os.close(fd)
+    is_empty = not (out / "summary.json").exists()
+    (out / "summary.json").write_text(job_and_step)
+    return out, is_empty, said
+
+
 @pytest.mark.parametrize(
-    ("first", "second", "is_refused"),
+    ("first", "second", "is_another"),
     [
         ("77.0", "77.1", True),
         ("77.0", "77.0", False),  # requeued: its steps count from 0 again
@@ -201,27 +213,53 @@ def test_a_value_of_the_user_overrides_the_sites(monkeypatch):
     ],
 )
 def test_a_step_of_a_slurm_job_does_not_delete_another_steps_results(
-    tmp_path, monkeypatch, first, second, is_refused
+    tmp_path, monkeypatch, first, second, is_another
 ):
-    """Before: the second `srun` of a script with the same --out deleted what the first one had left, without a word."""
+    """Before: the second `srun` of a script with the same --out deleted what the first one had left, without a word.
+    Then it was refused, and a loop that starts a job until it succeeds did not start it again."""
+    out = tmp_path / "x"
+    assert begin_as(monkeypatch, out, first) == (out, True, [])
+    found, is_empty, said = begin_as(monkeypatch, out, second)
+    assert is_empty
+    if is_another:
+        assert (found, (out / "summary.json").read_text()) == (tmp_path / "x-2", first)
+        assert len(said) == 1 and said[0].endswith(f"those of this step go to {found}")
+    else:
+        assert (found, said) == (out, [])
 
-    def begin(job_and_step):
-        for name, value in zip(("SLURM_JOB_ID", "SLURM_STEP_ID"), job_and_step.split("."), strict=True):
-            monkeypatch.setenv(name, value)
-        folder, fd = claim(tmp_path)
-        try:
-            clear(folder, fd)
-        finally:
-            os.close(fd)
 
-    begin(first)
-    left = tmp_path / "summary.json"
-    left.write_text("{}")
-    if is_refused:
-        with pytest.raises(Busy, match="step 0 of this Slurm job: give this step another --out"):
-            begin(second)
-        done = run("tune", "--out", str(tmp_path), "--", "true", env=dict(os.environ))
-        assert done.returncode == 2 and "step 0 of this Slurm job" in done.stderr and left.exists()
-        left.unlink()
-    begin(second)
-    assert not left.exists()
+def test_each_step_of_a_loop_finds_a_free_folder_and_a_requeued_one_its_own(tmp_path, monkeypatch):
+    """Results of other jobs in a numbered folder stay: nobody has named it. A run that is not over has its folder."""
+    out = tmp_path / "x"
+    (tmp_path / "x-2").mkdir()
+    (tmp_path / "x-2" / "table.json").write_text("of somebody else")
+    assert begin_as(monkeypatch, out, "77.0")[0] == out
+    busy = lock(begin_as(monkeypatch, out, "77.1")[0] / "lock", "")
+    assert begin_as(monkeypatch, out, "77.2")[0] == tmp_path / "x-4"
+    os.close(busy)
+    assert [begin_as(monkeypatch, out, f"77.{n}")[:2] for n in (0, 1)] == [
+        (out, True),
+        (tmp_path / "x-3", True),
+    ]
+    assert (tmp_path / "x-2" / "table.json").exists()
+    busy = lock(out / "lock", "")
+    with pytest.raises(Busy, match="belongs to a run that is not over"):
+        begin_as(monkeypatch, out, "77.5")
+    os.close(busy)
+    monkeypatch.chdir(out)
+    assert begin_as(monkeypatch, Path("."), "77.6")[0] == tmp_path / "x-5"
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    (tmp_path / "y").mkdir()
+    assert begin_as(monkeypatch, tmp_path / "y", "77.0")[0] == tmp_path / "y" / "task-1"
+    assert begin_as(monkeypatch, tmp_path / "y", "77.1")[0] == tmp_path / "y-2" / "task-1"
+
+
+def test_a_loop_of_srun_trains_again(tmp_path):
+    """Before: "give this step another --out", status 2, and no training."""
+    for step, left in (("0", "x"), ("1", "x-2")):
+        env = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": step}
+        words = ("--out", str(tmp_path / "x"), "--", sys.executable, "-S", "-c", "raise SystemExit(7)")
+        done = run("tune", *words, env=env)
+        assert done.returncode == 7 and (tmp_path / left / "run").is_symlink(), done.stderr
+        assert (f"go to {tmp_path / 'x-2'}\n" in done.stderr) == (step == "1")
