@@ -45,6 +45,9 @@ _LINGER_S, _TUNER_S = 2.0, 60.0
 #: For the tuner, once a scheduler has told the job to end. SIGKILL follows 30 s after that signal (the defaults of
 #: Slurm's KillWait and of Kubernetes' grace period), and would lose the exit status. The job needs most of this time.
 _HURRIED_S = 5.0
+#: The job ended by such a signal only if it came at most so long before the end. A job may survive one for hours: after
+#: a terminal's SIGHUP, or a warning that a scheduler has withdrawn, no SIGKILL follows.
+_SURVIVED_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class Launcher:
         self.tuner: subprocess.Popen[bytes] | None = None
         self.kill_at = float("inf")
         self._told_to_end = 0  # the signal by which the job was told so last
-        self._hurried_at = float("inf")  # when a process, and not a terminal, first sent such a signal
+        self._hurried_at = list[float]()  # when a process, and not a terminal, sent such signals lately
         self._signals = {s for s in signal.valid_signals() if getattr(s, "name", "") not in _OURS}
 
     def run(self) -> int:
@@ -237,7 +240,8 @@ class Launcher:
         if ends:
             self._told_to_end = number
         if ends and not to_all:
-            self._hurried_at = min(self._hurried_at, time.monotonic())
+            now = time.monotonic()
+            self._hurried_at = [*_since(now - _SURVIVED_S, self._hurried_at), now]
         if ends and self.plan.kill_after is not None and self.kill_at == float("inf"):
             self.kill_at = time.monotonic() + self.plan.kill_after
 
@@ -252,11 +256,13 @@ class Launcher:
     def _await_tuner(self, ended: float) -> None:
         """The job is over: let the tuner sum up. Signals are now the tuner's; the status is the job's all the same.
 
-        ``ended``: when the job ended. The wait counts from there, or from a later signal to end.
+        ``ended``: when the job ended. The wait counts from there, or from a later signal to end. A signal that the job
+        had survived by then does not count.
         """
         self.kill_at = float("inf")
         while self.tuner and self.tuner.poll() is None:
-            end = min(ended + _TUNER_S, max(ended, self._hurried_at) + _HURRIED_S)
+            hurried_at = min(_since(ended - _SURVIVED_S, self._hurried_at), default=float("inf"))
+            end = min(ended + _TUNER_S, max(ended, hurried_at) + _HURRIED_S)
             now = time.monotonic()
             if now > end:
                 self.say(f"the tuner has not summed up within {now - ended:.0f} s: it is killed")
@@ -299,6 +305,10 @@ def _write(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+def _since(begin: float, times: Sequence[float]) -> list[float]:
+    return [at for at in times if at >= begin]
 
 
 def _shell(returncode: int) -> int:

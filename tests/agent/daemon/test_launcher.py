@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from dynamiccl.agent.daemon import launcher
@@ -224,9 +225,35 @@ def test_ctrl_c_in_a_terminal_leaves_the_tuner_its_minute(tmp_path):
     one = launcher.Launcher(Plan(BRIEF, [], str(tmp_path), str(tmp_path / "job.log")), print)
     with subprocess.Popen(BRIEF, start_new_session=True) as job:
         one._hand_on(job, signal.SIGINT, to_all=True)
-        assert one._hurried_at == float("inf")
+        assert one._hurried_at == []
         one._hand_on(job, signal.SIGINT, to_all=False)
-        assert one._hurried_at <= time.monotonic()
+        assert len(one._hurried_at) == 1
+
+
+@pytest.mark.parametrize(
+    ("ages_s", "wait_s"),
+    [((), 60), ((7200,), 60), ((61,), 60), ((59,), 5), ((90, 20), 5), ((-2,), 7), ((7200, -2), 7)],
+)
+def test_a_signal_that_the_job_survived_leaves_the_tuner_its_minute(tmp_path, monkeypatch, ages_s, wait_s):
+    """Before: a SIGHUP of hours ago cut it to 5 s. ``ages_s``: seconds from each signal to the job's end."""
+    clock, ended = [0.0], 10_000.0
+    monkeypatch.setattr(launcher.time, "monotonic", lambda: clock[0])
+    said = []
+    one = launcher.Launcher(Plan(BRIEF, [], str(tmp_path), ""), said.append)
+    one.tuner = SimpleNamespace(poll=lambda: None, kill=lambda: None, wait=lambda: None)
+    job = SimpleNamespace(pid=0, returncode=0)
+    for age in sorted(ages_s, reverse=True):
+        clock[0] = ended - age
+        one._hand_on(job, signal.SIGTERM, to_all=False)
+
+    def wait(process, limit_s):
+        clock[0] += limit_s
+
+    monkeypatch.setattr(one, "_wait", wait)
+    clock[0] = max(clock[0], ended)
+    one._await_tuner(ended)
+    assert said == [f"the tuner has not summed up within {wait_s} s: it is killed"]
+    assert len(one._hurried_at) <= 2, "it keeps no list of all signals of a long job"
 
 
 def test_it_needs_the_standard_library_alone():
