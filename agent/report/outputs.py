@@ -50,11 +50,15 @@ def claim(out: Path | None) -> tuple[Path, int]:
 
 
 def _task_folder(folder: Path) -> Path:
-    """The folder of this task of a scheduler's job: one within ``folder`` if the job has several tasks."""
+    """The folder of this task of a scheduler's job: one within ``folder`` if the job has several tasks.
+
+    ``folder`` itself if it is that one already: the launcher's, which its tuner claims again.
+    """
     n_tasks = int(os.environ.get("SLURM_NTASKS", "1") or 1)
     if n_tasks <= 1 or "SLURM_PROCID" not in os.environ:
         return folder
-    return folder / f"task-{os.environ['SLURM_PROCID']}"
+    task = f"task-{os.environ['SLURM_PROCID']}"
+    return folder if folder.name == task else folder / task
 
 
 def begin(out: Path | None, say: Callable[[str], object]) -> tuple[Path, int]:

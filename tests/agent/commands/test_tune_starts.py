@@ -12,7 +12,7 @@ import pytest
 from cli_process import DYNAMICCL, ENV, run
 from command import invoke
 from dynamiccl.agent.daemon.request import Request
-from dynamiccl.agent.report.outputs import begin
+from dynamiccl.agent.report.outputs import begin, claim
 from dynamiccl.envs.live.locks import Busy, lock
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.sim.emulated.settings import Emulated
@@ -226,6 +226,17 @@ def test_a_step_of_a_slurm_job_does_not_delete_another_steps_results(
         assert len(said) == 1 and said[0].endswith(f"those of this step go to {found}")
     else:
         assert (found, said) == (out, [])
+
+
+def test_a_task_of_slurm_has_one_folder(tmp_path, monkeypatch):
+    """Before: the tuner, which inherits the variables, left its results in task-1/task-1, and job.log was in task-1."""
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    out, fd = claim(tmp_path)
+    assert out == tmp_path / "task-1"
+    with pytest.raises(Busy):  # the daemon looks then whether it is its launcher that has the folder
+        claim(out)
+    os.close(fd)
 
 
 def test_each_step_of_a_loop_finds_a_free_folder_and_a_requeued_one_its_own(tmp_path, monkeypatch):
