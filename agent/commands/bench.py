@@ -69,6 +69,8 @@ def bench(
     dynamiccl bench --backend ray --processes 64    # on a Ray cluster
     """
     suite = ":".join([suite, *([",".join(world)] if world else [])])
+    if filed:
+        _check_filed(suite)
     print(f"loading suite {suite} ...", file=sys.stderr, flush=True)
     one_thread()
     from ...envs.bench.job_suites import JobSuite
@@ -83,7 +85,7 @@ def bench(
         most = jobs or _jobs_played(given) or None
         board = Board(JobSuite.load(suite), most)
     names = list(dict.fromkeys(policy or (() if given else ENTRANTS)))
-    folder = out / Path(suite).stem.replace(":", "-")
+    folder = out / _folder_name(suite)
     folder.mkdir(parents=True, exist_ok=True)
     total = len(given) + len(names)
     console.print(f"{board.title}: {_to_play(names, board.n_jobs, processes)}")
@@ -104,6 +106,24 @@ def bench(
             _tell(console.print, k, total, result, board.judge(result))
     _show(board, folder, json, total)
     console.print(f"written: {folder / 'board.md'}", soft_wrap=True)
+
+
+def _check_filed(suite: str) -> None:
+    """Refuse --filed for jobs of which nothing is on file."""
+    from ...envs.bench.strata import SUITES
+
+    if suite not in SUITES:
+        known = ", ".join(SUITES)
+        fail(
+            f"the boards on file are of whole suites ({known}): give one of them without --world, or leave out --filed"
+        )
+
+
+def _folder_name(suite: str) -> str:
+    """The name of a suite, without the folder and the ending of a file, and its worlds: ``standard``, ``mine-many``."""
+    whole = suite if Path(suite).exists() else suite.partition(":")[0]
+    worlds = suite.removeprefix(whole)
+    return f"{Path(whole).stem}{worlds}".replace(":", "-")
 
 
 def _to_play(names: list[str], n_jobs: int, processes: int) -> str:

@@ -18,6 +18,7 @@ import pytest
 from command import invoke
 from dynamiccl.agent.bench.board import REMARKS, Board
 from dynamiccl.agent.bench.run import ENTRANTS, READERS, enter_one, run
+from dynamiccl.agent.commands.bench import _folder_name
 from dynamiccl.envs.bench.job_suites import JobSuite
 from dynamiccl.envs.bench.scores import bootstrap
 from dynamiccl.envs.bench.strata import SUITES, filed
@@ -205,6 +206,33 @@ def test_a_board_of_submissions_alone_has_nothing_to_play(
     where = ["--suite", str(tmp_path / "s.json"), "--out", str(tmp_path / "out")]
     done = invoke(["bench", "--submission", str(tmp_path / "d.json"), "--check", "1", *where])
     assert done.exit_code == 0 and "no policy to play" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["--world", "many"], ["--suite", "standard:many"], ["--suite", "{}/s.json"]]
+)
+def test_boards_on_file_are_of_whole_suites(words: list[str], tmp_path: Path) -> None:
+    """Before: "No such file or directory: '.../board_standard:many.json': make bench", which makes no such board."""
+    done = invoke(["bench", "--filed", *(word.format(tmp_path) for word in words)])
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    assert "whole suites (standard, held-out, unseen): give one of them without --world" in done.stderr
+
+
+def test_worlds_of_a_suites_file_have_a_folder_of_their_own(suite: JobSuite, tmp_path: Path) -> None:
+    """Before: they replaced the results of the whole suite, in the folder ``s``."""
+    save(suite, tmp_path / "s.json")
+    words = ["--policy", "default", "--jobs", "1", "--out", str(tmp_path / "out")]
+    done = invoke(["bench", "--suite", str(tmp_path / "s.json"), "--world", "many", *words])
+    assert done.exit_code == 0, done.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["s-many"]
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [("standard", "standard"), ("standard:many,plain", "standard-many,plain"), ("a/x.json", "x")],
+)
+def test_a_suite_has_one_folder(name: str, folder: str) -> None:
+    assert _folder_name(name) == folder
 
 
 @pytest.mark.slow
