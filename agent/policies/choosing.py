@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
+import traceback
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # none of them before a policy is made: a job that is to be started does not wait for numpy
@@ -93,9 +97,12 @@ def _in_folder(folder: Path) -> str:
 
 
 def _look_here() -> None:
-    """Let Python import modules of the current folder: a command does not look there, as ``python`` does."""
+    """Let Python import modules of the current folder: a command does not look there, as ``python`` does.
+
+    There last: a job's folder may have a ``queue.py``, which must not replace Python's in the tuner of this job.
+    """
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.append(os.getcwd())
 
 
 def _load_model(name: str) -> Policy:
@@ -124,10 +131,7 @@ def _saved(name: str) -> dict[str, Any]:
         missing = error.name or ""
         if missing.partition(".")[0] in _PACKAGES:
             raise
-        raise ValueError(
-            f"{name} has a class of the module {missing}, which Python does not find: "
-            f"run the command in the folder of {missing}.py"
-        ) from error
+        raise ValueError(f"{name} has a class of the module {_not_found(error, missing)}") from error
     except Exception as error:  # a file of another program may raise anything
         raise ValueError(
             f"{name} is no model of stable-baselines3 ({type(error).__name__}: {error})"
@@ -137,6 +141,23 @@ def _saved(name: str) -> dict[str, Any]:
             f"{name} has no policy class that Python can load: keep the class in the module that it had in training"
         )
     return dict(data or {})
+
+
+def _not_found(error: ModuleNotFoundError, missing: str) -> str:
+    """Which module of a model was not found and the cure: the one of the class, or one that this one imports."""
+    frames = [frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__) if _is_module(frame)]
+    if frames:
+        return (
+            f"{frames[0]['__name__']}, which needs {missing}. Python does not find it: install this package"
+        )
+    return (
+        f"{missing}, which Python does not find: install the package that has it, "
+        f"or run the command in the folder of {missing}.py"
+    )
+
+
+def _is_module(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "<module>"
 
 
 def _algorithm(saved: dict[str, Any], name: str) -> tuple[str, str]:
@@ -184,15 +205,32 @@ def _checked(model: Any, name: str) -> Policy:
     return _Masked(model) if is_masked else model
 
 
+def _import_own(module: str) -> ModuleType:
+    """The user's module. The current folder's comes first if a package of the same name is installed.
+
+    Raises ImportError, and what the module raises.
+    """
+    _look_here()
+    first = module.partition(".")[0]
+    found = None if first in sys.modules else PathFinder.find_spec(first, [os.getcwd()])
+    if found is not None and found.loader is not None:
+        sys.modules[first] = importlib.util.module_from_spec(found)
+        try:
+            found.loader.exec_module(sys.modules[first])
+        except BaseException:
+            del sys.modules[first]
+            raise
+    return importlib.import_module(module)
+
+
 def _load_own(name: str) -> Policy:
     """The user's own policy, MODULE:NAME. Raises ValueError."""
     module, colon, attribute = name.partition(":")
     known = f"known: {', '.join(POLICIES)}, FILE.npz, FILE.zip of stable-baselines3, MODULE:NAME, or a folder"
     if not colon:
         raise ValueError(f"no policy {name!r}; {known}")
-    _look_here()
     try:
-        made = getattr(importlib.import_module(module), attribute)
+        made = getattr(_import_own(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"cannot load policy {name!r} ({error}); {known}") from error
     if isinstance(made, type) or not hasattr(made, "predict"):

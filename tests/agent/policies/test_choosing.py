@@ -1,5 +1,6 @@
 """Policies by name: a model of stable-baselines3, a folder, and what is refused with the cure."""
 
+import os
 import subprocess
 import sys
 
@@ -89,6 +90,37 @@ def test_a_model_with_a_class_of_the_current_folder_is_loaded_as_what_it_is(mode
     done = subprocess.run(command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, timeout=120)
     assert "ValueError: ../model.zip has a class of the module my_memory" in done.stderr
     assert done.stderr.rstrip().endswith("run the command in the folder of my_memory.py")
+    (tmp_path / "my_memory.py").write_text("import einops_of_mine\n" + MINE)
+    command = [sys.executable, "-c", LOAD, "model.zip"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    # Before: "run the command in the folder of einops_of_mine.py".
+    assert done.stderr.rstrip().endswith(
+        "model.zip has a class of the module my_memory, which needs einops_of_mine. Python does not find it: "
+        "install this package"
+    )
+
+
+#: The current folder has a module of the policy, one of the same name as an installed one, and one that hides Python's.
+OWN_LOAD = (
+    "import sys\nsys.path.remove('')\nfrom dynamiccl.agent.policies.choosing import make_chooser\n"
+    "policy = make_chooser(sys.argv[1])\nimport this_is_installed, wave\n"
+    "print(type(policy).__module__, this_is_installed.__file__, wave.__name__)\n"
+)
+
+
+def test_the_current_folder_hides_no_installed_module_and_has_the_users_policy(tmp_path):
+    """Before: it came first on Python's path, so its files replaced packages and Python's own modules."""
+    here, installed = tmp_path / "here", tmp_path / "installed"
+    for folder in (here, installed):
+        folder.mkdir()
+        (folder / "this_is_installed.py").write_text("class Policy: ...\n" if folder == installed else OWN)
+    (here / "mine.py").write_text(OWN)
+    (here / "wave.py").write_text("raise SystemExit('not this one')\n")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(os.path.abspath, sys.path), str(installed)])}
+    for module, found in (("mine", installed), ("this_is_installed", here)):
+        command = [sys.executable, "-c", OWN_LOAD, f"{module}:Policy"]
+        done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=120)
+        assert done.stdout.split() == [module, str(found / "this_is_installed.py"), "wave"], done.stderr
 
 
 @pytest.mark.parametrize(
