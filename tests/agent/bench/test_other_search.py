@@ -80,13 +80,24 @@ def test_results_of_another_search_stay_on_record_only_if_they_hold(
     assert said["outdated"].startswith("dropped: its decisions give lost")
 
 
+def is_of_sources(path: str) -> bool:
+    """Whether a file is one of SOURCES, or lies in a folder of them."""
+    return any(path == source or path.startswith(f"{source}/") for source in SOURCES)
+
+
+def test_a_file_beside_a_folder_of_sources_is_none_of_them() -> None:
+    """Before: envs/search_env.py passed for one of envs/search, because its name begins alike."""
+    assert is_of_sources("envs/search/config.py") and is_of_sources("traces/names.py")
+    assert not is_of_sources("envs/search_env.py") and not is_of_sources("traces/names.pyi")
+
+
 def test_the_digest_has_every_source_that_playing_reads() -> None:
     """But for what only finds, packs and compiles."""
     names = "import sys, dynamiccl.envs.bench.submissions; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, check=True)
     read = {name.removeprefix("dynamiccl.") for name in done.stdout.split() if name.startswith("dynamiccl.")}
     files = {f"{name.replace('.', '/')}.py" for name in read}
-    free = {path for path in files if (ROOT / path).is_file() and not path.startswith(SOURCES)}
+    free = {path for path in files if (ROOT / path).is_file() and not is_of_sources(path)}
     assert free == {
         "envs/registration.py",
         "envs/bench/sources.py",
