@@ -151,7 +151,7 @@ class Launcher:
             return 127 if isinstance(error, FileNotFoundError) else 126
         try:
             if plan.tuner:
-                self.tuner = self._start(plan.tuner, {}, before, piped=False)
+                self.tuner = self._start(plan.tuner, _tuners_env(), before, piped=False)
         except OSError as error:
             self.say(f"the tuner cannot be started ({error.strerror}); the job runs without it")
         copy = Copy(plan.log) if plan.log else None  # threads from here on: there is no more fork
@@ -305,6 +305,18 @@ def _write(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+def _tuners_env() -> dict[str, str]:
+    """What is added to the tuner's environment.
+
+    ``python -m`` imports from the current folder first, where a job may have a ``queue.py``: the tuner does not. It has
+    to where that folder holds this package itself.
+    """
+    with contextlib.suppress(OSError):  # the current folder may be gone
+        if Path(__file__).parents[3] == Path.cwd():
+            return {}
+    return {"PYTHONSAFEPATH": "1"}
 
 
 def _since(begin: float, times: Sequence[float]) -> list[float]:

@@ -256,6 +256,28 @@ def test_a_signal_that_the_job_survived_leaves_the_tuner_its_minute(tmp_path, mo
     assert len(one._hurried_at) <= 2, "it keeps no list of all signals of a long job"
 
 
+def test_files_of_the_jobs_folder_are_no_modules_of_the_tuner(tmp_path, monkeypatch):
+    """Before: a ``queue.py`` beside the training script ended the tuner. The job finds its modules as without us."""
+    (tmp_path / "queue.py").write_text("raise SystemExit('not this one')\n")
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "said.py").write_text("import sys, queue\nprint(queue.Queue, file=sys.stderr)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(modules))
+    job = [sys.executable, "-S", "-m", "queue"]
+    _, err = start(tmp_path, job, [sys.executable, "-S", "-m", "said"]).communicate(timeout=60)
+    assert b"<class 'queue.Queue'>" in err and err.count(b"not this one") == 1
+    assert launcher._tuners_env() == {"PYTHONSAFEPATH": "1"}
+    monkeypatch.chdir(Path(launcher.__file__).parents[3])
+    assert launcher._tuners_env() == {}, "there it would not find this package"
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert launcher._tuners_env() == {"PYTHONSAFEPATH": "1"}
+
+
 def test_it_needs_the_standard_library_alone():
     tree = ast.parse(Path(launcher.__file__).read_text())
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
