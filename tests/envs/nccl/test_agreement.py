@@ -223,7 +223,7 @@ def test_a_rank_whose_plugin_refuses_a_switch_says_so_and_changes_no_further_tab
         over.wait(10)
         raise ConnectionError("none")
 
-    stub = SimpleNamespace(join=lambda: 1, part=lambda owner: None, switch=refuses)
+    stub = SimpleNamespace(join=lambda: 1, hold=lambda seconds: None, part=lambda owner: None, switch=refuses)
     agreement = Agreement(
         1, 2, stub, None, None, no_store, tell=lambda state, text, generation: said.append(text)
     )
