@@ -25,7 +25,7 @@ test: setup $(VENV)/frameworks
 
 # The rest: whole tuned jobs, restarts, killed and frozen processes, wheels on every Python; an hour. It names each test, so
 # that a run that is cut short says how far it came and what failed. CI runs those that take up to 25 seconds each.
-SLOW := -m pytest -v -n 2 --dist loadfile --no-loadscope-reorder
+SLOW := -m pytest -vv -n 2 --dist loadfile --no-loadscope-reorder
 test-slow: setup $(VENV)/frameworks
 	$(BIN)/python $(SLOW) -m "slow and not timing"
 test-ci: setup $(VENV)/frameworks

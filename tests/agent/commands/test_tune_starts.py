@@ -86,7 +86,9 @@ def test_a_tuner_that_was_started_by_hand_survives_what_slurm_sends(tmp_path, nu
     its terminal: OPERATING.md said that it ignores SIGHUP, as the launcher's tuner does."""
     folder = Path(json.loads(run("env", "--json").stdout)["DYNAMICCL_RUN"])
     words = [*DYNAMICCL, "tune", "--attach", str(folder), "--out", str(tmp_path)]
-    with subprocess.Popen(words, env=ENV, stderr=subprocess.PIPE, text=True) as tuner:
+    # Not as `nohup` leaves it to whoever runs the tests.
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)}
+    with subprocess.Popen(words, env=ENV, stderr=subprocess.PIPE, text=True, **heard) as tuner:
         said = iter(tuner.stderr.readline, "")
         assert any("waiting for the job's first steps" in line for line in said)
         tuner.send_signal(number)
