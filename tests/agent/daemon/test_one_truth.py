@@ -79,7 +79,7 @@ def run(request, tmp_path_factory):
     )
 
 
-#: Random runs: few and the same ones in ``make test``, other ones each time in ``make test-slow``.
+#: Random runs: few and the same ones in ``make test``, other ones each time in ``make test-random``.
 EXAMPLES = 2 if settings().derandomize else int(os.environ.get("EXAMPLES", "100"))
 
 
@@ -92,7 +92,7 @@ EXAMPLES = 2 if settings().derandomize else int(os.environ.get("EXAMPLES", "100"
 )
 @example(seed=12398820, steps=400, part=0.5, spread=0.02734375)
 def test_it_holds_in_runs_at_random(tmp_path_factory, seed, steps, part, spread):
-    """The same runs each time in ``make test``; ``make test-slow`` draws others and prints its seed."""
+    """The same runs each time in ``make test``; ``make test-random`` draws others and prints its seed."""
     one = tuned_run(tmp_path_factory.mktemp("random"), seed, steps, part, spread)
     test_no_two_places_tell_different_figures(one)
     test_no_row_in_force_is_told_to_be_slower_and_none_has_a_part_of_what_was_only_seen_together(one)
