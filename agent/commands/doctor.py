@@ -69,22 +69,22 @@ def _tell(looked_at: dict[str, str], findings: list[Finding]) -> None:
 
 
 def _read(runs: list[Path]) -> list[Trace]:
-    """The traces of these runs or recordings."""
+    """The traces of these runs or recordings, with the ranks of the job in their events."""
     from ...traces.importers.recording import read_recording
     from ...traces.outside import TraceError
+    from ..report.slow_rank import events_of_job
 
     with refusing(TraceError):
-        return [read_recording([results(path)]) for path in runs]
+        traces = [read_recording([results(path)]) for path in runs]
+    return [replace(trace, events=events_of_job(trace)) for trace in traces]
 
 
 def _settings(traces: list[Trace]) -> tuple[str, list[Finding]]:
     """Whether all ranks ran each collective with the same setting: in words, and what must change."""
     from ...traces.queries.consistency import across_nodes
     from ..checks.doctor import Finding
-    from ..report.slow_rank import events_of_job
 
-    named = [replace(trace, events=events_of_job(trace)) for trace in traces]
-    found = across_nodes(named)
+    found = across_nodes(traces)
     settings, sizes = found.settings, found.sizes
     if not sizes.calls_checked:
         return "not known: no collective was recorded on two ranks", []
@@ -116,9 +116,9 @@ def _slow_rank(traces: list[Trace]) -> str:
     """Whether the ranks of a recorded job wait for one of them, in words."""
     import pandas as pd
 
-    from ..report.slow_rank import TOO_FEW, events_of_job, find_in
+    from ..report.slow_rank import TOO_FEW, find_in
 
-    events = pd.concat([events_of_job(trace) for trace in traces], ignore_index=True)
+    events = pd.concat([trace.events for trace in traces], ignore_index=True)
     steps = pd.concat([trace.steps for trace in traces], ignore_index=True)
     slow = find_in(events, steps)
     if slow is None:

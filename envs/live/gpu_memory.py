@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ...traces.queries.slots import SlotProfile
+from ...traces.queries.slots import SlotProfile, of_class
 from ...traces.reasons import RowRefused
 from ...traces.records import PAIRS, Slot
 from ...traces.spaces import N_CHANNELS, N_PAIRS
@@ -67,8 +67,7 @@ def take_out(
 
 def _not_connected(events: pd.DataFrame, slot: Slot, algo: str) -> int:
     """The most communicators of the slot's class that one process uses, and that have not run the algorithm."""
-    is_same = (events["n_ranks"] == slot.n_ranks) & (events["n_nodes"] == slot.n_nodes)
-    of_class = events[is_same]
-    has_run = of_class["algo"].eq(algo).groupby([of_class["pid"], of_class["comm_id"]]).any()
+    calls = of_class(events, slot)
+    has_run = calls["algo"].eq(algo).groupby([calls["pid"], calls["comm_id"]]).any()
     lacks = (~has_run).groupby(level="pid").sum()
     return int(lacks.max())

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ...traces.queries.slots import SlotProfile
+from ...traces.queries.slots import SlotProfile, of_class
 from ...traces.reasons import RowRefused
 from ...traces.records import PAIRS, Offer
 from ...traces.spaces import N_CHANNELS, N_PAIRS
@@ -37,10 +37,9 @@ def take_out_simple(
     texts = []
     for profile, mask in zip(profiles, masks, strict=True):
         slot = profile.slot
-        is_same = (events["n_ranks"] == slot.n_ranks) & (events["n_nodes"] == slot.n_nodes)
-        of_class = events[is_same]
-        has_ll = (of_class["proto"] == "ll").any()
-        has_registered = of_class["comm_id"].isin(registers).any()
+        calls = of_class(events, slot)
+        has_ll = (calls["proto"] == "ll").any()
+        has_registered = calls["comm_id"].isin(registers).any()
         is_new = slot.n_nodes > 1 and profile.proto != "simple"
         if is_new and has_ll and has_registered:
             mask.reshape(N_PAIRS, N_CHANNELS)[_SIMPLE] = False

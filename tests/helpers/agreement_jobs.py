@@ -217,8 +217,8 @@ def store_late(folder: RunFolder) -> Found:
     return tries(folder, 2, program, beside=beside)
 
 
-def store_fails_after_the_votes(folder: RunFolder) -> Found:
-    """For three seconds the store answers nothing to do with a decision, when the limits are set."""
+def store_fails_after_the_votes(folder: RunFolder, seconds: float = 3.0) -> Found:
+    """For so long the store answers nothing to do with a decision, when the limits are set."""
 
     def program(rank: LightRank) -> None:
         for i in range(150):
@@ -226,24 +226,15 @@ def store_fails_after_the_votes(folder: RunFolder) -> Found:
 
     def beside(server: StoreServer, pids: list[int]) -> None:
         _until(server, "2")
-        server.silent_for("decision", 3.0)
+        server.silent_for("decision", seconds)
 
     return tries(folder, 2, program, beside=beside)
 
 
 def store_hangs(folder: RunFolder) -> Found:
-    """When the limits are set the store falls silent for good, with its connections open. A call is held for 2 s."""
+    """The same for good, with its connections open. A call is held for 2 s."""
     agreement.HOLD_S = 2
-
-    def program(rank: LightRank) -> None:
-        for i in range(150):
-            rank.step(i, 4, 0.02)
-
-    def beside(server: StoreServer, pids: list[int]) -> None:
-        _until(server, "2")
-        server.silent_for("decision", 3600.0)
-
-    return tries(folder, 2, program, beside=beside)
+    return store_fails_after_the_votes(folder, 3600.0)
 
 
 def store_drops(folder: RunFolder) -> Found:

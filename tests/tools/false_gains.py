@@ -28,7 +28,7 @@ PART = 25
 
 
 def played(name, seed, n):
-    """(jobs that ever kept a table, comparisons, steps lost) of ``n`` jobs that are drawn with ``seed``."""
+    """(jobs that ever kept a table, steps that each lost) of ``n`` jobs that are drawn with ``seed``."""
     plain = STANDARD.only("plain")
     world = replace(plain.parts[0], noise=NODE)
     jobs = without_gain(draw_jobs(replace(plain, parts=(world,)), np.random.default_rng([71, seed]), n))

@@ -86,6 +86,12 @@ def _offers(offer: Offer | None, algo: str, proto: str) -> bool:
     return 0 <= cost < NO_OFFER
 
 
+def of_class(events: pd.DataFrame, slot: Slot) -> pd.DataFrame:
+    """The events of all functions on communicators of the slot's class."""
+    is_same = (events["n_ranks"] == slot.n_ranks) & (events["n_nodes"] == slot.n_nodes)
+    return events[is_same]
+
+
 def find_slots(
     events: pd.DataFrame,
     offers: Mapping[tuple[int, str, int], Offer],
