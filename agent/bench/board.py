@@ -22,6 +22,7 @@ REMARKS = {
     "static-best": "(each collective's quickest config alone; the sweep is not counted)",
     "random": "(random settings)",
     "coordinate-descent": "(as AutoCCL)",
+    "nvidia-price": "(NCCL's own price of an SM)",
     "sweep": "(as FlagCX)",
     "oracle": "(knows the truth)",
 }

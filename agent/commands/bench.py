@@ -57,7 +57,7 @@ def bench(
     takes more than 1 s of processor time, or 20 jobs take more than --limit, the policy is refused. Limits of a search:
     20 windows, or three per slot; 250 trial windows after the verdict; and the budget, as in tune.
 
-    One policy plays a job in 1.2 to 3 s of a core. Without --policy and --jobs all seven known policies play all
+    One policy plays a job in 1.2 to 3 s of a core. Without --policy and --jobs all eight known policies play all
     1,000 jobs: 2 to 6 hours of a core. The board on file has 120 jobs of standard, 60 of held-out and 60 of unseen.
 
     \b

@@ -39,7 +39,7 @@ _ALGORITHMS = (
 #: Packages of the extra ``train``. The command line tells how to install one that is missing.
 _PACKAGES = ("stable_baselines3", "sb3_contrib", "torch")
 #: Those of ``classical.CLASSICAL``.
-CLASSICAL = ("default", "random", "coordinate-descent", "sweep")
+CLASSICAL = ("default", "random", "coordinate-descent", "sweep", "nvidia-price")
 #: Policies that can be asked for by name.
 POLICIES = (LSTM, RULE, *CLASSICAL)
 

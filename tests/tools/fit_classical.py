@@ -18,6 +18,8 @@ GRID = {
     "random": [{"horizon": h} for h in (2, 4, 8, 16)],
     "sweep": [{}],
     "coordinate-descent": [{"horizon": h} for h in (4, 8, 16, 30)],
+    # NVIDIA's own values, by model and GPU.
+    "nvidia-price": [{"price": p, "horizon": h} for p in (0.01, 0.02, 0.025) for h in (12, 24)],
 }
 ENDS = [{"patience": p} for p in (1, 2)]
 CARES = [{"care": c} for c in (0.05, 0.1, 0.2, 0.5)]

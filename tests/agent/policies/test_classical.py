@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from dynamiccl.agent.policies import choosing
 from dynamiccl.agent.policies.choosing import make_chooser
-from dynamiccl.agent.policies.classical import CLASSICAL, Turn
+from dynamiccl.agent.policies.classical import CLASSICAL, NvidiaPrice, Turn
 from dynamiccl.agent.policies.lstm import LstmPolicy
 from dynamiccl.envs.bench.job_arena import play
 from dynamiccl.envs.search.interfaces import actions_of
@@ -75,6 +75,48 @@ def test_a_config_whose_window_was_given_up_comes_again_only_after_the_others():
     t = turn([a, b], {})
     t.asked[a] = 1
     assert t.untried == [a, b] and t.first([a, b]) == b and t.first([]) == t.best
+
+
+LL128 = PAIRS.index(("ring", "ll128"))
+
+
+def ask_all(policy: NvidiaPrice, t: Turn, times: dict[int, float]) -> list[int]:
+    """What the rule asks for until it keeps to what has run, each answered by ``times``."""
+    asked: list[int] = []
+    while (chosen := policy.choose(t)) not in (0, *asked):
+        asked.append(chosen)
+        t.asked[chosen] += 1
+        t.call[chosen] = times[chosen]
+    return asked
+
+
+def test_nvidias_price_takes_the_fewest_channels_that_cost_little_time():
+    """AUTO runs Simple with 16 channels. 4 of them take 2 % longer and 2 a third; LL128 is slower with all of them."""
+    times = {config(RING, 8): 1.01, config(RING, 4): 1.02, config(RING, 2): 1.3, config(LL128, 0): 1.2}
+    t = turn([*times, config(LL128, 2), config(LL128, 4), config(LL128, 8)], {}, own_channels=16)
+    policy = NvidiaPrice()
+    counts = [config(RING, n) for n in (8, 4, 2)]
+    assert ask_all(policy, t, times) == [config(LL128, 0), *counts]
+    assert policy.best(t) == config(RING, 4)
+
+
+def test_nvidias_price_weighs_time_against_channels():
+    """LL128 takes 10 % longer and needs 2 channels, 1.10 x 1.02; Simple needs all 16, 1.16."""
+    ring = {config(RING, 8): 1.2}
+    other = {config(LL128, 0): 1.1, config(LL128, 8): 1.1, config(LL128, 4): 1.1, config(LL128, 2): 1.1}
+    t = turn([*ring, *other], {}, own_channels=16)
+    policy = NvidiaPrice()
+    ask_all(policy, t, ring | other)
+    assert policy.best(t) == config(LL128, 2)
+
+
+def test_nvidias_price_leaves_a_config_whose_calls_are_never_sampled():
+    t = turn([config(LL128, 0)], {}, own_channels=2)
+    policy = NvidiaPrice()
+    for _ in range(2):
+        assert policy.choose(t) == config(LL128, 0)
+        t.asked[config(LL128, 0)] += 1
+    assert policy.choose(t) == policy.best(t) == 0
 
 
 def test_weights_of_a_file_are_a_policy(tmp_path):
