@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import gymnasium as gym
 import numpy as np
 
+from ...traces.fingerprint import FEATURES
 from ...traces.records import PAIRS
 from ...traces.spaces import N_CHANNELS, N_CONFIGS
 
@@ -43,6 +44,8 @@ WHAT = (GO_ON, RUN, COMPARE, LEAVE)
 RUN_LONGER, LOOK, SEARCH_AGAIN = range(4, 7)
 #: Their number.
 N_WHAT = 7
+#: Place of a slot's share among its features.
+SHARE = list(FEATURES).index("share")
 #: Actions of a policy: each config with each of what may come next.
 N_ACTIONS = N_CONFIGS * N_WHAT
 
@@ -111,7 +114,10 @@ class Job:
         before."""
         us = np.where(np.isfinite(call_us), call_us, self.call_us)
         longer = np.where(np.isfinite(call_us / self.call_us), us / self.call_us / step, 1.0)
-        return replace(self, call_us=us, share=np.clip(self.share * longer, 1e-3, 1.0))
+        share = np.clip(self.share * longer, 1e-3, 1.0)
+        features = self.features.copy()
+        features[:, SHARE] = share
+        return replace(self, call_us=us, share=share, features=features)
 
 
 class Windows(Protocol):

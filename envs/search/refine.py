@@ -132,6 +132,9 @@ class Refine:
             self._monitor.look_at_default()
             self.trials_left -= 1
             return None
+        if what == LEAVE:
+            self.trials_left = 0
+            return self._go_on()
         self._wanted[self.turn] = config
         self._turns += 1
         self.turn = (self.turn + 1) % n_slots
@@ -144,8 +147,6 @@ class Refine:
             self._passed = 0 if is_new else self._passed + self._turns
             self._wanted = current.copy()
             self._turns = 0
-        if what == LEAVE:
-            self.trials_left = 0
         return self._go_on()
 
     def _go_on(self) -> Next:

@@ -211,16 +211,19 @@ class Search:
         limit_ms = state.guard.limit_ms(configs, default_ms)
         steps, is_aborted = _measuring_steps(plan, seen.step_ms, limit_ms)
         ms = trimmed_mean(steps)
-        in_default_steps = seen.billed_ms / default_ms
-        saved = seen.billed - in_default_steps
+        is_default = not configs.any()
+        if is_default and not is_aborted:
+            state.saw_default(ms)
+            default_ms = state.default_ms_now
         anyway = seen.billed * state.current.saved
         # The job's own long steps, such as checkpoints, are not charged to the search. An aborted step is.
         if is_aborted:
-            account.lost -= saved
+            saved = seen.billed - seen.billed_ms / default_ms
             usual_ms = default_ms
         else:
-            account.lost -= seen.billed * (1 - ms / default_ms)
+            saved = seen.billed * (1 - ms / default_ms)
             usual_ms = ms
+        account.lost -= saved
         state.long_steps.add(configs, seen.step_ms, usual_ms)
         if plan.kind != WATCH or not configs.any():
             self._learn(plan, seen, steps, ms, is_aborted)
@@ -245,20 +248,18 @@ class Search:
             ratio = math.log(current_ms / ms)
             quads = Quads.single(ratio)
         gain = self.gain[0]
-        in_default_steps = seen.billed_ms / default_ms
-        saved = seen.billed - in_default_steps
         by_current = state.current.saved
         anyway = seen.billed * by_current
         if is_aborted:
-            account.lost -= saved
+            saved = seen.billed - seen.billed_ms / default_ms
             usual_ms = default_ms
         else:
             by_tried = 1 - math.exp(-gain - quads.ratio)
             n_tried = len(seen.tried)
             n_current = seen.billed - n_tried
-            account.lost -= n_tried * by_tried
-            account.lost -= n_current * by_current
+            saved = n_tried * by_tried + n_current * by_current
             usual_ms = ms
+        account.lost -= saved
         long_steps = state.long_steps
         long_steps.add(plan.configs, seen.tried, usual_ms)
         long_steps.add(self.confirmed, seen.current, current_ms)

@@ -156,14 +156,17 @@ class DefaultCalls:
         self._windows = np.ones(len(call_us))
 
     def changed(self, call_us: Array) -> None:
-        """The job has changed."""
+        """The job has changed: what was measured before counts no more."""
         self.logs = np.log(call_us)
+        self._windows = np.ones(len(call_us))
 
     def add(self, logs: Array, is_default: Array) -> None:
         """Log times (s,) of a window, in the slots that ran the default (s,)."""
         known = is_default & np.isfinite(logs)
-        self._windows += known
-        self.logs = self.logs + np.where(known, (logs - self.logs) / self._windows, 0.0)
+        is_first = known & np.isnan(self.logs)
+        self._windows += known & ~is_first
+        before = np.where(is_first, logs, self.logs)
+        self.logs = before + np.where(known, (logs - before) / self._windows, 0.0)
 
 
 @dataclass
@@ -227,12 +230,18 @@ class State:
 
     @property
     def default_ms_now(self) -> float:
-        """Step time of the default now: from the last turns, or as the belief follows it."""
+        """Step time of the default now: from the last turns or the default's own windows since, else as the belief
+        follows it."""
         return self.turns.default_ms or self.default_ms * math.exp(float(self.belief.mean[0]))
 
     def saw_current(self, ms: float) -> None:
         """Turns of the current table took so long."""
         self.turns.default_ms = ms * math.exp(self.current.gain[0])
+
+    def saw_default(self, ms: float) -> None:
+        """A window of the default took so long. Without turns the belief follows it."""
+        if self.turns.default_ms:
+            self.turns.default_ms = ms
 
     @property
     def spent(self) -> float:

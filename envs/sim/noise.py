@@ -309,6 +309,19 @@ class Noise(Columns):
             out[:, t] = measured
         return out
 
+    def skip(self, n_steps: Array, rng: RandomNumbers) -> None:
+        """Let the next ``n_steps`` (n,) steps pass unmeasured. What lasts moves on: whether a step is measured changes
+        no later one."""
+        drift = self.drift
+        lasting = bool(drift.size.any())
+        most = longest(n_steps)
+        numbers = self._numbers(rng, n_steps, most, lasting)
+        for t in range(most):
+            on = n_steps > t
+            self._move(on, numbers.shock[t], numbers.flips[t])
+            if lasting:
+                drift.step(on, numbers.slow[t])
+
     def _numbers(self, rng: RandomNumbers, n_steps: Array, most: int, lasting: bool) -> Shocks:
         """Random numbers of the next ``n_steps`` (n,) steps, (most, n)."""
         if isinstance(rng, NoiseStream):

@@ -122,10 +122,10 @@ class Jobs(JobsAtMoment):
         seen_us = noise.calls(call_us, sampled, rng, is_every)
         return measured, seen_us
 
-    def advance(self, n_steps: Array | int) -> None:
-        """Let ``n_steps`` pass unmeasured."""
-        noise = self.noise
-        noise.at = noise.at + np.asarray(n_steps, int)
+    def advance(self, n_steps: Array | int, rng: RandomNumbers) -> None:
+        """Let ``n_steps``, or (n,) of them, pass unmeasured."""
+        counts = np.broadcast_to(np.asarray(n_steps, int), (len(self),))
+        self.noise.skip(counts, rng)
 
     def settled(self, which: Array) -> Self:
         """The same jobs, in their regime ``which`` (n,) for good."""

@@ -167,7 +167,7 @@ class SimWindows:
             few = self.few.take(changed)
             step_us, _ = self.jobs.step_us(running, changed, few)
             waited_us[changed] = SWITCH_STEPS * step_us
-        self.jobs.advance(waited)
+        self.jobs.advance(waited, self.rng)
         return waited, waited_us
 
     @staticmethod
