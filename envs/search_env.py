@@ -92,11 +92,12 @@ class SearchEnv(gym.Env[Array, np.int64]):
 
     ## Rewards Default steps saved, divided by 100, as soon as they are known. Measured step times alone decide them. A
     turn earns what its billed steps saved, compared with the current table: a trial that is slower costs, one that is
-    equal earns nothing. When the current table changes, a turn earns by how much the measured saving of a step has
-    changed, for all steps that are left of a job of :data:`HORIZON` steps. At the end the account is settled: in
-    :data:`REWARD_PAIRS` more windows of the table and of the default the saving is measured once more, because those
-    that confirmed it were lucky ones, and the difference is paid. An early verdict earns more, and fruitless trials
-    cost.
+    equal earns nothing. A window counts with the trimmed mean of its steps, so that the job's own long steps, such as
+    checkpoints, cost no turn; a window that ended because a step was too slow counts with all its time. When the
+    current table changes, a turn earns by how much the measured saving of a step has changed, for all steps that are
+    left of a job of :data:`HORIZON` steps. At the end the account is settled: in :data:`REWARD_PAIRS` more windows of
+    the table and of the default the saving is measured once more, because those that confirmed it were lucky ones, and
+    the difference is paid. An early verdict earns more, and fruitless trials cost.
 
     ## Episode End
     Terminated if nothing is left to try after the verdict. Truncated if the job is over, which it is after

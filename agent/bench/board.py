@@ -32,8 +32,11 @@ def _between(interval: Sequence[float], form: str = ",.0f") -> str:
     return f"[{interval[0]:{form}}, {interval[1]:{form}}]"
 
 
-def _steps(spread: Sequence[float] | None) -> str:
-    return "-" if spread is None else f"{spread[1]:,.0f}, {spread[2]:,.0f}"
+def _steps(spread: Sequence[float | None] | None) -> str:
+    """Median and p90; an event that too few jobs saw for it is told as never."""
+    if spread is None:
+        return "-"
+    return ", ".join("never" if value is None else f"{value:,.0f}" for value in spread[1:])
 
 
 def _of_search(row: Row, key: str) -> str:

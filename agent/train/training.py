@@ -130,11 +130,16 @@ class Training:
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"no checkpoint to resume in {self.folder}: {error}") from error
         self.seconds, self.curve = told["seconds"], told["curve"]
-        self.model.num_timesteps = self.curve[-1]["turns"]
+        done = self.curve[-1]["turns"]
+        self.model.num_timesteps = done
+        # Other jobs and other draws than those that were learned from.
+        seed = self.settings.seed + done
+        self.model.set_random_seed(seed)
 
     def begin_with(self, weights: LstmPolicy) -> None:
         """Go on from weights that were trained before: those of the actor; the critic begins anew."""
         self.policy.take(weights.weights)
+        self._first = self.policy.export()
 
     def save(self) -> None:
         """Write the checkpoint; a kill in the middle leaves the one before."""
@@ -193,6 +198,11 @@ class _AfterRollout(BaseCallback):
     def _on_step(self) -> bool:
         return True
 
+    def _on_rollout_start(self) -> None:
+        """The weights have learned from the rollout before: stable-baselines3 updates them between the two."""
+        if self.training.curve:
+            self.training.save()
+
     def _on_rollout_end(self) -> None:
         t, now = self.training, time.perf_counter()
         t.seconds = t.seconds + now - self.began
@@ -211,7 +221,6 @@ class _AfterRollout(BaseCallback):
             "seconds": round(t.seconds, 1),
         }
         t.curve.append(row)
-        t.save()
         self.progress(self.num_timesteps, t.settings.turns, row)
 
 

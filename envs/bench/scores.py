@@ -206,6 +206,17 @@ def _spread(values: Array) -> list[float] | None:
     return _rounded(spread, 1)
 
 
+def _spread_of_firsts(values: Array) -> list[float | None] | None:
+    """p10, median, p90 of steps to an event that some jobs never saw: these count as infinite, and None in the list is
+    "never". None where no job saw it."""
+    is_known = np.isfinite(values)
+    if not is_known.any():
+        return None
+    steps = np.where(is_known, values, np.inf)
+    spread = np.percentile(steps, [10, 50, 90], method="inverted_cdf")
+    return [round(float(value), 1) if np.isfinite(value) else None for value in spread]
+
+
 def summary(s: Scores) -> dict[str, Any]:
     """Figures of one entrant for people and programs; intervals are over jobs, spreads are p10, median and p90."""
     found = s.oracle_gain >= 0.01  # steps to a first gain mean little where there is none
@@ -213,7 +224,7 @@ def summary(s: Scores) -> dict[str, Any]:
     delivered = float(s.gain.sum() / possible)
     return {
         "jobs": len(s.gain),
-        "steps_to_first_gain": _spread(s.first_gain[found]),
+        "steps_to_first_gain": _spread_of_firsts(s.first_gain[found]),
         "steps_to_verdict": _spread(s.verdict),
         "steps_to_quiet": _spread(s.quiet),
         "gain_delivered": round(delivered, 4),

@@ -54,6 +54,11 @@ class Turns:
         return float(np.median(self.durations_ms[self.arms == TRIAL]))
 
     @property
+    def current_ms(self) -> float:
+        """Median step under the current table."""
+        return float(np.median(self.durations_ms[self.arms == CURRENT]))
+
+    @property
     def has_both(self) -> bool:
         """Whether steps of both tables count."""
         return bool((self.arms == TRIAL).any() and (self.arms == CURRENT).any())

@@ -185,7 +185,8 @@ class LiveWindows:
         discarded = billed - counted - waited
         billed_ms = float(durations_ms.sum()) + discarded * step_ms
         billed_ms += waited * self._before_ms
-        self._before_ms = step_ms
+        # Steps that wait for the next table run what ran last: after turns that is the current table.
+        self._before_ms = window.current_ms if isinstance(window, Turns) else step_ms
         steps_ms = np.asarray(durations_ms, np.float64)
         first = int(window.steps[0])
         last = int(window.steps[-1])
@@ -212,7 +213,10 @@ class LiveWindows:
             n_slots = len(self.profiles)
             return np.full(n_slots, np.nan)
         sized = with_sizes(events)
-        is_timed = sized["us"].notna()
+        # Of calls in a group a slot's profile has the time of the whole group, which NCCL asks about. So it is here.
+        part = sized["n_bytes"] / sized["asked"]
+        sized = sized.assign(us=sized["us"] / part)
+        is_timed = sized["us"].notna() & (sized["asked"] > 0)
         timed = sized[is_timed]
         ranks = timed.groupby(SLOT_COLUMNS)["rank"]
         is_first = timed["rank"] == ranks.transform("min")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
 
 from ...traces import spaces
 from ...traces.files import Trace
+from ...traces.queries.skew import durations
 from ...traces.queries.slots import SlotProfile
-from ...traces.records import PAIRS
+from ...traces.records import PAIRS, Slot
 from ..nccl_model import clusters, cost_model
 from ..nccl_model.clusters import Cluster, ClusterArrays
 from ..sim.fabric.fabric import Fabric
@@ -23,6 +25,8 @@ Array = np.ndarray[Any, Any]
 
 #: Algorithm and protocol.
 Pair = tuple[str, str]
+#: Ranks and nodes of a communicator.
+Size = tuple[int, int]
 
 #: What part of a slot's time the step is taken to wait for, before anything was measured ...
 _PRIOR_WAIT = 0.6
@@ -32,39 +36,23 @@ _PRIOR_WEIGHT = 0.02
 _MOST_WAIT = 1.2
 
 
-class Times:
-    """Times of single collectives: sampled ones of the trace, and a nominal fabric fitted to them."""
+@dataclass(frozen=True)
+class Network:
+    """What the communicators of one size run through, fitted to nothing yet."""
 
-    def __init__(self, trace: Trace, events: pd.DataFrame, profiles: list[SlotProfile]) -> None:
-        first = profiles[0].fingerprint
-        n_ranks = int(first.n_ranks[0])
-        n_nodes = int(first.n_nodes[0])
+    cluster: Cluster
+    fabric: Fabric
+
+    @classmethod
+    def of(cls, trace: Trace, n_ranks: int, n_nodes: int) -> Network:
+        """That of ``n_ranks`` on ``n_nodes`` of the trace's machine."""
         cluster = cluster_of(trace, n_ranks, n_nodes)
-        self.cluster = cluster
         fleet = ClusterArrays.of([cluster])
         # Deliberately without a preset's own parameters: a replay must not know what the trace did not see.
         parameters = nominal(fleet)
-        self.fabric = Fabric(fleet, parameters)
-        self._models: dict[tuple[str, Pair], Measured] = {}
-        misses: dict[str, list[float]] = defaultdict(list)
-        for key, group in _sampled(events).groupby(["func", "algo", "proto"]):
-            func, algo, proto = map(str, key)
-            pair = algo, proto
-            if pair not in PAIRS:
-                continue
-            formula = functools.partial(self._formula, func, pair)
-            n_bytes = group["n_bytes"].to_numpy()
-            n_channels = group["n_channels"].to_numpy()
-            us = group["us"].to_numpy()
-            model = Measured(n_bytes, n_channels, us, formula)
-            self._models[func, pair] = model
-            largest = model.misses[-1]  # that of the largest message
-            misses[func].append(float(largest))
-        self._shift = dict[str, float]()
-        for func, values in misses.items():
-            self._shift[func] = float(np.median(values))
+        return cls(cluster, Fabric(fleet, parameters))
 
-    def _formula(self, func: str, pair: Pair, n_bytes: Array, n_channels: Array) -> Array:
+    def logs(self, func: str, pair: Pair, n_bytes: Array, n_channels: Array) -> Array:
         """log us of points, by the fabric."""
         us = []
         for size, count in zip(n_bytes, n_channels, strict=True):
@@ -73,26 +61,57 @@ class Times:
             us.append(one_us)
         return np.log(us)
 
-    def us(self, func: str, pair: Pair, n_bytes: int, n_channels: int) -> float:
-        """Microseconds of one call on the trace's machine."""
-        key = func, pair
-        model = self._models.get(key)
+
+class Times:
+    """Times of single collectives: sampled ones of the trace, and a nominal fabric fitted to them, for each size of
+    communicator by itself: 2 ranks of a node and 64 of eight nodes are as quick only by chance."""
+
+    def __init__(self, trace: Trace, events: pd.DataFrame, profiles: list[SlotProfile]) -> None:
+        self._networks: dict[Size, Network] = {}
+        for profile in profiles:
+            size = profile.slot.n_ranks, profile.slot.n_nodes
+            self._networks[size] = Network.of(trace, *size)
+        self._models: dict[tuple[Size, str, Pair], Measured] = {}
+        misses: dict[tuple[Size, str], list[float]] = defaultdict(list)
+        for key, group in _sampled(events).groupby(["n_ranks", "n_nodes", "func", "algo", "proto"]):
+            n_ranks, n_nodes, func, algo, proto = cast(tuple[int, int, str, str, str], key)
+            size, pair = (int(n_ranks), int(n_nodes)), (str(algo), str(proto))
+            if pair not in PAIRS or size not in self._networks:
+                continue
+            formula = functools.partial(self._networks[size].logs, func, pair)
+            n_bytes = group["n_bytes"].to_numpy()
+            n_channels = group["n_channels"].to_numpy()
+            us = group["us"].to_numpy()
+            model = Measured(n_bytes, n_channels, us, formula)
+            self._models[size, func, pair] = model
+            largest = model.misses[-1]  # that of the largest message
+            misses[size, func].append(float(largest))
+        self._shift = dict[tuple[Size, str], float]()
+        for of_func, values in misses.items():
+            self._shift[of_func] = float(np.median(values))
+
+    def network(self, slot: Slot) -> Network:
+        """What a profile's calls run through."""
+        return self._networks[slot.n_ranks, slot.n_nodes]
+
+    def us(self, slot: Slot, pair: Pair, n_bytes: int, n_channels: int) -> float:
+        """Microseconds of one call of a slot on the trace's machine."""
+        size = slot.n_ranks, slot.n_nodes
+        model = self._models.get((size, slot.func, pair))
         if model is not None:
             return model.predict_us(n_bytes, n_channels)
-        size = np.array([n_bytes])
-        count = np.array([n_channels])
-        base = self._formula(func, pair, size, count)[0]
-        shift = self._shift.get(func, 0.0)
+        one_size = np.array([n_bytes])
+        one_count = np.array([n_channels])
+        base = self.network(slot).logs(slot.func, pair, one_size, one_count)[0]
+        shift = self._shift.get((size, slot.func), 0.0)
         return float(np.exp(base + shift))
 
 
 def _sampled(events: pd.DataFrame) -> pd.DataFrame:
-    """The events whose kernels were timed, with their ``us``."""
-    timed = events.dropna(subset=["start_ns", "end_ns"])
-    took_ns = timed["end_ns"] - timed["start_ns"]
-    us = took_ns.astype(float) / 1e3
-    timed = timed.assign(us=us)
-    return timed[us > 0]
+    """The events whose kernels were timed, with their ``us``; without the wait for the last rank where that is known,
+    as in a slot's profile."""
+    timed = events.join(durations(events))
+    return timed[timed["us"] > 0]
 
 
 def cluster_of(trace: Trace, n_ranks: int, n_nodes: int) -> Cluster:
@@ -115,14 +134,14 @@ def predict(
 ) -> Array:
     """Relative step time that every allowed config of a slot should save, (N_CONFIGS,)."""
     fingerprint = profile.fingerprint
-    func = profile.slot.func
+    slot = profile.slot
     n_bytes = profile.n_bytes
     calls = profile.calls
-    cluster = times.cluster
-    slowdown = times.fabric.slowdown
+    network = times.network(slot)
+    slowdown = network.fabric.slowdown
     own_pair = PAIRS[int(fingerprint.own_pair[0])]
     own_channels = max(int(fingerprint.own_channels[0]), 1)
-    default_us = times.us(func, own_pair, n_bytes, own_channels)
+    default_us = times.us(slot, own_pair, n_bytes, own_channels)
     default_slows_us = default_us * slowdown(own_channels)
     waits = np.zeros(spaces.N_CONFIGS)
     slows = np.zeros(spaces.N_CONFIGS)
@@ -135,8 +154,8 @@ def predict(
         wanted = decision.n_channels
         ran = own_channels
         if wanted or pair != own_pair:
-            ran, _ = cost_model.channels(cluster, func, n_bytes, *pair, wanted)
-        us = times.us(func, pair, n_bytes, ran)
+            ran, _ = cost_model.channels(network.cluster, slot.func, n_bytes, *pair, wanted)
+        us = times.us(slot, pair, n_bytes, ran)
         saved_us = default_us - us
         waits[config] = calls * saved_us / step_us
         slows_us = min(us, default_us) * slowdown(ran)

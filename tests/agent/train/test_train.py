@@ -70,3 +70,26 @@ def test_a_run_goes_on_from_its_checkpoint_and_says_what_made_the_weights(tmp_pa
     ):
         with pytest.raises(ValueError, match=why):
             Training(settings, tmp_path / folder).resume()
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_keeps_each_update_and_goes_on_with_other_jobs(tmp_path):
+    """Before: a checkpoint held the weights of before its last update, and training began with its first jobs again."""
+    training = Training(SMALL, tmp_path)
+    first = training.policy.export()
+    began = training.model.get_env().reset()
+
+    def killed(done, total, row):
+        if done == 64:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        training.run(killed)
+    updated = training.policy.export()
+    again = Training(SMALL, tmp_path)
+    again.resume()
+    assert again.model.num_timesteps == 32
+    kept = again.policy.export()
+    assert all(np.array_equal(updated[name], kept[name]) for name in first)
+    assert any(not np.array_equal(first[name], kept[name]) for name in first)
+    assert not np.array_equal(again.model.get_env().reset(), began)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from dynamiccl.agent.bench.board import _steps
 from dynamiccl.envs.bench.scores import HORIZON, LossAccount, Scores, by_stratum, ranks, summary
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from oracle import oracle
@@ -100,3 +101,14 @@ def test_the_first_use_of_an_algorithm_is_on_the_bill(calm):
     before = book.scores().lost
     book.jobs.first_use.spent_us[:] = 3 * book.jobs.default_us
     assert book.scores().lost == pytest.approx(before + 3)
+
+
+def test_a_gain_that_was_never_found_is_later_than_any_other(calm):
+    """Before: such jobs were left out, so that who fails often looked fast."""
+    book, best, *_ = ledger(calm)
+    rows = np.flatnonzero(1 - calm[2] / calm[0].default_us >= 0.01)
+    found = rows[: 3 * len(rows) // 4]
+    book.first_gain[found] = 100.0
+    book.end(np.arange(len(best)), best)
+    assert summary(book.scores())["steps_to_first_gain"] == [100.0, 100.0, None]
+    assert _steps([100.0, 100.0, None]) == "100, never" and _steps(None) == "-"

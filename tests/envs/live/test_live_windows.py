@@ -7,7 +7,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from dynamiccl.agent.policies.rule import ExpectedImprovement
+from dynamiccl.envs.live.job import Window
 from dynamiccl.envs.live.job_ends import JobEnded, Withdrawn
+from dynamiccl.envs.live.turns import CURRENT, Turns
+from dynamiccl.envs.live.turns import TRIAL as TRIAL_ARM
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.live_env import LiveEnv
 from dynamiccl.envs.search.config import HORIZON
@@ -193,3 +196,38 @@ def test_windows_after_the_verdict_tell_no_times_of_calls_wherever_they_come_fro
         told, _ = windows.begin()
         plan = Plan(kind, np.zeros(len(told.share), np.int64), 8, 1)
         assert np.isfinite(windows.measure(plan).call_us).any() == (kind in (SEARCH, REFERENCE, TABLE))
+
+
+def test_calls_in_a_group_take_the_time_of_the_group_in_windows_as_in_the_profile():
+    """Before: a window told the time of one call, so that after the profile each setting seemed so many times as fast,
+    and a risky one looked harmless."""
+    job = FakeJob(truth)
+    reader = LiveWindows(job)
+    reader.begin()
+    job.window({}, 4)
+    events = job.take_events()
+    alone = reader._calls(events)
+    in_groups = events.assign(n_bytes=events["n_bytes"] // 4, asked_bytes=events["n_bytes"])
+    np.testing.assert_allclose(reader._calls(in_groups), 4 * alone)
+    assert np.isnan(reader._calls(in_groups.assign(asked_bytes=0).assign(n_bytes=1))).all()
+
+
+def test_steps_that_wait_after_turns_are_billed_as_steps_of_the_current_table():
+    """Before: by the trial's time, although the current table runs then."""
+    job = FakeJob(truth)
+    reader = LiveWindows(job)
+    told, _ = reader.begin()
+    none = np.zeros(len(told.share), np.int64)
+    times = np.array([100.0, 300.0, 300.0, 100.0])
+    turns = Turns((2,), np.arange(4), times, np.array([CURRENT, TRIAL_ARM, TRIAL_ARM, CURRENT]))
+    job.alternate = lambda *_: turns
+    reader.measure(Plan(TRIAL, none + 16, 4, turns=1, others=none))
+    before = job.last_step
+
+    def late(*words):
+        job.last_step = before + 11
+        return Window(3, np.arange(8), np.full(8, 100.0))
+
+    job.window = late
+    seen = reader.measure(Plan(WATCH, none, 8))
+    assert seen.billed == 11 and seen.billed_ms == pytest.approx(1100.0)

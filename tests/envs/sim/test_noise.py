@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim.noise import NODE, SHARED, Noise, NoiseFamily, NoiseStream
 from step_series import LONG, all_series, figures, simulated, spread
 
@@ -95,3 +96,23 @@ def test_noise_without_a_lasting_part_draws_nothing_for_it():
     Noise.draw(NoiseFamily(slow=(0.01, 0.02)), second, 5)
     assert first.random() != second.random()
     assert not Noise.draw(NoiseFamily(), first, 5).drift.size.any()
+
+
+@pytest.mark.parametrize("world", ["plain", "lasting"])
+def test_steps_that_nobody_measures_move_what_lasts(world):
+    """Before: steps of a switch left the level, the pace and the drift where they were, so that two policies met other
+    noise after their first switches."""
+    jobs = draw_jobs(STANDARD.only(world), np.random.default_rng(5), 12)
+    skipped = draw_jobs(STANDARD.only(world), np.random.default_rng(5), 12)
+    measures, skips = (NoiseStream(3, np.arange(12), jobs.width) for _ in range(2))
+    us, late = np.full(12, 1000.0), (np.zeros(12), np.zeros(12))
+    for n in (7, 3, 20, 3, 3):
+        steps = np.full(12, n)
+        jobs.noise.steps(us, steps, measures, late)
+        if n == 3:
+            skipped.noise.skip(steps, skips)
+        else:
+            skipped.noise.steps(us, steps, skips, late)
+    for name in ("level", "is_slow", "at"):
+        np.testing.assert_array_equal(getattr(jobs.noise, name), getattr(skipped.noise, name))
+    np.testing.assert_array_equal(jobs.noise.drift.level, skipped.noise.drift.level)
