@@ -169,7 +169,7 @@ class RunFolder:
         return cls(make_folder(name))
 
     def rings(self) -> list[Ring]:
-        """Rings of the job's processes, dead ones too until :meth:`remove`; opens those that are new since the last call."""
+        """Rings of the job's processes, dead ones included until :meth:`remove`; opens those that are new."""
         with os.scandir(self.path) as entries:
             for entry in entries:
                 key = (entry.name, entry.inode())
