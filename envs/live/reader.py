@@ -86,7 +86,8 @@ class Reader:
         """Take everything new out of the rings; remove those of processes that others have replaced."""
         rings = self.run.rings()
         silent = [ring for ring in rings if not self._take(ring)]
-        if silent and len(rings) > 1 and (over := [ring for ring in silent if self._is_over(ring)]):
+        if len(rings) > 1 and silent:
+            over = [ring for ring in silent if self._is_over(ring)]
             self.run.remove(over)
 
     def _take(self, ring: Ring) -> bool:
@@ -109,7 +110,9 @@ class Reader:
 
     def _is_over(self, ring: Ring) -> bool:
         """Whether nothing more can come from a ring. Asked in this order: a process may write until it ends."""
-        return not ring.is_alive() and (ring.name in self.damaged or ring.is_read())
+        if ring.is_alive():
+            return False
+        return ring.name in self.damaged or ring.is_read()
 
     def _read(self, records: np.ndarray[Any, Any], pid: int) -> None:
         self.assembler.add(records, pid)

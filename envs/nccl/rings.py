@@ -90,7 +90,9 @@ class Ring:
 
     def is_read(self) -> bool:
         """Whether nothing is left to drain."""
-        return os.pread(self._fd, _NUMBER.size, _HEAD_AT) == _NUMBER.pack(self._tail)
+        head = os.pread(self._fd, 8, _HEAD_AT)
+        read = _NUMBER.pack(self._tail)
+        return head == read
 
     def calls(self) -> tuple[int, int]:
         """(collectives about which NCCL has asked the tuner in this process, those in which a table had its word)."""

@@ -196,7 +196,7 @@ class RunFolder:
 
         Else they stay, and tell that the job had begun. Another reader that has one open can read it to its end.
         """
-        if not any(ring.is_alive() for ring in self._rings.values() if ring not in over):
+        if not over or not any(ring.is_alive() for ring in self._rings.values() if ring not in over):
             return
         for key, ring in list(self._rings.items()):
             if ring in over:

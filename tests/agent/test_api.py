@@ -122,7 +122,7 @@ def test_a_folder_that_cannot_be_made_is_left_to_the_child(started, tmp_path):
 
 
 def test_a_run_is_where_its_child_leaves_the_results(started, tmp_path, monkeypatch):
-    """Before: ``status`` said "no tuner" of a Slurm step with several tasks, or after another step with this ``out``."""
+    """Before: ``status`` said "no tuner" of a Slurm step of several tasks, or after another step with this ``out``."""
     for name, value in {"JOB_ID": "7", "STEP_ID": "0", "NTASKS": "2", "PROCID": "1"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     for step, expected in (
