@@ -177,12 +177,12 @@ class RunFolder:
                     continue
                 try:
                     ring = Ring(Path(entry.path))
-                except (OSError, ValueError) as error:
+                except ValueError as error:
                     self.refused[entry.name] = str(error)
-                    if isinstance(
-                        error, ValueError
-                    ):  # else tried again: this process may have too many files open
-                        self._no_rings.add(key)
+                    self._no_rings.add(key)
+                    continue
+                except OSError as error:  # tried again: this process may have too many files open
+                    self.refused[entry.name] = str(error)
                     continue
                 self.refused.pop(entry.name, None)
                 # Two containers may each have a process of this number: they must not be taken for one.
