@@ -6,12 +6,14 @@ Imports nothing large: torch and pandas come in only when a function needs them.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..traces.here import absolute
 
 if TYPE_CHECKING:
     from ..traces.records import Table
@@ -23,15 +25,15 @@ _PROGRAM = [sys.executable, "-m", "dynamiccl.agent.cli"]
 
 
 class Run:
-    """One run of the tuner, known by the folder of its results.
+    """One run of the tuner, known by the folder of its results, ``out``.
 
     Args:
-        out: the folder that ``tune`` was given, or the run folder that ``dynamiccl env`` made.
+        out: the folder of its results, or the run folder that ``dynamiccl env`` made.
         process: the launcher or tuner that this Python process has started, if any.
     """
 
     def __init__(self, out: str | Path, process: subprocess.Popen[bytes] | None = None) -> None:
-        self.out = Path(out)
+        self.out = absolute(out)
         self.process = process
 
     def __repr__(self) -> str:
@@ -103,19 +105,21 @@ def tune(command: Sequence[str] = (), *, out: str | Path | None = None, **option
     Args:
         command: the job's command, e.g. ``["torchrun", "--nproc-per-node", "8", "train.py"]``. Without one, our own
             ZeRO job is trained and tuned.
-        out: folder of the results; default: a new one below ``runs/tune``.
+        out: folder of the results; default: a new one below ``runs/tune``. As with ``dynamiccl tune``, each task of a
+            Slurm step has a folder in it, and results of an earlier step of the same Slurm job stay.
         options: the options of ``dynamiccl tune`` with underscores: ``cluster="dgx-h100-2x8"``, ``once=True``,
             ``budget=0.02``, ``policy="sweep"``.
 
     Returns:
-        The run. ``run.wait()`` returns the job's exit status.
+        The run; ``run.out`` is where its results are. ``run.wait()`` returns the job's exit status.
 
     Raises:
         TypeError: for an option that ``dynamiccl tune`` does not have.
     """
-    folder = Path(out) if out is not None else _new_folder()
-    words = _words("tune", {**options, "out": folder})
-    return Run(folder, subprocess.Popen([*_PROGRAM, "tune", *words, *(["--", *command] if command else [])]))
+    words = _words("tune", options)
+    folder = _taken(absolute(out)) if out is not None else _new_folder()
+    started = [*_PROGRAM, "tune", *words, "--out", str(folder), *(["--", *command] if command else [])]
+    return Run(folder, subprocess.Popen(started))
 
 
 def attach(run: str | Path, *, out: str | Path | None = None, **options: Any) -> Run:
@@ -131,9 +135,11 @@ def attach(run: str | Path, *, out: str | Path | None = None, **options: Any) ->
         TypeError: for an option that ``dynamiccl tune`` does not have.
         ValueError: if there is no such run.
     """
-    folder = Path(out) if out is not None else _results_of(run)
-    words = _words("tune", {**options, "attach": str(run), "out": folder})
-    return Run(folder, subprocess.Popen([*_PROGRAM, "tune", *words]))
+    from .report.outputs import _task_folder
+
+    words = _words("tune", {**options, "attach": str(run)})
+    folder = absolute(_task_folder(Path(out) if out is not None else _results_of(run)))
+    return Run(folder, subprocess.Popen([*_PROGRAM, "tune", *words, "--out", str(folder)]))
 
 
 def _results_of(run: str | Path) -> Path:
@@ -207,9 +213,40 @@ def _words(command: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def _new_folder() -> Path:
-    """A folder below ``runs/tune`` that no other run has."""
-    from .report.outputs import ROOT
+    """A folder below ``runs/tune`` that no other run has; ``latest`` leads to it.
 
-    stem = time.strftime("%Y%m%d-%H%M%S")
-    names = (stem if n == 1 else f"{stem}-{n}" for n in range(1, 1000))
-    return next(ROOT / name for name in names if not (ROOT / name).exists())
+    It is made here: the child takes a while to make it, and a second call must not get the same one.
+    """
+    from .report.outputs import ROOT, _job_id, _numbered, _point, _task_folder
+
+    root = absolute(ROOT)
+    name = root / _job_id()
+    for number in range(1, 1000):
+        folder = _task_folder(_numbered(name, number))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:  # the child says why, or starts the job untuned
+            break
+        _point(root / "latest", os.path.relpath(folder, root))
+        break
+    return folder
+
+
+def _taken(out: Path) -> Path:
+    """The folder that the child takes where it is given ``out``, by the rule of ``outputs.begin``; nothing is made."""
+    from .report.outputs import _is_anothers, _numbered, _task_folder
+
+    for number in range(1, 100):
+        folder = _task_folder(_numbered(out, number))
+        try:
+            fd = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # no run has been here, or the child says what is wrong
+            return folder
+        try:
+            if not _is_anothers(folder, fd, is_given=number == 1):
+                return folder
+        finally:
+            os.close(fd)
+    return out

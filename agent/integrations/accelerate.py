@@ -15,7 +15,7 @@ def watch(accelerator: Accelerator, every: int = 10) -> None:
 
     Args:
         accelerator: an Accelerator whose trackers are initialised before the first step.
-        every: optimizer steps between two logs.
+        every: optimizer steps between two logs. The steps of all optimizers count, from 0 in each process.
 
     Raises:
         ValueError: if ``every`` is below 1.
@@ -27,6 +27,10 @@ def watch(accelerator: Accelerator, every: int = 10) -> None:
         nonlocal steps
         steps += 1
         if accelerator.is_main_process and (found := values.at(steps)):
-            accelerator.log(found, step=steps)
+            for tracker in accelerator.trackers:
+                # W&B drops what comes with a step below its newest. So the job alone moves its step: our figures wait
+                # for what the job logs next.
+                how = {"commit": False} if tracker.name == "wandb" else {"step": steps}
+                tracker.log(found, **how)
 
     register_optimizer_step_post_hook(after)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,39 @@ def figures(status: dict[str, Any]) -> dict[str, float]:
     return {name: float(status[key]) for name, key in KEYS.items() if status.get(key) is not None}
 
 
+class Late:
+    """A logger that is made with the first figures: beside the ranks other than 0 there are none, and so no run."""
+
+    def __init__(self, make: Callable[[], Logger]) -> None:
+        self.make = make
+        self.logger: Logger | None = None
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the figures of an optimizer step."""
+        self.logger = self.logger or self.make()
+        self.logger.log(step, values)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self.logger is not None:
+            self.logger.close()
+
+
 def follow(out: Path, logger: Logger, every_s: float = EVERY_S, patience_s: float = PATIENCE_S) -> None:
-    """Log each new state of the run until its tuner has been gone for ``patience_s`` seconds."""
+    """Log each new state of the run, from its first window on, until its tuner has been gone for ``patience_s`` s.
+
+    A job that is started anew counts its steps from 0 again.
+    """
     logged, alive = -1, time.monotonic()
     while True:
         status = state(out)
-        step = status["step"]
-        if step is not None and step > logged:
+        step, has_tuner = status["step"], status["state"] in ALIVE
+        # A summary that a killed tuner left is older than its last window: this is no new life of the job.
+        is_new = step is not None and (step != logged if has_tuner else step > logged)
+        if is_new and status["window"] is not None:
             logger.log(step, figures(status))
             logged = step
-        if status["state"] in ALIVE:
+        if has_tuner:
             alive = time.monotonic()
         elif status["state"] == "ended" or time.monotonic() - alive > patience_s:
             return
@@ -55,7 +79,7 @@ def main() -> None:
     out, name = Path(sys.argv[1]), sys.argv[2]
     os.nice(10)
     make, _ = LOGGERS[name]
-    logger = make(out, str(out))
+    logger = Late(lambda: make(out, str(out)))
     try:
         follow(out, logger)
     finally:

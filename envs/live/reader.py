@@ -14,6 +14,7 @@ import numpy as np
 from ...traces.assemble import Assembler, as_records
 from ...traces.reasons import NotTuning, RunEnds
 from ...traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState
+from ..nccl.rings import Ring
 from ..nccl.run_folder import LAUNCHER, STATUS, STOP, WORD
 from ..nccl.shm import RunFolder
 from ..nccl.site_switch import switched_off
@@ -82,22 +83,36 @@ class Reader:
         return now - self._alive_at < RESTART_S
 
     def poll(self) -> None:
-        """Take everything new out of the rings."""
-        for ring in self.run.rings():
-            if ring.name in self.damaged:
-                continue
-            try:
-                if ring.name not in self._known:  # what was announced before we came
-                    self._known.add(ring.name)
-                    self.assembler.add(ring.known(), ring.pid)
-                records = ring.drain()
-            except (OSError, ValueError) as error:  # its process may have scribbled over it: the others go on
-                self.damaged[ring.name] = str(error)
-                log.warning("ring %s cannot be read any more: %s", ring.name, error)
-                continue
-            self.lost[ring.name] = ring.lost
-            if len(records):
-                self._read(records, ring.pid)
+        """Take everything new out of the rings; remove those of processes that others have replaced."""
+        rings = self.run.rings()
+        silent = [ring for ring in rings if not self._take(ring)]
+        if len(rings) > 1 and silent:
+            over = [ring for ring in silent if self._is_over(ring)]
+            self.run.remove(over)
+
+    def _take(self, ring: Ring) -> bool:
+        """Take everything new out of one ring; whether there was anything."""
+        if ring.name in self.damaged:
+            return False
+        try:
+            if ring.name not in self._known:  # what was announced before we came
+                self._known.add(ring.name)
+                self.assembler.add(ring.known(), ring.pid)
+            records = ring.drain()
+        except (OSError, ValueError) as error:  # its process may have scribbled over it: the others go on
+            self.damaged[ring.name] = str(error)
+            log.warning("ring %s cannot be read any more: %s", ring.name, error)
+            return False
+        self.lost[ring.name] = ring.lost
+        if len(records):
+            self._read(records, ring.pid)
+        return len(records) > 0
+
+    def _is_over(self, ring: Ring) -> bool:
+        """Whether nothing more can come from a ring. Asked in this order: a process may write until it ends."""
+        if ring.is_alive():
+            return False
+        return ring.name in self.damaged or ring.is_read()
 
     def _read(self, records: np.ndarray[Any, Any], pid: int) -> None:
         self.assembler.add(records, pid)

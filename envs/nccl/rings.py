@@ -88,6 +88,12 @@ class Ring:
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         return False
 
+    def is_read(self) -> bool:
+        """Whether nothing is left to drain."""
+        head = os.pread(self._fd, 8, _HEAD_AT)
+        read = _NUMBER.pack(self._tail)
+        return head == read
+
     def calls(self) -> tuple[int, int]:
         """(collectives about which NCCL has asked the tuner in this process, those in which a table had its word)."""
         raw = os.pread(self._fd, 16, _CALLS_AT)

@@ -6,12 +6,14 @@ table file is the daemon, its reader is the probe of rank 0.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import shutil
 import struct
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -154,7 +156,8 @@ class RunFolder:
             os.close(self._hold)
             raise
         self._rings: dict[tuple[str, int], Ring] = {}
-        #: Files that look like rings by name but are not, with the reason.
+        self._no_rings = set[tuple[str, int]]()
+        #: Files that look like rings by name but are not, or cannot be opened now, with the reason.
         self.refused: dict[str, str] = {}
 
     @classmethod
@@ -166,22 +169,41 @@ class RunFolder:
         return cls(make_folder(name))
 
     def rings(self) -> list[Ring]:
-        """Rings of the job's processes, dead ones included; opens those that are new since the last call."""
+        """Rings of the job's processes, dead ones included until :meth:`remove`; opens those that are new."""
         with os.scandir(self.path) as entries:
             for entry in entries:
                 key = (entry.name, entry.inode())
-                if not entry.name.startswith("ring-") or key in self._rings or entry.name in self.refused:
+                if not entry.name.startswith("ring-") or key in self._rings or key in self._no_rings:
                     continue
                 try:
                     ring = Ring(Path(entry.path))
-                except (OSError, ValueError) as error:
+                except ValueError as error:
+                    self.refused[entry.name] = str(error)
+                    self._no_rings.add(key)
+                    continue
+                except OSError as error:  # tried again: this process may have too many files open
                     self.refused[entry.name] = str(error)
                     continue
+                self.refused.pop(entry.name, None)
                 # Two containers may each have a process of this number: they must not be taken for one.
                 while any(ring.pid == other.pid and other.is_alive() for other in self._rings.values()):
                     ring.pid += _PIDS
                 self._rings[key] = ring
         return list(self._rings.values())
+
+    def remove(self, over: Sequence[Ring]) -> None:
+        """Remove rings from which nothing more can come, while another process of the job lives.
+
+        Else they stay, and tell that the job had begun. Another reader that has one open can read it to its end.
+        """
+        if not over or not any(ring.is_alive() for ring in self._rings.values() if ring not in over):
+            return
+        for key, ring in list(self._rings.items()):
+            if ring in over:
+                with contextlib.suppress(OSError):  # where it cannot be removed it stays known: it was read
+                    (self.path / ring.name).unlink(missing_ok=True)
+                    ring.close()
+                    del self._rings[key]
 
     def close(self, remove: bool = True) -> None:
         """Close all files; with ``remove`` delete the folder. Running jobs keep their mapping and go on."""

@@ -1,16 +1,18 @@
 """dynamiccl from Python, on a real emulated job."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import dynamiccl
 import dynamiccl.agent.api
-import dynamiccl.agent.report.outputs
 import pytest
+from dynamiccl.agent.report import outputs
 
 TRAIN = [
     sys.executable,
@@ -71,7 +73,7 @@ def test_a_tuner_that_joins_is_known_by_its_results(tmp_path, monkeypatch):
     folder = json.loads(printed.stdout)["DYNAMICCL_RUN"]
     run = dynamiccl.attach(folder, quiet=True, no_memory=True)
     try:
-        assert run.out.parent == dynamiccl.agent.report.outputs.ROOT
+        assert run.out.parent == outputs.ROOT.absolute()
         end = time.monotonic() + 120
         while run.status()["state"] != "waiting" and time.monotonic() < end:
             assert run.process.poll() is None
@@ -82,6 +84,71 @@ def test_a_tuner_that_joins_is_known_by_its_results(tmp_path, monkeypatch):
         run.process.terminate()
     assert run.wait(120) == 128 + signal.SIGTERM and run.summary()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """The command lines of the children, which are not started; the current folder is a new one, without Slurm."""
+    commands = []
+    monkeypatch.setattr(subprocess, "Popen", commands.append)
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    return commands
+
+
+def out_of(command):
+    return Path(command[command.index("--out") + 1])
+
+
+def test_runs_of_one_moment_have_folders_of_their_own(started, tmp_path, monkeypatch):
+    """Before: the second got the name of the first, which its child had not made yet, and ended with status 2."""
+    monkeypatch.setattr(outputs, "_job_id", lambda: "now")
+    runs = [dynamiccl.tune(["true"]) for _ in range(3)]
+    names = ["now", "now-2", "now-3"]
+    assert [run.out for run in runs] == [tmp_path / outputs.ROOT / name for name in names]
+    assert [out_of(command) for command in started] == [run.out for run in runs]
+    assert outputs.followed(outputs.ROOT / "latest").name == "now-3"
+    folder, fd = outputs.begin(runs[0].out, print)  # as the child does
+    os.close(fd)
+    assert folder == runs[0].out
+
+
+def test_a_folder_that_cannot_be_made_is_left_to_the_child(started, tmp_path):
+    """It says why, or with or_untuned starts the job untuned."""
+    (tmp_path / "runs").write_text("a file")
+    run = dynamiccl.tune(["true"], or_untuned=True)
+    assert "--or-untuned" in started[0] and out_of(started[0]) == run.out
+
+
+def test_a_run_is_where_its_child_leaves_the_results(started, tmp_path, monkeypatch):
+    """Before: ``status`` said "no tuner" of a Slurm step of several tasks, or after another step with this ``out``."""
+    for name, value in {"JOB_ID": "7", "STEP_ID": "0", "NTASKS": "2", "PROCID": "1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    for step, expected in (
+        ("0", "out/task-1"),
+        ("1", "out-2/task-1"),
+        ("1", "out-2/task-1"),
+        ("2", "out-3/task-1"),
+    ):
+        monkeypatch.setenv("SLURM_STEP_ID", step)
+        run = dynamiccl.tune(["true"], out="out")
+        assert run.out == tmp_path / expected
+        for given in (Path("out"), out_of(started[-1])):
+            folder, fd = outputs.begin(given, lambda line: None)  # as the child does
+            assert folder.absolute() == run.out
+            os.close(fd)
+        (run.out / "summary.json").write_text("{}")
+    assert dynamiccl.tune(["true"]).out == tmp_path / outputs.ROOT / "7.2/task-1"
+    assert dynamiccl.attach(_run_folder(tmp_path), out="beside").out == tmp_path / "beside/task-1"
+    monkeypatch.chdir("/")
+    assert (run.out / "summary.json").exists()
+
+
+def _run_folder(path):
+    folder = path / "run"
+    folder.mkdir()
+    return folder
 
 
 @pytest.mark.slow

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from dry_run import CollectiveLog
 from dynamiccl.zero_workload import Engine, zero
+from dynamiccl.zero_workload.engine import checkpoint
 from dynamiccl.zero_workload.engine.agreement import message_numel
-from dynamiccl.zero_workload.engine.scale import LossScale
+from dynamiccl.zero_workload.engine.scale import GROW_AFTER, LossScale
 from dynamiccl.zero_workload.job.model import Transformer
 from test_zero import TINY, adamw, run, texts, train, train_alone
 from test_zero_exact import spelled
@@ -105,7 +106,8 @@ def test_the_scale_doubles_after_2000_good_steps_and_halves_at_an_overflow() -> 
     scale.updated()
     assert (scale.value, scale.overflowed(), scale.value, scale.skipped) == (2048.0, True, 1024.0, 1)
     fixed = LossScale(1024.0, dynamic=False)
-    assert (fixed.value, fixed.overflowed(), fixed.skipped) == (1.0, False, 0)
+    fixed.updated()
+    assert (fixed.value, fixed.overflowed(), fixed.skipped, fixed.good_steps) == (1.0, False, 0, 0)
 
 
 # Exact weights, save and resume -------------------------------------------------------------------------------------
@@ -169,6 +171,32 @@ def test_a_run_resumes_at_another_stage(two: World, tmp_path: Path) -> None:
     assert (
         "is of another model: bias has 0 elements there, 4 here" in two.run(refused, str(tmp_path), True)[0]
     )
+
+
+def scale_after(folder: str, is_old: bool) -> tuple[int, int, float]:
+    """Of a run that is saved a step before its scale doubles, and resumed by another that has taken a step.
+
+    Good steps as they were read, those after one more step, and the scale then. ``is_old``: the checkpoint has no
+    number of good steps.
+    """
+    settings: dict[str, Any] = {"param_dtype": torch.float16, "loss_scale": 256.0}
+    engine, resumes = engine_of(1, **settings), engine_of(1, **settings)
+    engine.scale.good_steps = GROW_AFTER - 1
+    with pytest.MonkeyPatch.context() as patch:
+        if is_old:
+            patch.setattr(checkpoint, "_GOOD_STEPS", "engine/unknown")
+        engine.save(folder)
+    run(resumes, range(1))
+    resumes.load(folder)
+    read = resumes.scale.good_steps
+    run(resumes, range(1))
+    return read, resumes.scale.good_steps, resumes.scale.value
+
+
+def test_a_resumed_run_doubles_its_scale_when_it_would_have(one: World, tmp_path: Path) -> None:
+    """Before: it began to count anew."""
+    assert one.run(scale_after, str(tmp_path / "new"), False)[0] == (GROW_AFTER - 1, 0, 512.0)
+    assert one.run(scale_after, str(tmp_path / "old"), True)[0] == (0, 1, 256.0)
 
 
 #: Ranks that save and ranks that resume.

@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from ..buffers.layout import Piece
 
 Engine = Any  # engine.Engine, which imports this file
+#: Checkpoints of earlier releases have no such number.
+_GOOD_STEPS = "engine/good_steps"
 
 
 def masters(engine: Engine) -> dict[int, torch.Tensor]:
@@ -128,6 +130,7 @@ class _State(dict[str, Any]):
         self["engine/steps"] = _number(engine.steps)
         self["engine/skipped"] = _number(scale.skipped)
         self["engine/scale"] = _number(scale.value)
+        self[_GOOD_STEPS] = _number(scale.good_steps)
 
     def _add(self, kind: str, piece: Piece, tensor: torch.Tensor) -> None:
         index = piece.param
@@ -198,6 +201,8 @@ def load(engine: Engine, folder: Path) -> None:
     _require_alike(engine, folder, known)
     _make_states(engine, path, known)
     state = _State(engine)
+    if _GOOD_STEPS not in known:
+        del state[_GOOD_STEPS]
     _read(engine, state, path)
     for key, group, name in list(_group_numbers(engine)):
         kind = type(group[name])
@@ -208,6 +213,7 @@ def load(engine: Engine, folder: Path) -> None:
     if scale.dynamic:
         there = state["engine/scale"].item()
         scale.value = max(1.0, there)
+        scale.good_steps = int(state.get(_GOOD_STEPS, 0))
     engine.publish()
     engine.synchronize()
 

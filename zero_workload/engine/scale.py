@@ -30,7 +30,9 @@ class LossScale:
 
     def updated(self) -> None:
         """After an update: the scale is raised now and then."""
+        if not self.dynamic:
+            return
         self.good_steps += 1
-        if self.dynamic and self.good_steps == GROW_AFTER:
+        if self.good_steps == GROW_AFTER:
             self.value *= 2
             self.good_steps = 0

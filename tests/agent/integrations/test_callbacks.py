@@ -2,11 +2,15 @@
 
 import json
 import math
+import os
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from dynamiccl.agent.daemon.request import Request
+from dynamiccl.agent.integrations import follow as following
 from dynamiccl.agent.integrations.current import Values, current_results
 from dynamiccl.agent.integrations.follow import follow
 from dynamiccl.agent.integrations.loggers import LOGGERS, check_logger
@@ -111,6 +115,106 @@ def test_accelerate_logs_them(tuned, tmp_path):
         optimizer.step()
         optimizer.zero_grad()
     assert [step for step, _ in logged] == [2, 4] and all(is_right(values) for _, values in logged)
+
+
+def test_accelerate_leaves_the_step_of_wandb_to_the_job(tuned):
+    """Before: W&B dropped what the job logged at steps below the one that we had logged last."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from dynamiccl.agent.integrations.accelerate import watch
+
+    logged = []
+    wandb = SimpleNamespace(name="wandb", log=lambda values, **how: logged.append((values, how)))
+    watch(SimpleNamespace(is_main_process=True, trackers=[wandb]), every=2)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for _ in range(4):
+        optimizer.step()
+    assert [how for _, how in logged] == [{"commit": False}] * 2 and is_right(logged[0][0])
+
+
+class Kept:
+    """A logger that keeps what it is told."""
+
+    def __init__(self):
+        self.steps, self.is_closed = [], False
+
+    def log(self, step, values):
+        self.steps.append(step)
+
+    def close(self):
+        self.is_closed = True
+
+
+def states(monkeypatch, *scripted):
+    """Let a run stand in these states one after another: (its state, last step, number of the last window)."""
+    found = iter({"state": state, "step": step, "window": window} for state, step, window in scripted)
+    monkeypatch.setattr(following, "state", lambda out: next(found))
+
+
+def test_a_job_that_is_started_anew_is_logged_from_its_first_window(tmp_path, monkeypatch):
+    """Before: nothing until it had come as far as the job before it."""
+    alive = [("tuning", step, step // 10) for step in (10, 20, 20, 10, 30)]
+    killed = ("no tuner", 5, 3)  # its summary is older than its last window
+    states(monkeypatch, *alive, killed, ("ended", 40, 4))
+    follow(tmp_path, kept := Kept(), every_s=0, patience_s=60)
+    assert kept.steps == [10, 20, 10, 30, 40]
+
+
+def test_a_node_without_rank_0_makes_no_run_in_the_logger(tmp_path, monkeypatch):
+    """Before: a job of 32 nodes made 31 empty ones."""
+    made = []
+    monkeypatch.setitem(LOGGERS, "wandb", (lambda *_: made.append(Kept()) or made[-1], "wandb"))
+    monkeypatch.setattr(following, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None))
+    monkeypatch.setattr(sys, "argv", ["follow", str(tmp_path), "wandb"])
+    monkeypatch.setattr(os, "nice", lambda _: None)
+    states(monkeypatch, ("waiting", None, None), ("waiting", 0, None), ("ended", 0, None))
+    following.main()
+    assert made == []
+    states(monkeypatch, ("waiting", None, None), ("tuning", 10, 1), ("ended", 20, 1))
+    following.main()
+    assert [(one.steps, one.is_closed) for one in made] == [([10, 20], True)]
+
+
+def test_a_run_in_wandb_is_not_the_jobs_own(tmp_path, monkeypatch):
+    """Before: with the job's WANDB_RUN_ID in its environment the follower wrote into the job's run."""
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    for name, value in {"RUN_ID": "theirs", "RESUME": "must", "SWEEP_ID": "s", "MODE": "offline"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    seen, logged = {}, []
+    run = SimpleNamespace(
+        log=lambda *given, **more: logged.append((given, more)), define_metric=lambda *_, **__: 0
+    )
+
+    def init(**given):
+        seen.update(given, environment=dict(os.environ))
+        return run
+
+    monkeypatch.setattr(wandb, "init", init)
+    logger = LOGGERS["wandb"][0](tmp_path, "job")
+    assert seen["id"] != "theirs" and seen["resume"] == "never"
+    assert {"WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SWEEP_ID"}.isdisjoint(seen["environment"])
+    assert seen["environment"]["WANDB_MODE"] == "offline"
+    for step in (20, 10):  # W&B drops what comes with a step below its newest
+        logger.log(step, {"dynamiccl/gain": 0.1})
+    assert logged[1] == (({"dynamiccl/step": 10, "dynamiccl/gain": 0.1},), {})
+
+
+@pytest.mark.parametrize("named", ["", "by-name", "new"])
+def test_a_run_in_mlflow_is_in_the_experiment_that_is_named(tmp_path, monkeypatch, named):
+    """Before: in the newest one, whatever MLFLOW_EXPERIMENT_NAME said."""
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", named)
+    client = mlflow.MlflowClient()
+    client.create_experiment("by-name")
+    client.create_experiment("newest")
+    logger = LOGGERS["mlflow"][0](tmp_path, "job")
+    experiment = client.get_experiment(client.get_run(logger.run_id).info.experiment_id)
+    assert experiment.name == (named or "Default")
+    logger.close()
 
 
 @pytest.mark.parametrize("name", LOGGERS)

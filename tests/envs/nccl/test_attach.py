@@ -79,19 +79,21 @@ def test_workers_that_torchrun_starts_anew_agree_again():
     }
     try:
         job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        watcher = Job(run, job)
+        watcher, pids = Job(run, job), set()
         while job.poll() is None:
             watcher.generation += 1
             run.table.publish(table(watcher.generation))
             watcher.rest()
+            pids |= {ring.pid for ring in run.rings()}
         out, error = job.communicate(timeout=60)
         events = watcher.take_events()
-        pids = {ring.pid for ring in run.rings()}
+        left = {ring.pid for ring in run.rings()}
     finally:
         run.close()
     assert job.returncode == 0, error
     said = [json.JSONDecoder().raw_decode(out, at.start())[0] for at in re.finditer(r'\{"rank"', out)]
     assert len(pids) == 4 and sorted(s["rank"] for s in said) == [0, 1]  # two workers, then two others
+    assert left and left <= set(sorted(pids)[2:])  # nothing is left of those that were replaced
     first, second = (s["generations"]["dies once"] for s in said)
     assert first == second and len(set(first)) > 1 and min(first[-3:]) > 1
     assert set(events["pid"]) == pids

@@ -1,5 +1,6 @@
 """Rings beside the records in them: what stays known, how large they are, who holds them, what is left of them."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -65,6 +66,60 @@ def test_a_daemon_that_comes_after_200_000_records_knows_communicators_and_offer
         71: (8, [1]),
     }
     assert set(job.assembler.offers) == {(c, "all_gather", n) for c in (70, 71) for n in (4096, 8192)}
+
+
+LIVES = """
+import sys, struct
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
+from dynamiccl.traces.records import COLL
+plugin = Plugin.load()
+plugin.open()
+for _ in range(3):
+    plugin.emit(struct.pack("<QB7x14Q", 0, COLL, *([1] * 14)))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_rings_of_dead_processes_go_once_others_have_replaced_them(folder):
+    """Before: each restart of 8 ranks left up to 64 MiB in shared memory, and 8 open files, for good."""
+    job, beside = Job(folder), Job(RunFolder(folder.path))
+    for _ in range(2):
+        for rank in range(2):
+            process(LIVES, folder, RANK=str(rank)).communicate()
+        beside.run.rings()  # another reader, such as `dynamiccl stop`, has them open
+    job.poll()
+    job.poll()
+    assert len(list(folder.path.glob("ring-*"))) == 4  # no process lives: they tell that the job had begun
+    again = process(LIVES, folder, RANK="0")
+    job.poll()
+    job.poll()
+    (ring,) = folder.rings()
+    assert ring.pid == again.pid and [path.name for path in folder.path.glob("ring-*")] == [ring.name]
+    assert list(job.lost.values()) == [0] * 5
+    beside.poll()
+    assert list(beside.lost.values()) == [0] * 5  # it has read all of them
+    beside.poll()
+    assert len(beside.run.rings()) == 1
+    again.communicate()
+    job.poll()
+    job.poll()
+    assert folder.rings() == [ring] and job.is_alive()
+    beside.run.close(remove=False)
+
+
+def test_a_ring_that_cannot_be_opened_now_is_tried_again(folder, monkeypatch):
+    """Before: a tuner that had too many files open never read the rings that came meanwhile."""
+    process(LIVES, folder).communicate()
+    opened = os.open
+
+    def full(*args, **kwargs):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(os, "open", full)
+    assert not folder.rings() and "too many open files" in next(iter(folder.refused.values()))
+    monkeypatch.setattr(os, "open", opened)
+    assert len(folder.rings()) == 1 and not folder.refused
 
 
 MANY_SIZES = """
