@@ -186,7 +186,9 @@ class LiveWindows:
         billed_ms = float(durations_ms.sum()) + discarded * step_ms
         billed_ms += waited * self._before_ms
         # Steps that wait for the next table run what ran last: after turns that is the current table.
-        self._before_ms = window.current_ms if isinstance(window, Turns) else step_ms
+        self._before_ms = step_ms
+        if isinstance(window, Turns):
+            self._before_ms = window.current_ms
         steps_ms = np.asarray(durations_ms, np.float64)
         first = int(window.steps[0])
         last = int(window.steps[-1])
@@ -215,9 +217,11 @@ class LiveWindows:
         sized = with_sizes(events)
         # Of calls in a group a slot's profile has the time of the whole group, which NCCL asks about. So it is here.
         part = sized["n_bytes"] / sized["asked"]
-        sized = sized.assign(us=sized["us"] / part)
-        is_timed = sized["us"].notna() & (sized["asked"] > 0)
-        timed = sized[is_timed]
+        whole_us = sized["us"] / part
+        sized = sized.assign(us=whole_us)
+        is_asked = sized["asked"] > 0
+        is_timed = sized["us"].notna()
+        timed = sized[is_asked & is_timed]
         ranks = timed.groupby(SLOT_COLUMNS)["rank"]
         is_first = timed["rank"] == ranks.transform("min")
         firsts = timed[is_first]

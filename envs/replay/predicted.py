@@ -27,6 +27,8 @@ Array = np.ndarray[Any, Any]
 Pair = tuple[str, str]
 #: Ranks and nodes of a communicator.
 Size = tuple[int, int]
+#: A size, what is called, and the pair that ran it.
+Key = tuple[int, int, str, str, str]
 
 #: What part of a slot's time the step is taken to wait for, before anything was measured ...
 _PRIOR_WAIT = 0.6
@@ -69,16 +71,19 @@ class Times:
     def __init__(self, trace: Trace, events: pd.DataFrame, profiles: list[SlotProfile]) -> None:
         self._networks: dict[Size, Network] = {}
         for profile in profiles:
-            size = profile.slot.n_ranks, profile.slot.n_nodes
+            size = _size_of(profile.slot)
             self._networks[size] = Network.of(trace, *size)
         self._models: dict[tuple[Size, str, Pair], Measured] = {}
         misses: dict[tuple[Size, str], list[float]] = defaultdict(list)
-        for key, group in _sampled(events).groupby(["n_ranks", "n_nodes", "func", "algo", "proto"]):
-            n_ranks, n_nodes, func, algo, proto = cast(tuple[int, int, str, str, str], key)
-            size, pair = (int(n_ranks), int(n_nodes)), (str(algo), str(proto))
-            if pair not in PAIRS or size not in self._networks:
+        columns = ["n_ranks", "n_nodes", "func", "algo", "proto"]
+        for key, group in _sampled(events).groupby(columns):
+            n_ranks, n_nodes, func, algo, proto = cast(Key, key)
+            size = n_ranks, n_nodes
+            pair = algo, proto
+            network = self._networks.get(size)
+            if network is None or pair not in PAIRS:
                 continue
-            formula = functools.partial(self._networks[size].logs, func, pair)
+            formula = functools.partial(network.logs, func, pair)
             n_bytes = group["n_bytes"].to_numpy()
             n_channels = group["n_channels"].to_numpy()
             us = group["us"].to_numpy()
@@ -88,23 +93,32 @@ class Times:
             misses[size, func].append(float(largest))
         self._shift = dict[tuple[Size, str], float]()
         for of_func, values in misses.items():
-            self._shift[of_func] = float(np.median(values))
+            median = np.median(values)
+            self._shift[of_func] = float(median)
 
     def network(self, slot: Slot) -> Network:
         """What a profile's calls run through."""
-        return self._networks[slot.n_ranks, slot.n_nodes]
+        size = _size_of(slot)
+        return self._networks[size]
 
     def us(self, slot: Slot, pair: Pair, n_bytes: int, n_channels: int) -> float:
         """Microseconds of one call of a slot on the trace's machine."""
-        size = slot.n_ranks, slot.n_nodes
-        model = self._models.get((size, slot.func, pair))
+        func = slot.func
+        size = _size_of(slot)
+        model = self._models.get((size, func, pair))
         if model is not None:
             return model.predict_us(n_bytes, n_channels)
         one_size = np.array([n_bytes])
         one_count = np.array([n_channels])
-        base = self.network(slot).logs(slot.func, pair, one_size, one_count)[0]
-        shift = self._shift.get((size, slot.func), 0.0)
-        return float(np.exp(base + shift))
+        network = self._networks[size]
+        base = network.logs(func, pair, one_size, one_count)[0]
+        shift = self._shift.get((size, func), 0.0)
+        log_us = base + shift
+        return float(np.exp(log_us))
+
+
+def _size_of(slot: Slot) -> Size:
+    return slot.n_ranks, slot.n_nodes
 
 
 def _sampled(events: pd.DataFrame) -> pd.DataFrame:

@@ -31,7 +31,7 @@ from .config import (
 )
 from .interfaces import QUAD, TABLE, Job, Measured, Plan
 from .step_guard import Running, StepGuard, Turns
-from .step_times import NoiseEstimate, trimmed_mean
+from .step_times import DefaultCalls, NoiseEstimate, trimmed_mean
 
 Array = np.ndarray[Any, Any]
 
@@ -146,27 +146,6 @@ class Comparisons:
     def has_lost(self, table: Array) -> bool:
         """Whether a table (s,) lost in this search."""
         return table.tobytes() in self.rejected
-
-
-class DefaultCalls:
-    """Mean log times (s,) of the slots' calls under the default."""
-
-    def __init__(self, call_us: Array) -> None:
-        self.logs = np.log(call_us)
-        self._windows = np.ones(len(call_us))
-
-    def changed(self, call_us: Array) -> None:
-        """The job has changed: what was measured before counts no more."""
-        self.logs = np.log(call_us)
-        self._windows = np.ones(len(call_us))
-
-    def add(self, logs: Array, is_default: Array) -> None:
-        """Log times (s,) of a window, in the slots that ran the default (s,)."""
-        known = is_default & np.isfinite(logs)
-        is_first = known & np.isnan(self.logs)
-        self._windows += known & ~is_first
-        before = np.where(is_first, logs, self.logs)
-        self.logs = before + np.where(known, (logs - before) / self._windows, 0.0)
 
 
 @dataclass

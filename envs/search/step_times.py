@@ -1,4 +1,4 @@
-"""Step times of a window: their trimmed mean, and how noisy it is; and what turns of two tables show.
+"""Step times of a window: their trimmed mean, and how noisy it is; what turns of two tables show; the default's calls.
 
 In *turns* two tables alternate at every step, so that noise that lasts longer than a turn cancels in their difference.
 A *turn* is a step, or a few, under one table. A *quad* is four turns: A B B A, or B A A B. A is the current table, B
@@ -237,3 +237,24 @@ class NoiseEstimate:
     def of(self, n_steps: int) -> float:
         """Standard deviation of the log step time of a window of this many steps."""
         return window_noise(np.array(self._logs), n_steps)
+
+
+class DefaultCalls:
+    """Mean log times (s,) of the slots' calls under the default."""
+
+    def __init__(self, call_us: Array) -> None:
+        self.logs = np.log(call_us)
+        self._windows = np.ones(len(call_us))
+
+    def changed(self, call_us: Array) -> None:
+        """The job has changed: what was measured before counts no more."""
+        self.logs = np.log(call_us)
+        self._windows = np.ones(len(call_us))
+
+    def add(self, logs: Array, is_default: Array) -> None:
+        """Log times (s,) of a window, in the slots that ran the default (s,)."""
+        known = is_default & np.isfinite(logs)
+        is_first = known & np.isnan(self.logs)
+        self._windows += known & ~is_first
+        before = np.where(is_first, logs, self.logs)
+        self.logs = before + np.where(known, (logs - before) / self._windows, 0.0)

@@ -318,9 +318,12 @@ class Noise(Columns):
         numbers = self._numbers(rng, n_steps, most, lasting)
         for t in range(most):
             on = n_steps > t
-            self._move(on, numbers.shock[t], numbers.flips[t])
+            shock = numbers.shock[t]
+            flips = numbers.flips[t]
+            self._move(on, shock, flips)
             if lasting:
-                drift.step(on, numbers.slow[t])
+                slow = numbers.slow[t]
+                drift.step(on, slow)
 
     def _numbers(self, rng: RandomNumbers, n_steps: Array, most: int, lasting: bool) -> Shocks:
         """Random numbers of the next ``n_steps`` (n,) steps, (most, n)."""

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from dynamiccl.agent.policies import choosing
 from dynamiccl.agent.policies.choosing import make_chooser
-from dynamiccl.agent.policies.classical import CLASSICAL, NvidiaPrice, Turn
+from dynamiccl.agent.policies.classical import CLASSICAL, NvidiaPrice
 from dynamiccl.agent.policies.lstm import LstmPolicy
+from dynamiccl.agent.policies.searcher import Turn
 from dynamiccl.envs.bench.job_arena import play
 from dynamiccl.envs.search.interfaces import actions_of
 from dynamiccl.envs.sim.jobs import STANDARD

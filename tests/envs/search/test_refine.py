@@ -27,7 +27,7 @@ from dynamiccl.envs.search.refine import Refine
 from dynamiccl.envs.search.search import Search
 from dynamiccl.traces.fingerprint import N_FEATURES
 from dynamiccl.traces.spaces import N_CONFIGS
-from test_search import Told, good
+from told_job import Told, good
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from dynamiccl.envs.search.refine import Refine
 from dynamiccl.envs.search.search import Search
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import SCATTER, STEP_MS, FakeJob
-from test_search import OPEN, Told, good
+from told_job import OPEN, Told, good
 
 
 @pytest.fixture(scope="module")

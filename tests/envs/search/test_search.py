@@ -1,123 +1,26 @@
 """The search over whole jobs, in simulation and on a job whose truth is written here."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.config import ABORT, HORIZON, REWARD_PAIRS, SearchConfig
-from dynamiccl.envs.search.interfaces import (
-    COMPARE,
-    LEAVE,
-    PROFILE,
-    REFERENCE,
-    RUN,
-    SEARCH,
-    SHARE,
-    TABLE,
-    Job,
-    Measured,
-)
+from dynamiccl.envs.search.interfaces import COMPARE, LEAVE, PROFILE, REFERENCE, RUN, SEARCH, TABLE, Measured
 from dynamiccl.envs.search.observation import N_OBSERVATION, decode
 from dynamiccl.envs.search.search import Search
-from dynamiccl.envs.search.state import DefaultCalls
 from dynamiccl.envs.search_env import Reward
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import SimSearch, SimWindows
-from dynamiccl.traces.fingerprint import N_FEATURES
-from dynamiccl.traces.spaces import N_CONFIGS
 from oracle import oracle
 from side_by_side import turn
-
-OPEN = [0, 8, 16, 18, 20]
+from told_job import Straggling, Told, go_on, good, run
 
 
 @pytest.fixture(scope="module")
 def prior():
     return Prior.load()
-
-
-class Told:
-    """A job of two slots; ``saving(configs)`` is its truth, ``noise`` the spread of one step."""
-
-    calls = 0.0  # a step, of each slot, that a table can hold at few of
-
-    def __init__(self, saving, noise=0.004, seed=0):
-        self.saving, self.noise, self.rng = saving, noise, np.random.default_rng(seed)
-        self.running, self.windows = np.zeros(2, int), []
-        self.scale = 1.0
-
-    def begin(self):
-        mask = np.zeros((2, N_CONFIGS), bool)
-        mask[:, OPEN] = True
-        features = np.zeros((2, N_FEATURES), np.float32)
-        share, us, calls = np.full(2, 0.3), np.full(2, 100.0), np.full(2, self.calls)
-        job = Job(features, mask, share, us, np.full((2, N_CONFIGS), -1), calls)
-        return job, self.measure_steps(np.zeros(2, int), 8, 3, math.inf)
-
-    def measure(self, plan):
-        self.windows.append(plan)
-        return self.measure_steps(plan.configs, plan.n_steps, plan.discard, plan.limit_ms)
-
-    def measure_steps(self, configs, n, discard, limit):
-        step = 100.0 * self.scale * (1 - self.saving(configs))
-        steps = step * np.exp(self.noise * self.rng.standard_normal(n))
-        if step > limit:
-            steps = steps[:1]
-        self.running = configs.copy()
-        billed = len(steps) + discard
-        return Measured(steps, np.full(2, np.nan), np.ones(2, bool), billed, billed * step)
-
-
-class Straggling(Told):
-    """With a config of ``which`` in the first slot, one step in ``every`` takes three times as long."""
-
-    def __init__(self, saving, which=(20,), every=100, **more):
-        super().__init__(saving, **more)
-        self.which, self.every, self.luck = which, every, np.random.default_rng(more.get("seed", 0) + 1000)
-
-    def measure_steps(self, configs, n, discard, limit):
-        seen = super().measure_steps(configs, n, discard, limit)
-        hit = (self.luck.random(len(seen.step_ms)) < 1 / self.every) & (configs[0] in self.which)
-        steps = seen.step_ms * np.where(hit, 3.0, 1.0)
-        return Measured(
-            steps,
-            seen.call_us,
-            seen.obeyed,
-            seen.billed,
-            seen.billed_ms + float((steps - seen.step_ms).sum()),
-        )
-
-
-def run(told, prior, policy=None, config=None, windows=400):
-    job, default = told.begin()
-    search = Search(job, default, prior, config)
-    policy = policy or ExpectedImprovement()
-    reward, rewards = Reward(search), 0.0
-    for _ in range(windows):
-        if search.is_over:
-            break
-        plan = search.plan()
-        if plan is None:
-            search.ask(policy)
-        else:
-            rewards += reward.of(search.record(plan, told.measure(plan)))
-    return search, rewards
-
-
-def go_on(search, told, windows):
-    for _ in range(windows):
-        plan = search.plan()
-        if plan is None:
-            search.decide(0, LEAVE)
-        else:
-            search.record(plan, told.measure(plan))
-
-
-def good(configs):
-    return 0.10 * (configs[0] == 20) + 0.05 * (configs[1] == 18)
 
 
 def test_it_finds_what_there_is_and_says_when(prior):
@@ -401,69 +304,3 @@ def test_simulated_jobs_gain_and_none_ends_slower(prior):
     assert saving.sum() > 0.4 * possible.sum()
     # What long steps cost has to be settled too before a table is confirmed: below 400 steps before that was asked.
     assert np.median([s.marks.verdict for s in done.searches]) < 500
-
-
-def test_the_default_follows_its_own_windows_also_after_turns(prior):
-    """Before: its step stayed what the last turns had shown, and a job that slowed by itself paid for it."""
-    told = Told(lambda configs: 0.0)
-    search, _ = run(told, prior, config=SearchConfig(trials=0))
-    assert search.is_done and not search.confirmed.any()
-    search.state.turns.default_ms = 100.0  # as turns had shown
-    spent = search.state.spent
-    for _ in range(300):
-        told.scale *= 1.0003
-        go_on(search, told, 1)
-    assert search.marks.reopened == 0 and told.scale > 1.09
-    assert search.state.default_ms_now == pytest.approx(100 * told.scale, rel=0.01)
-    assert search.state.spent <= spent
-
-
-def test_the_jobs_own_long_steps_cost_no_turn(prior):
-    """A checkpoint in a window of the current table: its time counts neither in the account nor in the reward."""
-    told = Told(good)
-    search, _ = run(told, prior, config=SearchConfig(trials=0))
-    lost = search.lost
-    plan = search.plan()
-    seen = told.measure(plan)
-    long = seen.step_ms.copy()
-    long[len(long) // 2] *= 4.0
-    later = replace(seen, step_ms=long, billed_ms=seen.billed_ms + 3 * seen.step_ms[0])
-    saved = search.record(plan, later)
-    assert abs(saved) < 0.2 and abs(search.lost - lost + seen.billed * search.state.current.saved) < 0.2
-
-
-def test_who_leaves_on_the_last_slot_after_the_verdict_tries_nothing_more(prior):
-    """Before: the slot's choice was tried first."""
-    told = Told(good)
-    search, policy = Search(*told.begin(), prior, SearchConfig()), ExpectedImprovement()
-    while not search.is_over:
-        plan = search.plan()
-        if plan is None:
-            search.ask(policy)
-        else:
-            search.record(plan, told.measure(plan))
-    while (plan := search.plan()) is not None:
-        search.record(plan, told.measure(plan))
-    while search.turn < search.n_slots - 1:
-        search.decide(int(search.confirmed[search.turn]))
-    other = next(c for c in OPEN if c != search.confirmed[search.turn])
-    search.decide(other, LEAVE)
-    assert search.is_done
-
-
-def test_a_change_of_the_job_counts_its_calls_anew():
-    calls = DefaultCalls(np.array([100.0, np.nan]))
-    is_default = np.ones(2, bool)
-    for _ in range(30):
-        calls.add(np.log([100.0, np.nan]), is_default)
-    calls.changed(np.array([220.0, np.nan]))
-    for _ in range(30):
-        calls.add(np.log([200.0, 50.0]), is_default)
-    np.testing.assert_allclose(np.exp(calls.logs), [200.0, 50.0], rtol=0.005)
-
-
-def test_a_change_of_the_job_shows_in_the_features_of_its_slots():
-    job, _ = Told(good).begin()
-    now = job.changed(np.array([200.0, 100.0]), 1.25)
-    assert now.share == pytest.approx([0.48, 0.24])
-    assert now.features[:, SHARE] == pytest.approx(now.share) and not job.features[:, SHARE].any()

@@ -25,7 +25,7 @@ from dynamiccl.traces.records import Decision, Slot
 from dynamiccl.traces.writer import TraceWriter
 from paths import HELPERS
 from test_refine import after
-from test_search import Told
+from told_job import Told
 
 CALLS, DARING = 16, 20
 
