@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -295,8 +297,10 @@ def _pass_on(source: int, target: int | None, copy: Copy | None) -> None:
         if target is not None:
             try:
                 _write(target, data)
-            except OSError:  # whoever read our output is gone
-                target = None
+            except OSError as error:
+                # Else a full disk, or a file system that fails: it may take the next lines.
+                if error.errno in (errno.EPIPE, errno.EBADF):  # whoever read our output is gone
+                    target = None
         if copy:
             copy.add(data)
 
@@ -304,7 +308,10 @@ def _pass_on(source: int, target: int | None, copy: Copy | None) -> None:
 def _write(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
-        view = view[os.write(fd, view) :]
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:  # another process that has it too may have set O_NONBLOCK
+            select.select([], [fd], [])
 
 
 def _tuners_env() -> dict[str, str]:

@@ -1,11 +1,13 @@
 """The launcher: what a scheduler sees of a job that has a tuner beside it is what it would see of the job alone."""
 
 import ast
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -168,6 +170,35 @@ def test_neither_a_full_disk_nor_a_reader_that_is_gone_reaches_the_job(tmp_path)
     )
     process.stdout.close()
     assert process.wait(60) == 5
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"), [(errno.EDQUOT, "ac"), (errno.EIO, "ac"), (errno.EPIPE, "a"), (errno.EBADF, "a")]
+)
+def test_output_passes_again_after_a_minute_without_room(monkeypatch, error, seen):
+    """Before: one write that failed, of a full quota for one, and no later line of the job reached `slurm-N.out`."""
+    chunks, written, kept = iter([b"a", b"b", b"c", b""]), [], []
+
+    def write(_, data):
+        if bytes(data) == b"b":
+            raise OSError(error, os.strerror(error))
+        written.append(bytes(data))
+        return len(data)
+
+    monkeypatch.setattr(launcher, "os", SimpleNamespace(read=lambda *_: next(chunks), write=write))
+    launcher._pass_on(0, 1, SimpleNamespace(add=kept.append))
+    assert b"".join(written).decode() == seen and kept == [b"a", b"b", b"c"]
+
+
+def test_output_waits_for_a_slow_reader_of_a_pipe_that_does_not_block():
+    """A process that shares the pipe may set O_NONBLOCK. Before: the first full pipe ended the output."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with open(reader, "rb") as slow, ThreadPoolExecutor(1) as thread:
+        done = thread.submit(launcher._write, writer, b"x" * 300_000)
+        assert len(slow.read(300_000)) == 300_000
+        done.result()
+    os.close(writer)
 
 
 def test_a_job_does_not_outlive_a_launcher_that_was_killed(tmp_path):
