@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json as json_module
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from . import Argument, Json, Option, become_owner, refusing, run_folder
+
+if TYPE_CHECKING:
+    from ..daemon.stopping import Stopped
 
 
 def stop(
@@ -18,9 +21,11 @@ def stop(
 ) -> None:
     """End tuning for good and restore NCCL's default on all ranks. The job continues.
 
-    The tuner of the run ends. Without a tuner the table is withdrawn too. `dynamiccl tune --attach RUN --again` starts
-    again. Give the command on the node of rank 0, as the job's user or as root, with that node's results folder. If
-    nodes share a folder, runs/tune/latest may belong to another node. A job that hangs takes no step: end it instead.
+    The tuner of the run ends. Without a tuner the table is withdrawn too. If the tuner does not answer for half of
+    --wait, the table is withdrawn, and the command names the process to kill. `dynamiccl tune --attach RUN --again`
+    starts again. Give the command on the node of rank 0, as the job's user or as root, with that node's results folder.
+    If nodes share a folder, runs/tune/latest may belong to another node. A job that hangs takes no step: end it
+    instead.
 
     The exit status is 0 once the job runs under the default or has ended, 1 if it does not within --wait seconds or
     rank 0 is on another node, and 2 if the folder holds no run or the run had ended before.
@@ -35,18 +40,27 @@ def stop(
         become_owner(path)
         found = end_tuning(path, wait)
     if json:
-        what = {"had_tuner": found.had_tuner, "job_runs": found.job_runs, "in_force": found.in_force}
-        print(json_module.dumps({"run": str(path), **what}))
-    elif not found.has_rank_0:
-        print(
+        names = ("had_tuner", "job_runs", "in_force", "tuner_left")
+        print(json_module.dumps({"run": str(path), **{name: getattr(found, name) for name in names}}))
+    else:
+        print(_outcome(found))
+        if found.tuner_left is not None:
+            which = str(found.tuner_left or "that holds the file `tuner` of the run folder")
+            print(f"the tuner does not answer: end it by SIGKILL (process {which})")
+    raise SystemExit(0 if found.is_over else 1)
+
+
+def _outcome(found: Stopped) -> str:
+    """What came of it, in words."""
+    if not found.has_rank_0:
+        return (
             "no rank 0 was seen on this node: run this command on its node, with that node's results folder"
         )
-    elif not found.has_begun:
-        print("no table has been used yet: the job stays under NCCL's default")
-    elif found.in_force:
-        print("NCCL's default is restored on all ranks; tuning has ended")
-    elif not found.job_runs:
-        print("the job is over")
-    else:
-        print("NCCL's default is set, but no step has run under it yet: run this command again to check")
-    raise SystemExit(0 if found.is_over else 1)
+    if not found.has_begun:
+        return "no table has been used yet: the job stays under NCCL's default"
+    if found.in_force:
+        has_ended = "; tuning has ended" if found.tuner_left is None else ""
+        return f"NCCL's default is restored on all ranks{has_ended}"
+    if not found.job_runs:
+        return "the job is over"
+    return "NCCL's default is set, but no step has run under it yet: run this command again to check"

@@ -112,7 +112,10 @@ def tune(
     again: Annotated[bool, Option(help="With --attach: start again after `dynamiccl stop`.")] = False,
     kill_after: Annotated[
         float | None,
-        Option(min=0, help="Kill the job if it has not ended this many seconds after a signal to end."),
+        Option(
+            min=0,
+            help="Kill all processes of the job if it has not ended this many seconds after a signal to end.",
+        ),
     ] = None,
     force: Force = False,
     or_untuned: OrUntuned = False,

@@ -6,11 +6,14 @@ At the end it prints the verdict and its evidence.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import statistics
+import sys
 import textwrap
 import time
 from collections import deque
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -61,11 +64,33 @@ class Expected:
         )
 
 
+class _Unread:
+    """A stream whose reader may go before the tuner does: what it does not take is lost, and no error comes of it.
+
+    A pipe whose reader has died, a terminal that is gone and a full disk would otherwise end the tuner.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self.encoding, self.isatty = file, file.encoding, file.isatty
+
+    def write(self, text: str) -> int:
+        """All of it, as far as anybody can see."""
+        with contextlib.suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """What can be written."""
+        with contextlib.suppress(OSError):
+            self._file.flush()
+
+
 class LiveView:
     """Prints on stderr. ``alone``: no other program uses the terminal; ``quiet``: print nothing before the verdict."""
 
     def __init__(self, budget: float, quiet: bool = False, alone: bool = True) -> None:
-        self.console = terminal(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+        stderr = sys.stderr and _Unread(sys.stderr)  # None of a process that was started without one
+        self.console = terminal(stderr=True, file=stderr, quiet=quiet, highlight=False, soft_wrap=True)
         self._is_live = alone and self.console.is_terminal and not quiet
         self._live = (
             Live(console=self.console, refresh_per_second=4, transient=True) if self._is_live else None

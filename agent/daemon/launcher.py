@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
+import math
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -48,6 +51,8 @@ _HURRIED_S = 5.0
 #: The job ended by such a signal only if it came at most so long before the end. A job may survive one for hours: after
 #: a terminal's SIGHUP, or a warning that a scheduler has withdrawn, no SIGKILL follows.
 _SURVIVED_S = 60.0
+#: Its status is no failure if the signal came at most so long before: a job may write its checkpoint for minutes.
+_SAVING_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -133,10 +138,12 @@ class Launcher:
         self.plan, self.say = plan, say
         self.job: subprocess.Popen[bytes] | None = None
         self.tuner: subprocess.Popen[bytes] | None = None
-        self.kill_at = float("inf")
-        self._told_to_end = 0  # the signal by which the job was told so last
+        self.kill_at = math.inf
+        self._told_to_end = 0, -math.inf  # the signal by which the job was told so last, and when
         self._hurried_at = list[float]()  # when a process, and not a terminal, sent such signals lately
         self._signals = {s for s in signal.valid_signals() if getattr(s, "name", "") not in _OURS}
+        # As under nohup. They reach the job, which inherits this, but are no wish that it ends.
+        self._ignored = {s for s in self._signals if signal.getsignal(s) == signal.SIG_IGN}
 
     def run(self) -> int:
         """Start both, see the job through to its end; its status, 128 + n where signal n ended it."""
@@ -212,10 +219,10 @@ class Launcher:
         limit_s = min(limit_s, max(0.0, self.kill_at - time.monotonic()))
         info = signal.sigtimedwait(self._signals | {signal.SIGCHLD}, limit_s)
         if self.kill_at <= time.monotonic():
-            self.kill_at = float("inf")
+            self.kill_at = math.inf
             self.say(f"the job has not ended {self.plan.kill_after:g} s after it was told to: it is killed")
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            self._told_to_end = self._told_to_end[0], time.monotonic()
+            _kill_family(process.pid)
         if info is None:
             return
         if info.si_signo == signal.SIGCHLD:
@@ -231,19 +238,18 @@ class Launcher:
 
     def _hand_on(self, process: subprocess.Popen[bytes], number: int, to_all: bool) -> None:
         """To the process that we started, as if it had been ours; a terminal's to all processes of its session."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if to_all:
-                os.killpg(process.pid, number)
-            elif process.returncode is None:
-                os.kill(process.pid, number)
-        ends = number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
-        if ends:
-            self._told_to_end = number
-        if ends and not to_all:
-            now = time.monotonic()
+        if to_all:
+            _send(os.killpg, process.pid, number)
+        elif process.returncode is None:
+            _send(os.kill, process.pid, number)
+        if number not in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+            return
+        now = time.monotonic()
+        self._told_to_end = number, now
+        if not to_all:
             self._hurried_at = [*_since(now - _SURVIVED_S, self._hurried_at), now]
-        if ends and self.plan.kill_after is not None and self.kill_at == float("inf"):
-            self.kill_at = time.monotonic() + self.plan.kill_after
+        if self.plan.kill_after is not None and self.kill_at == math.inf and number not in self._ignored:
+            self.kill_at = now + self.plan.kill_after
 
     def _tuner_is_gone(self) -> None:
         assert self.tuner is not None
@@ -259,9 +265,9 @@ class Launcher:
         ``ended``: when the job ended. The wait counts from there, or from a later signal to end. A signal that the job
         had survived by then does not count.
         """
-        self.kill_at = float("inf")
+        self.kill_at = math.inf
         while self.tuner and self.tuner.poll() is None:
-            hurried_at = min(_since(ended - _SURVIVED_S, self._hurried_at), default=float("inf"))
+            hurried_at = min(_since(ended - _SURVIVED_S, self._hurried_at), default=math.inf)
             end = min(ended + _TUNER_S, max(ended, hurried_at) + _HURRIED_S)
             now = time.monotonic()
             if now > end:
@@ -274,10 +280,12 @@ class Launcher:
     def _note(self, status: int) -> None:
         """The job's status for the tuner, which is not its parent. Nobody's status depends on it.
 
-        A job that a signal has told to end did not fail, whatever status it ends with: torchrun's is 1.
+        A job that a signal has told to end did not fail, whatever status it ends with: torchrun's is 1. A signal of
+        hours before, which the job had survived, does not count.
         """
-        if status != 0 and self._told_to_end:
-            status = 128 + self._told_to_end
+        number, at = self._told_to_end
+        if status != 0 and time.monotonic() - at <= _SAVING_S:
+            status = 128 + number
         with contextlib.suppress(OSError):
             draft = Path(self.plan.run, STATUS + ".tmp")
             draft.write_text(f"{status}\n")
@@ -295,8 +303,10 @@ def _pass_on(source: int, target: int | None, copy: Copy | None) -> None:
         if target is not None:
             try:
                 _write(target, data)
-            except OSError:  # whoever read our output is gone
-                target = None
+            except OSError as error:
+                # Else a full disk, or a file system that fails: it may take the next lines.
+                if error.errno in (errno.EPIPE, errno.EBADF):  # whoever read our output is gone
+                    target = None
         if copy:
             copy.add(data)
 
@@ -304,7 +314,42 @@ def _pass_on(source: int, target: int | None, copy: Copy | None) -> None:
 def _write(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
-        view = view[os.write(fd, view) :]
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:  # another process that has it too may have set O_NONBLOCK
+            select.select([], [fd], [])
+
+
+def _kill_family(pid: int) -> None:
+    """SIGKILL to a process, its group and all processes below it: torchrun gives each worker a session of its own."""
+    found: set[int] = set()
+    while new := _family(pid) - found:  # until those that stand still have started no others
+        found |= new
+        for one in new:
+            _send(os.kill, one, signal.SIGSTOP)
+    _send(os.killpg, pid, signal.SIGKILL)
+    for one in found:
+        _send(os.kill, one, signal.SIGKILL)
+
+
+def _family(pid: int) -> set[int]:
+    """A process and all below it, as /proc has them now."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            parent = int(path.read_bytes().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found, left = set[int](), [pid]
+    while left:
+        found.add(one := left.pop())
+        left += children.get(one, ())
+    return found
+
+
+def _send(by: Callable[[int, int], None], pid: int, number: int) -> None:
+    """To a process that may have ended, or have become another user's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        by(pid, number)
 
 
 def _tuners_env() -> dict[str, str]:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...envs.live.locks import is_locked
+from ...envs.live.locks import holder, is_locked
 from ...envs.nccl.run_folder import NCCL, STATUS, STOP, TUNER
 from ...envs.nccl.shm import RunFolder, decode_table
 
@@ -27,6 +27,9 @@ class Stopped(NamedTuple):
     in_force: bool  # a step was seen under the default, or no table has changed anything yet
     has_begun: bool = True  # a table may have changed something
     has_rank_0: bool = True  # False: no process of rank 0 was seen here, and its node's tuner decides
+    tuner_left: int | None = (
+        None  # the process of a tuner that does not answer; 0: there is one, not known which
+    )
 
     @property
     def is_over(self) -> bool:
@@ -37,9 +40,11 @@ class Stopped(NamedTuple):
 def end_tuning(run: Path, wait_s: float) -> Stopped:
     """End the tuner of a run folder, and restore NCCL's default on all ranks. The job goes on.
 
+    A tuner that does not answer, because it is frozen or its disk hangs, has its table withdrawn too.
+
     Args:
         run: the run folder.
-        wait_s: seconds to wait for the tuner's end and for a step under the default.
+        wait_s: seconds to wait, half of them at most for the tuner's end, the others for a step under the default.
 
     Raises:
         OSError, ValueError: if the folder holds no run.
@@ -54,14 +59,37 @@ def end_tuning(run: Path, wait_s: float) -> Stopped:
         return Stopped(had_tuner, job_runs=True, in_force=True, has_begun=False)
     from ...envs.live.job import Job  # imports pandas, which takes seconds
 
-    job = Job(folder)
-    end = time.monotonic() + wait_s
-    while is_locked(run / TUNER) and time.monotonic() < end:
-        time.sleep(_EVERY_S)  # the tuner publishes the empty table before it ends
-    if not had_tuner:
-        job.confirm({})
-    in_force = _runs_default(job, folder, end)
-    return Stopped(had_tuner, job.is_alive(), in_force)
+    job, began = Job(folder), time.monotonic()
+    _await_tuner(run, until=began + max(wait_s / 2, SEEN_S))
+    is_stuck = False
+    if not (had_tuner and _has_withdrawn(folder)):
+        is_stuck = is_locked(run / TUNER)
+        _withdraw(job, folder)
+    in_force = _runs_default(job, folder, began + wait_s)
+    left = (holder(run / TUNER) or 0) if is_stuck and is_locked(run / TUNER) else None
+    return Stopped(had_tuner, job.is_alive(), in_force, tuner_left=left)
+
+
+def _await_tuner(run: Path, until: float) -> None:
+    """The tuner's end, at most ``until`` then (monotonic seconds): it publishes the empty table before."""
+    while is_locked(run / TUNER) and time.monotonic() < until:
+        time.sleep(_EVERY_S)
+
+
+def _has_withdrawn(folder: RunFolder) -> bool:
+    """Whether a tuner has left everything to NCCL, also for processes of the job that start later."""
+    from ...envs.live.job import read_confirmed
+
+    return _is_empty(folder.table.read()) and not read_confirmed(folder.path)
+
+
+def _withdraw(job: Job, folder: RunFolder) -> None:
+    """Publish the empty table, also beside a tuner that may wake up: it sees then that it is to end, and does the same.
+
+    All ranks take what rank 0 reads, so two writers make no two ways.
+    """
+    job.generation = folder.table.generation()  # of a table that the tuner has published meanwhile
+    job.confirm({})
 
 
 def _has_rank_0(folder: RunFolder) -> bool:
@@ -85,13 +113,16 @@ def _has_begun(folder: RunFolder) -> bool:
 
 
 def _has_rows(folder: RunFolder) -> bool:
-    """Whether there is a table that leaves not everything to NCCL, or none that can be read."""
+    """Whether there is a table that leaves not everything to NCCL for good, or none that can be read."""
     return folder.table.generation() > 0 and not _is_empty(folder.table.read())
 
 
 def _is_empty(found: tuple[int, bytes] | None) -> bool:
-    """Whether a table, as it was read, leaves everything to NCCL."""
-    return found is not None and not decode_table(found[1]).rules
+    """Whether a table, as it was read, leaves everything to NCCL, and for good: after a trial an earlier one holds."""
+    if found is None:
+        return False
+    table = decode_table(found[1])
+    return not table.rules and not table.trial_steps
 
 
 def _tries_a_table(folder: RunFolder) -> bool:
@@ -105,11 +136,16 @@ def _tries_a_table(folder: RunFolder) -> bool:
 
 
 def _runs_default(job: Job, folder: RunFolder, end: float) -> bool:
-    """Whether rank 0 ends a step under the newest table, which has to be empty, before ``end`` (monotonic seconds)."""
+    """Whether rank 0 ends a step under the newest table, which has to be empty, before ``end`` (monotonic seconds).
+
+    A table that a tuner publishes once more, as it wakes up or ends, is withdrawn too.
+    """
     while True:
         job.poll()
         found = folder.table.read()
         is_empty = _is_empty(found)
+        if not is_empty:
+            _withdraw(job, folder)
         for rows in job.new_steps():
             generation = int(rows["generation"][-1])
             if is_empty and found is not None and generation in (0, found[0]):

@@ -18,6 +18,8 @@ ROOT = Path("runs/tune")
 VARIABLE, OFF = "DYNAMICCL_MEMORY", ("", "off", "none")
 #: Files of a run that the next run in the same folder removes.
 RESULTS = ("job.log", "job.jsonl", "tuner.log", "summary.json", "table.json", "report.html")
+#: Who runs in a folder holds it. It stays, and names the Slurm step.
+LOCK = "lock"
 #: First words of a file that stands in for a link, and the most bytes that such a file has.
 _LEADS_TO, _LONGEST = "dynamiccl leads to ", 8192
 
@@ -28,25 +30,34 @@ def claim(out: Path | None) -> tuple[Path, int]:
     Where a scheduler starts this command several times in one job (``srun`` with a task a node) each has a folder of
     its own in it. Raises Busy, OSError.
     """
-    given = out is not None
-    folder = _task_folder(out if out is not None else ROOT / _job_id())
-    for attempt in range(1, 100):
-        candidate = folder if attempt == 1 else folder.with_name(f"{folder.name}-{attempt}")
-        if not given and attempt < 99 and (candidate / "summary.json").exists():
-            continue  # results of an earlier run under the same name stay
-        candidate.mkdir(parents=True, exist_ok=True)
+    if out is not None:
+        return _take(_task_folder(out))
+    for number in range(1, 100):
+        folder = _task_folder(_numbered(ROOT / _job_id(), number))
+        if number < 99 and _is_used(folder):
+            continue  # by an earlier start under the same name, of a job that was queued again
         try:
-            fd = lock(
-                candidate / "lock", f"{candidate} belongs to a run that is not over: give another --out"
-            )
+            claimed = _take(folder)
         except Busy:
-            if given:
-                raise
             continue
-        if not given:
-            _point(ROOT / "latest", os.path.relpath(candidate, ROOT))
-        return candidate, fd
-    raise Busy(f"{folder} and 98 more are in use: give --out")
+        _point(ROOT / "latest", os.path.relpath(folder, ROOT))
+        return claimed
+    raise Busy(f"{ROOT / _job_id()} and 98 more are in use: give --out")
+
+
+def _take(folder: Path) -> tuple[Path, int]:
+    """A folder and its lock. Raises Busy, OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder, lock(folder / LOCK, f"{folder} belongs to a run that is not over: give another --out")
+
+
+def _is_used(folder: Path) -> bool:
+    """Whether a run has begun in a folder: it leaves its lock, however early it is killed."""
+    return (folder / LOCK).exists() or _has_results(folder)
+
+
+def _has_results(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (*RESULTS, "trace"))
 
 
 def _task_folder(folder: Path) -> Path:
@@ -100,7 +111,7 @@ def _is_anothers(out: Path, fd: int, is_given: bool) -> bool:
     In the folder that was given these are the results of other steps of this Slurm job, in any other folder also those
     of other jobs.
     """
-    if not any((out / name).exists() for name in (*RESULTS, "trace")):
+    if not _has_results(out):
         return False
     job, step = _slurm_step()
     earlier_job, _, earlier = os.pread(fd, 64, 0).decode(errors="replace").strip().partition(".")

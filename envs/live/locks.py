@@ -53,3 +53,20 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def holder(path: Path) -> int | None:
+    """The process that has the lock, None where nobody has it or the system does not tell whom it sees."""
+    try:
+        status, lines = path.stat(), Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    for words in map(
+        str.split, lines
+    ):  # number, kind, mode, access, process, place; "->" where one only waits
+        if (
+            words[1:4:2] == ["FLOCK", "WRITE"] and words[5] == place and int(words[4]) > 0
+        ):  # else not seen from here
+            return int(words[4])
+    return None

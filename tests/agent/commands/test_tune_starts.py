@@ -12,7 +12,7 @@ import pytest
 from cli_process import DYNAMICCL, ENV, run
 from command import invoke
 from dynamiccl.agent.daemon.request import Request
-from dynamiccl.agent.report.outputs import begin, claim
+from dynamiccl.agent.report.outputs import ROOT, begin, claim
 from dynamiccl.envs.live.locks import Busy, lock
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.sim.emulated.settings import Emulated
@@ -242,6 +242,31 @@ def test_a_task_of_slurm_has_one_folder(tmp_path, monkeypatch):
     with pytest.raises(Busy):  # the daemon looks then whether it is its launcher that has the folder
         claim(out)
     os.close(fd)
+
+
+@pytest.mark.parametrize("left", ["job.log", "summary.json", "trace", None])
+@pytest.mark.parametrize("n_tasks", [1, 2])
+def test_each_start_of_a_requeued_job_has_folders_of_its_own(tmp_path, monkeypatch, left, n_tasks):
+    """Before: of several tasks the tuner left its results in task-0-2/task-0, the launcher in task-0-2, and `top` did
+    not find them. A run that was killed before its first summary was deleted by the next start. ``left``: None of one
+    that was killed at once."""
+    monkeypatch.chdir(tmp_path)
+    slurm = {"JOB_ID": "77", "STEP_ID": "0", "NTASKS": str(n_tasks)}
+    for start in ("77.0", "77.0-2", "77.0-3"):
+        for task in range(n_tasks):
+            for name, value in {**slurm, "PROCID": str(task)}.items():
+                monkeypatch.setenv(f"SLURM_{name}", value)
+            launchers, fd = begin(None, pytest.fail)
+            expected = ROOT / start / (f"task-{task}" if n_tasks > 1 else "")
+            assert launchers == expected and (ROOT / "latest").resolve() == expected.resolve()
+            os.close(fd)
+            tuners, fd = claim(launchers.resolve())
+            os.close(fd)
+            assert tuners == launchers.resolve()
+            if left:
+                (launchers / left).write_text(start)
+    found = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(f"**/{left}") if path.is_file())
+    assert len(found) == (3 * n_tasks if left else 0), "what an earlier start left stays"
 
 
 def test_each_step_of_a_loop_finds_a_free_folder_and_a_requeued_one_its_own(tmp_path, monkeypatch):

@@ -1,11 +1,15 @@
 """The launcher: what a scheduler sees of a job that has a tuner beside it is what it would see of the job alone."""
 
 import ast
+import contextlib
+import errno
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,6 +52,15 @@ def wait_for(path, text, seconds=60):
     while not (path.exists() and text in path.read_text()):
         assert time.monotonic() < end, f"no {text!r} in {path.read_text() if path.exists() else path}"
         time.sleep(0.02)
+
+
+def wait_for_end(pid):
+    """Of a process whose status nobody may have asked for."""
+    end = time.monotonic() + 30
+    with contextlib.suppress(OSError):
+        while "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]:
+            assert time.monotonic() < end, f"process {pid} lives on"
+            time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +146,60 @@ def test_a_kill_timer_only_where_asked_for(tmp_path):
     assert process.returncode == 137 and b"it is killed" in err
 
 
+def test_the_kill_timer_ends_all_processes_of_the_job(tmp_path):
+    """torchrun starts each worker in a session of its own. Before: torchrun was killed, and the workers lived on."""
+    worker = (
+        "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
+    )
+    agent = (
+        "import subprocess, sys, signal, time; signal.signal(15, signal.SIG_IGN);"
+        f"worker = subprocess.Popen([sys.executable, '-S', '-c', {worker!r}], start_new_session=True);"
+        "print('worker', worker.pid, '.', flush=True); time.sleep(600)"
+    )
+    process = start(tmp_path, python(agent), BRIEF, kill_after=0.3)
+    log = tmp_path / "job.log"
+    for text in ("ready", " ."):
+        wait_for(log, text)
+    worker = int(log.read_text().partition("worker ")[2].split()[0])
+    try:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 137
+        wait_for_end(worker)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_a_hangup_under_nohup_starts_no_kill_timer(tmp_path, handler):
+    """The launcher blocks signals, and Linux keeps a blocked signal that is ignored. Before: a job with --kill-after
+    was killed after its user's logout."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        one = launcher.Launcher(Plan(BRIEF, [], str(tmp_path), "", kill_after=60), print)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    job = SimpleNamespace(pid=0, returncode=0)
+    one._hand_on(job, signal.SIGHUP, to_all=False)
+    assert (one.kill_at == math.inf) == (handler == signal.SIG_IGN)
+    one._hand_on(job, signal.SIGTERM, to_all=False)
+    assert one.kill_at < math.inf
+
+
+@pytest.mark.parametrize(("age_s", "noted"), [(1, 143), (300, 143), (2 * 86400, 1)])
+def test_a_signal_of_days_ago_does_not_hide_that_the_job_failed(tmp_path, monkeypatch, age_s, noted):
+    """Before: a job that had survived a SIGTERM, and crashed two days later, had a verdict. One that saves a checkpoint
+    for minutes before it ends has been told to end."""
+    clock = [0.0]
+    monkeypatch.setattr(launcher.time, "monotonic", lambda: clock[0])
+    one = launcher.Launcher(Plan(BRIEF, [], str(tmp_path), ""), print)
+    one._hand_on(SimpleNamespace(pid=0, returncode=0), signal.SIGTERM, to_all=False)
+    clock[0] += age_s
+    one._note(1)
+    assert int((tmp_path / STATUS).read_text()) == noted
+
+
 def test_output_is_passed_through_and_kept(tmp_path):
     """Seen at 679c0ae, output only in a file: a line of the job is in ``job.log`` and not on stdout."""
     program = "import sys; print('out'); print(sys.stdin.read()); print('err', file=sys.stderr); print('x' * 300000)"
@@ -170,6 +237,35 @@ def test_neither_a_full_disk_nor_a_reader_that_is_gone_reaches_the_job(tmp_path)
     assert process.wait(60) == 5
 
 
+@pytest.mark.parametrize(
+    ("error", "seen"), [(errno.EDQUOT, "ac"), (errno.EIO, "ac"), (errno.EPIPE, "a"), (errno.EBADF, "a")]
+)
+def test_output_passes_again_after_a_minute_without_room(monkeypatch, error, seen):
+    """Before: one write that failed, of a full quota for one, and no later line of the job reached `slurm-N.out`."""
+    chunks, written, kept = iter([b"a", b"b", b"c", b""]), [], []
+
+    def write(_, data):
+        if bytes(data) == b"b":
+            raise OSError(error, os.strerror(error))
+        written.append(bytes(data))
+        return len(data)
+
+    monkeypatch.setattr(launcher, "os", SimpleNamespace(read=lambda *_: next(chunks), write=write))
+    launcher._pass_on(0, 1, SimpleNamespace(add=kept.append))
+    assert b"".join(written).decode() == seen and kept == [b"a", b"b", b"c"]
+
+
+def test_output_waits_for_a_slow_reader_of_a_pipe_that_does_not_block():
+    """A process that shares the pipe may set O_NONBLOCK. Before: the first full pipe ended the output."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with open(reader, "rb") as slow, ThreadPoolExecutor(1) as thread:
+        done = thread.submit(launcher._write, writer, b"x" * 300_000)
+        assert len(slow.read(300_000)) == 300_000
+        done.result()
+    os.close(writer)
+
+
 def test_a_job_does_not_outlive_a_launcher_that_was_killed(tmp_path):
     """It is told to end as a scheduler would: nobody could tell of its end any more, and it would hold its GPUs."""
     process = start(tmp_path, python(JOB), BRIEF)
@@ -179,13 +275,7 @@ def test_a_job_does_not_outlive_a_launcher_that_was_killed(tmp_path):
     )
     process.kill()
     process.wait()
-    end = time.monotonic() + 30
-    while (
-        Path(f"/proc/{job}").exists()
-        and "Z" not in Path(f"/proc/{job}/stat").read_text().rpartition(")")[2][:3]
-    ):
-        assert time.monotonic() < end, "the job lives on"
-        time.sleep(0.05)
+    wait_for_end(job)
 
 
 def test_a_tuner_that_does_not_end_is_not_waited_for_for_ever(tmp_path, monkeypatch):

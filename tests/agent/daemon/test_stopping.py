@@ -1,0 +1,138 @@
+"""Ending a run from outside: its table is withdrawn, whatever its tuner does."""
+
+import contextlib
+import itertools
+import os
+from types import SimpleNamespace
+
+import pytest
+from command import invoke
+from dynamiccl.agent.daemon import stopping
+from dynamiccl.agent.daemon.stopping import Stopped, end_tuning
+from dynamiccl.envs.live import locks
+from dynamiccl.envs.live.job import Job, note_confirmed, read_confirmed
+from dynamiccl.envs.live.locks import holder, lock
+from dynamiccl.envs.nccl.run_folder import TUNER
+from dynamiccl.envs.nccl.shm import decode_table
+from dynamiccl.traces.records import Decision, Table
+from fake_job import GATHER
+
+KEPT = {GATHER: Decision("tree", "ll", 4)}
+
+
+@pytest.fixture
+def run(folder, monkeypatch):
+    """A run whose tuner has kept a table. The job takes each step under the newest table; ``acts`` of the tuner, of
+    which there is one for each look at it. An act may name the steps that are seen then."""
+    monkeypatch.setattr(stopping, "SEEN_S", 0.05)
+    monkeypatch.setattr(stopping, "_EVERY_S", 0.01)
+    tuner = SimpleNamespace(fd=lock(folder.path / TUNER, ""), acts=iter(()))
+
+    def publish(generation, decisions, *trial):
+        folder.table.publish(table := Table.of(generation, decisions, *trial))
+        if not any(trial):
+            note_confirmed(folder.path, table)
+
+    def end():
+        os.close(tuner.fd)
+        tuner.fd = -1
+
+    def look(_):
+        return next(tuner.acts, lambda: None)()
+
+    def step(job):
+        return look(0) or [{"generation": [folder.table.generation()]}]
+
+    monkeypatch.setattr(stopping.time, "sleep", look)
+    monkeypatch.setattr(Job, "new_steps", step)
+    tuner.publish, tuner.end, tuner.path, tuner.table = publish, end, folder.path, folder.table
+    publish(1, KEPT)
+    yield tuner
+    if tuner.fd >= 0:
+        os.close(tuner.fd)
+
+
+def is_withdrawn(run):
+    table = decode_table(run.table.read()[1])
+    return not table.rules and not table.trial_steps and not read_confirmed(run.path)
+
+
+def test_the_table_of_a_frozen_tuner_is_withdrawn_and_the_tuner_named(run):
+    """Before: it stayed, and the command said "NCCL's default is set, but no step has run under it yet"."""
+    found = end_tuning(run.path, 0.2)
+    assert is_withdrawn(run) and run.table.generation() == 2 and found.in_force
+    assert found.tuner_left == (holder(run.path / TUNER) or 0)
+
+
+def test_the_table_of_a_tuner_that_dies_while_it_is_waited_for_is_withdrawn(run):
+    """Before: it stayed, also where the tuner had published a trial meanwhile."""
+    run.acts = iter([lambda: run.publish(2, KEPT, 20), run.end])
+    found = end_tuning(run.path, 60)
+    assert is_withdrawn(run) and run.table.generation() == 3
+    assert found.in_force and found.had_tuner and found.tuner_left is None
+
+
+def test_a_tuner_that_ends_as_it_should_is_left_its_own_table(run):
+    """A new one would have to wait for another round of the ranks."""
+    run.acts = iter([lambda: run.publish(2, {}), run.end])
+    assert end_tuning(run.path, 60) == Stopped(had_tuner=True, job_runs=True, in_force=True)
+    assert is_withdrawn(run) and run.table.generation() == 2
+
+
+def test_a_trial_of_the_default_is_not_the_end_of_a_kept_table(run):
+    """After it the kept table is in force again. Before: such a trial of a tuner that was frozen counted as the end."""
+    run.publish(2, {}, 20)
+    assert end_tuning(run.path, 0.2).in_force
+    assert is_withdrawn(run) and run.table.generation() == 3
+
+
+def test_a_table_that_a_tuner_publishes_as_it_wakes_up_is_withdrawn_too(run):
+    """A disk that hung ends with an error: the tuner ends, and confirms what it had kept."""
+
+    def wake():
+        if run.table.generation() == 1:
+            return None
+        run.publish(2, KEPT)
+        run.end()
+        run.acts = iter(())
+        return [{"generation": [1]}]
+
+    run.acts = itertools.repeat(wake)
+    found = end_tuning(run.path, 0.2)
+    assert is_withdrawn(run) and run.fd == -1 and found.tuner_left is None
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (Stopped(True, True, True), "on all ranks; tuning has ended\n"),
+        (
+            Stopped(True, True, True, tuner_left=77),
+            "all ranks\nthe tuner does not answer: end it by SIGKILL (process 77)\n",
+        ),
+        (
+            Stopped(True, True, False, tuner_left=0),
+            "check\nthe tuner does not answer: end it by SIGKILL (process that holds ",
+        ),
+    ],
+)
+def test_the_command_says_what_is_left_to_do(folder, monkeypatch, found, says):
+    monkeypatch.setattr(stopping, "end_tuning", lambda *_: found)
+    done = invoke(["stop", folder.path])
+    assert says in done.stdout and done.exit_code == (0 if found.in_force else 1)
+
+
+def test_a_lock_names_its_process_as_far_as_the_system_tells(tmp_path, monkeypatch):
+    path = tmp_path / "lock"
+    assert holder(path) is None
+    fd = lock(path, "")
+    status = os.stat(path)
+    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    for pid, seen in (("4711", 4711), ("0", None), ("-1", None)):
+        text = f"1: POSIX ADVISORY WRITE 1 {place} 0 EOF\n1: -> FLOCK ADVISORY WRITE 2 {place} 0 EOF\n"
+        text += f"2: FLOCK ADVISORY WRITE 3 {place}0 0 EOF\n3: FLOCK ADVISORY WRITE {pid} {place} 0 EOF\n"
+        (tmp_path / "locks").write_text(text)
+        monkeypatch.setattr(locks, "Path", lambda _: tmp_path / "locks")
+        assert holder(path) == seen
+    with contextlib.suppress(OSError):
+        os.close(fd)
