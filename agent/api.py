@@ -6,7 +6,6 @@ Imports nothing large: torch and pandas come in only when a function needs them.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -116,8 +115,10 @@ def tune(command: Sequence[str] = (), *, out: str | Path | None = None, **option
     Raises:
         TypeError: for an option that ``dynamiccl tune`` does not have.
     """
+    from .report.outputs import given_folder, new_folder
+
     words = _words("tune", options)
-    folder = _taken(absolute(out)) if out is not None else _new_folder()
+    folder = given_folder(absolute(out)) if out is not None else new_folder()
     started = [*_PROGRAM, "tune", *words, "--out", str(folder), *(["--", *command] if command else [])]
     return Run(folder, subprocess.Popen(started))
 
@@ -135,10 +136,10 @@ def attach(run: str | Path, *, out: str | Path | None = None, **options: Any) ->
         TypeError: for an option that ``dynamiccl tune`` does not have.
         ValueError: if there is no such run.
     """
-    from .report.outputs import _task_folder
+    from .report.outputs import task_folder
 
     words = _words("tune", {**options, "attach": str(run)})
-    folder = absolute(_task_folder(Path(out) if out is not None else _results_of(run)))
+    folder = absolute(task_folder(Path(out) if out is not None else _results_of(run)))
     return Run(folder, subprocess.Popen([*_PROGRAM, "tune", *words, "--out", str(folder)]))
 
 
@@ -146,13 +147,13 @@ def _results_of(run: str | Path) -> Path:
     """The folder in which a tuner that joins ``run`` leaves its results. Raises ValueError if there is no run."""
     from .commands import results, run_folder
     from .daemon.request import Request
-    from .report.outputs import run_of
+    from .report.outputs import new_folder, run_of
 
     folder = run_folder(str(run))
     given = results(run)
     if run_of(given) is not None:
         return given
-    return Request.read(folder, {}).out or _new_folder()
+    return Request.read(folder, {}).out or new_folder()
 
 
 def apply(table: str | Path, command: Sequence[str], **options: Any) -> int:
@@ -210,43 +211,3 @@ def _words(command: str, options: Mapping[str, Any]) -> list[str]:
         elif value is not None and value is not False:
             words += [flag, str(value)]
     return words
-
-
-def _new_folder() -> Path:
-    """A folder below ``runs/tune`` that no other run has; ``latest`` leads to it.
-
-    It is made here: the child takes a while to make it, and a second call must not get the same one.
-    """
-    from .report.outputs import ROOT, _job_id, _numbered, _point, _task_folder
-
-    root = absolute(ROOT)
-    name = root / _job_id()
-    for number in range(1, 1000):
-        folder = _task_folder(_numbered(name, number))
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError:  # the child says why, or starts the job untuned
-            break
-        _point(root / "latest", os.path.relpath(folder, root))
-        break
-    return folder
-
-
-def _taken(out: Path) -> Path:
-    """The folder that the child takes where it is given ``out``, by the rule of ``outputs.begin``; nothing is made."""
-    from .report.outputs import _is_anothers, _numbered, _task_folder
-
-    for number in range(1, 100):
-        folder = _task_folder(_numbered(out, number))
-        try:
-            fd = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # no run has been here, or the child says what is wrong
-            return folder
-        try:
-            if not _is_anothers(folder, fd, is_given=number == 1):
-                return folder
-        finally:
-            os.close(fd)
-    return out

@@ -31,9 +31,9 @@ def claim(out: Path | None) -> tuple[Path, int]:
     its own in it. Raises Busy, OSError.
     """
     if out is not None:
-        return _take(_task_folder(out))
+        return _take(task_folder(out))
     for number in range(1, 100):
-        folder = _task_folder(_numbered(ROOT / _job_id(), number))
+        folder = task_folder(_numbered(ROOT / _job_id(), number))
         if number < 99 and _is_used(folder):
             continue  # by an earlier start under the same name, of a job that was queued again
         try:
@@ -60,7 +60,7 @@ def _has_results(folder: Path) -> bool:
     return any((folder / name).exists() for name in (*RESULTS, "trace"))
 
 
-def _task_folder(folder: Path) -> Path:
+def task_folder(folder: Path) -> Path:
     """The folder of this task of a scheduler's job: one within ``folder`` if the job has several tasks.
 
     ``folder`` itself if it is that one already: the launcher's, which its tuner claims again.
@@ -95,6 +95,42 @@ def begin(out: Path | None, say: Callable[[str], object]) -> tuple[Path, int]:
             return folder, fd
         os.close(fd)
     raise Busy(f"{out} and 98 more hold results of other runs: give another --out")
+
+
+def new_folder() -> Path:
+    """A folder below ``runs/tune`` that no other run has; ``latest`` leads to it.
+
+    It is made here: the child takes a while to make it, and a second call must not get the same one.
+    """
+    root = absolute(ROOT)
+    name = root / _job_id()
+    for number in range(1, 1000):
+        folder = task_folder(_numbered(name, number))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:  # the child says why, or starts the job untuned
+            break
+        _point(root / "latest", os.path.relpath(folder, root))
+        break
+    return folder
+
+
+def given_folder(out: Path) -> Path:
+    """The folder that the child takes where it is given ``out``, by the rule of :func:`begin`; nothing is made."""
+    for number in range(1, 100):
+        folder = task_folder(_numbered(out, number))
+        try:
+            fd = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # no run has been here, or the child says what is wrong
+            return folder
+        try:
+            if not _is_anothers(folder, fd, is_given=number == 1):
+                return folder
+        finally:
+            os.close(fd)
+    return out
 
 
 def _numbered(out: Path, number: int) -> Path:

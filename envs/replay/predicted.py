@@ -80,17 +80,19 @@ class Times:
             n_ranks, n_nodes, func, algo, proto = cast(Key, key)
             size = n_ranks, n_nodes
             pair = algo, proto
-            network = self._networks.get(size)
-            if network is None or pair not in PAIRS:
+            if size not in self._networks:
                 continue
+            if pair not in PAIRS:
+                continue
+            network = self._networks[size]
             formula = functools.partial(network.logs, func, pair)
             n_bytes = group["n_bytes"].to_numpy()
             n_channels = group["n_channels"].to_numpy()
             us = group["us"].to_numpy()
             model = Measured(n_bytes, n_channels, us, formula)
             self._models[size, func, pair] = model
-            largest = model.misses[-1]  # that of the largest message
-            misses[size, func].append(float(largest))
+            largest = float(model.misses[-1])  # that of the largest message
+            misses[size, func].append(largest)
         self._shift = dict[tuple[Size, str], float]()
         for of_func, values in misses.items():
             median = np.median(values)
@@ -124,8 +126,10 @@ def _size_of(slot: Slot) -> Size:
 def _sampled(events: pd.DataFrame) -> pd.DataFrame:
     """The events whose kernels were timed, with their ``us``; without the wait for the last rank where that is known,
     as in a slot's profile."""
-    timed = events.join(durations(events))
-    return timed[timed["us"] > 0]
+    found = durations(events)
+    timed = events.join(found)
+    is_timed = timed["us"] > 0
+    return timed[is_timed]
 
 
 def cluster_of(trace: Trace, n_ranks: int, n_nodes: int) -> Cluster:
