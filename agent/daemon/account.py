@@ -10,6 +10,7 @@ import numpy as np
 
 from ...envs.search.comparison import Comparison, TimedWindow
 from ...traces.records import Decision, Decisions, Slot
+from ..report.summary import RunSummary
 from ..report.verdict import DEFAULT, rows_text
 
 
@@ -84,9 +85,23 @@ class Costs:
     windows: int = 0  # up to the verdict
     search_ms: float = 0.0  # what they lost against the default
     budget_ms: float = 0.0  # what they may lose
+    budget_before_ms: float = 0.0  # what those of an earlier tuner of the run were allowed, part of it
     trials: int = 0  # windows after the verdict that tried something
     trials_ms: float = 0.0  # what they lost against the current table
     best: tuple[str, float] | None = None  # of single windows: the letter, its time over the default's
+
+    @classmethod
+    def after(cls, before: RunSummary) -> Costs:
+        """Of a tuner that goes on where an earlier one of the same run has ended."""
+        budget_ms = 1e3 * (before.budget_s or 0.0)
+        return cls(
+            windows=before.windows or 0,
+            search_ms=1e3 * (before.cost_s or 0.0),
+            budget_ms=budget_ms,
+            budget_before_ms=budget_ms,
+            trials=before.trials or 0,
+            trials_ms=1e3 * (before.trials_cost_s or 0.0),
+        )
 
     def better(self, letter: str, ratio: float, noise: float) -> bool:
         """Note a window that took ``ratio`` of the default's time. Returns whether it is the best so far."""

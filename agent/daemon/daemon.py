@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,21 +19,25 @@ from ...envs.live.locks import Busy, is_locked, lock
 from ...envs.live.windows import LiveWindows
 from ...envs.nccl.run_folder import LAUNCHER, STOP, TUNER
 from ...envs.nccl.shm import RunFolder
-from ...envs.nccl.tables import TABLE, to_json
+from ...envs.nccl.tables import TABLE
 from ...envs.search.config import SearchConfig
+from ...envs.search.search import Search
+from ...envs.search.state import Milestones
 from ...traces.outside import TraceError
 from ...traces.reasons import RunEnds
-from ...traces.records import TUNED_FUNCS, Decision, Slot, Table
+from ...traces.records import TUNED_FUNCS, Decision, Decisions, Slot
 from ...traces.writer import TraceWriter
 from ..policies.choosing import make_chooser
 from ..report.outputs import claim, link, run_of
 from ..report.summary import RunSummary, read_object
 from ..report.verdict import VERDICT, seconds, verdict
+from .account import Costs
 from .following import start_follower
 from .log import LOG, log, open_log
 from .memory import Memory, facts_of
 from .request import Request
-from .summarise import ReportPage, summarise
+from .stopping import Signals, ended_politely
+from .summarise import ReportPage, Results, summarise
 from .tuner import Tuner, WindowLine
 
 #: Space that a trace may take on disk, however long the job runs.
@@ -49,6 +52,23 @@ def config_of(request: Request) -> SearchConfig:
     if request.windows is not None:
         config = replace(config, rounds=request.windows, rounds_a_slot=0)
     return config
+
+
+@dataclass(frozen=True)
+class _Stand:
+    """How a run stands after its verdict: where this has changed the watch says so, and the files follow."""
+
+    marks: Milestones
+    is_over: bool
+    is_done: bool
+    kept: bool | None
+    table: Decisions
+
+    @classmethod
+    def of(cls, search: Search, daemon: Daemon) -> _Stand:
+        """Now."""
+        marks = replace(search.marks)
+        return cls(marks, search.is_over, search.is_done, daemon.outcome.kept, daemon.job.confirmed)
 
 
 class Daemon:
@@ -78,10 +98,12 @@ class Daemon:
         self.tuner = Tuner(windows, policy, config_of(request), self._tell, self._recall)
         self.outcome = self.tuner.outcome
         self._closed = False
-        self._page = ReportPage(self.out)
+        self._results, self._page = Results(self.out), ReportPage(self.out)
         if request.log_to:
             start_follower(self.out, request.log_to)
-        self._before = RunSummary.read(self.out) if self.job.confirmed else RunSummary()
+        self._before = RunSummary()  # of an earlier tuner of the run: it holds until this one searches
+        if self.job.confirmed:
+            self._go_on_from(RunSummary.read(self.out))
 
     def _claim(self) -> tuple[Path, int]:
         try:
@@ -94,11 +116,21 @@ class Daemon:
                 raise
             return out, -1  # our launcher has it
 
+    def _go_on_from(self, before: RunSummary) -> None:
+        """Take over the figures of an earlier tuner of this run: what the job has lost stays lost."""
+        if before.run != str(self.run.path):
+            return
+        self._before = before
+        self.tuner.costs = Costs.after(before)
+        self.outcome.steps_to_first_gain = before.steps_to_first_gain
+        self.outcome.steps_to_verdict = before.steps_to_verdict
+
     def serve(self) -> RunSummary:
         """Tune, and stay to the end of the job; returns the summary (also ``summary.json``).
 
         Raises OSError or TraceError if what was seen cannot be written. A KeyboardInterrupt, or SIGTERM, ends the tuner
-        and not the job. However it ends, the confirmed table stays.
+        and not the job. However it ends, the confirmed table stays. From then on, and from the job's end, such signals
+        do nothing until the summary is written; after it they cut short what is left to do.
         """
         request, out = self.request, self.out
         link(out, self.run.path)
@@ -107,7 +139,7 @@ class Daemon:
         header |= {"job": request.job, "run": str(self.run.path)}
         with contextlib.ExitStack() as stack:
             self._open(stack)
-            with _ended_politely():
+            with ended_politely() as signals:
                 try:
                     resumed = read_object(out / "trace" / "header.json").get("run") == str(self.run.path)
                     existing: Literal["resume", "replace"] = "resume" if resumed else "replace"
@@ -115,15 +147,15 @@ class Daemon:
                         out / "trace", header, existing=existing, most_bytes=TRACE_BYTES
                     ) as writer:
                         self.job.writer = writer
-                        self._serve(writer)
+                        self._serve(writer, signals)
                 except (OSError, TraceError) as error:
                     self.outcome.ended = self.outcome.ended or RunEnds.CANNOT_WRITE(error=error)
                     self._warn(f"tuning ends: {error}")
                 finally:
                     self.job.writer = None
-            summary = self._summarise()
-            with contextlib.suppress(OSError):  # the folder may be gone
-                self.run.close(remove=not self.job.is_alive())
+                summary = self._summarise(signals)
+                with contextlib.suppress(OSError):  # the folder may be gone
+                    self.run.close(remove=not self.job.is_alive())
         return summary
 
     def _open(self, stack: contextlib.ExitStack) -> None:
@@ -136,19 +168,20 @@ class Daemon:
         log.info("a tuner begins, process %d: policy %s, run %s", os.getpid(), request.policy, self.run.path)
         log.info("job: %s", request.job or "joined")
 
-    def _serve(self, writer: TraceWriter) -> None:
+    def _serve(self, writer: TraceWriter, signals: Signals) -> None:
         job = self.job
         try:
             told = "a table was confirmed before: going on with it"
             self._say(told if job.confirmed else "waiting for the job's first steps")
             self._tune()
             self._watch()
+            signals.are_heard = False
         except KeyboardInterrupt as reason:
             self.outcome.ended = str(reason) or RunEnds.INTERRUPTED()
             self._say(f"{self.outcome.ended}: the job goes on under what was confirmed")
         finally:
+            signals.are_heard = False
             job.release()
-            self._remember()
             job.take(everything=True)
             if job.damaged:
                 writer.update_header(rings_damaged=job.damaged)
@@ -177,9 +210,7 @@ class Daemon:
             self._say_verdict()
         job.confirm(job.confirmed)
         job.thin = True
-        self._remember()
-        self._write(summary := self._summary())  # a job may run for weeks from here
-        self._page.draw_soon(summary)
+        self._page.draw_soon(self._leave())
 
     def _say_verdict(self) -> None:
         """The verdict, as it stands in the summary, and what is done from there on."""
@@ -203,7 +234,7 @@ class Daemon:
         """Until the job ends: the search keeps watch, takes a table back, and begins anew where the job has changed."""
         job, tuner, over = self.job, self.tuner, self.tuner.search is None
         while job.is_alive():
-            self._page.keep_up(self._summary)
+            self._keep_up()
             try:
                 if self._ends_with_verdict():
                     return
@@ -223,12 +254,19 @@ class Daemon:
                 if not self.outcome.failure:
                     self.outcome.failure, over = str(reason), True
                     self._drop(str(reason), "FAILURE: ")
+                    self._leave()
             except Closed as reason:  # the ranks themselves have gone back to what was confirmed
                 if not self._closed and str(reason) != self.outcome.ended:  # else the search has said it
                     self._say(str(reason))
                 self._closed = over = True
             except JobEnded:
                 return
+
+    def _keep_up(self) -> None:
+        """The page and the files follow figures that move by themselves."""
+        self._page.keep_up(self._summary)
+        if self._results.are_old:
+            self._write(self._summary())
 
     def _ends_with_verdict(self) -> bool:
         """Whether the verdict is there and the request is for no more: says so then."""
@@ -241,32 +279,48 @@ class Daemon:
 
     def _step(self) -> None:
         """One window of the watch, and a word where it has changed something. Raises JobEnded."""
-        search, costs, was_kept = self.tuner.search, self.tuner.costs, self.outcome.kept
+        search = self.tuner.search
         assert search is not None
-        was_over, was_done, before = search.is_over, search.is_done, replace(search.marks)
+        before = _Stand.of(search, self)
         self.job.thin = search.is_over  # a search asks for kernel times
         self.tuner.step()
-        if search.marks.reopened > before.reopened:
+        if not search.is_over:
+            self._before = RunSummary()
+        now = _Stand.of(search, self)
+        if now != before:
+            self._say_changes(before, now)
+            self._leave()
+
+    def _say_changes(self, before: _Stand, now: _Stand) -> None:
+        costs = self.tuner.costs
+        if now.marks.reopened > before.marks.reopened:
             self._say("the job has changed: measuring NCCL's default again")
-        if search.marks.returned > before.returned:
+        if now.marks.returned > before.marks.returned:
             self._say("the job is as it was before a change: its earlier table is used again")
-        if search.is_over and not was_over:
+        if now.is_over and not before.is_over:
             summary = self._summary()
             self._say(f"verdict after the change: {verdict(summary)}")
             self._log_verdict(self.job.last_step, summary)
-        if search.is_done and not was_done:
+        if now.is_done and not before.is_done:
             self._say(f"trials over: {costs.trials} windows, at the cost of {seconds(costs.trials_ms / 1e3)}")
-        if was_kept and not self.outcome.kept and self.outcome.dropped:
+        if before.kept and not now.kept and self.outcome.dropped:
             self._say(f"back to NCCL's default: {self.outcome.dropped}")
 
+    def _leave(self) -> RunSummary:
+        """Write down what the run has come to, and return it: from here the job may run for weeks, and the tuner may be
+        killed. The memory comes last: its store may be slow."""
+        summary = self._summary()
+        self._write(summary)
+        self._remember()
+        return summary
+
     def _remember(self) -> None:
-        """Leave what was confirmed, or the verdict, to the next job here; a run that failed leaves nothing."""
+        """Leave what was confirmed, or the verdict, to the next job here; a run that failed leaves word of that."""
         search = self.tuner.search
         if (
             self.memory
             and search
-            and (search.is_over or search.state.current.comparisons)
-            and not self.outcome.failure
+            and (search.is_over or search.state.current.comparisons or self.outcome.failure)
         ):
             self.memory.leave(self.tuner)
 
@@ -293,26 +347,21 @@ class Daemon:
         self.on_window(line)
         self._page.keep_up(self._summary)
 
-    def _summarise(self) -> RunSummary:
+    def _summarise(self, signals: Signals) -> RunSummary:
+        """The last word. The summary and the table come first: whoever ended the tuner may not wait for more."""
         summary = self._summary()
-        try:
-            self._write(summary)
-            why = self._page.draw_last(summary)
-        except (
-            Exception
-        ) as error:  # the page is the last thing made: what was measured must not be lost with it
-            why = f"{type(error).__name__}: {error}"
+        why = _error_of(lambda: self._write(summary))
+        with contextlib.suppress(KeyboardInterrupt):
+            signals.are_heard = True
+            self._remember()
+            why = why or _error_of(lambda: self._page.draw_last(summary))
+            signals.are_heard = False
         if why:
             self._warn(f"the report could not be made ({why}); the rest is whole")
         return summary
 
     def _write(self, summary: RunSummary) -> None:
-        """The summary, and what was confirmed as `dynamiccl apply` takes it; no table while nothing is."""
-        summary.write(self.out)
-        if self.job.confirmed:
-            (self.out / TABLE).write_text(to_json(Table.of(1, self.job.confirmed)))
-        else:
-            (self.out / TABLE).unlink(missing_ok=True)
+        self._results.write(summary, self.job.confirmed)
 
     def _summary(self) -> RunSummary:
         found = self._before or self.tuner.sum_up()
@@ -332,15 +381,9 @@ def _is_asked_for(ended: str) -> bool:
     return ended == RunEnds.STOPPED() or RunEnds.SWITCHED_OFF.facts(ended) is not None
 
 
-@contextlib.contextmanager
-def _ended_politely() -> Iterator[None]:
-    """SIGTERM comes as a KeyboardInterrupt that says so."""
-
-    def handle(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt(RunEnds.TERMINATED())
-
-    before = signal.signal(signal.SIGTERM, handle)
+def _error_of(work: Callable[[], str | None]) -> str:
+    """What ``work`` says went wrong, or raises; '' where nothing did. What was measured must not be lost with it."""
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        return work() or ""
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"

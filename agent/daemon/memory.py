@@ -140,6 +140,7 @@ class Memory:
         self.facts: dict[str, str] = {}
         self.runs: list[dict[str, Any]] = []
         self.text = "nothing is known of this cluster yet"
+        self._left: dict[str, Any] = {}  # what was written last
         self._name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:12]}.json"
 
     def recall(self, facts: dict[str, str], profiles: Sequence[SlotProfile]) -> dict[Slot, Decision]:
@@ -162,15 +163,25 @@ class Memory:
         return table
 
     def leave(self, tuner: Tuner) -> None:
-        """Write down what the run has come to by now."""
+        """Write down what the run has come to by now, unless that is written already.
+
+        Of a run that failed this is: no decision. So the next job does not begin with the table that was withdrawn, and
+        not with the same table in the file of an earlier run.
+        """
         o, table = tuner.outcome, tuner.decisions
-        told = {"format": FORMAT, "written": datetime.now(UTC).isoformat(timespec="seconds"), "job": self.job}
+        if o.failure:
+            table = {}
+        told: dict[str, Any] = {"format": FORMAT, "job": self.job}
         told |= {"cluster": {fact: self.facts.get(fact) or "unknown" for fact in FACTS}}
         told |= {"speedup": [o.speedup, *o.speedup_ci95] if o.kept and o.speedup_ci95 else None}
         profiles = tuner.windows.profiles
         told |= {"slots": [vars(Kept.of(p, table.get(p.slot, AUTO))) for p in profiles]}
+        if told == self._left:
+            return
+        now = datetime.now(UTC).isoformat(timespec="seconds")
         try:
-            in_time(lambda: Store(self.url).write(key_of(self.facts), self._name, told))
+            in_time(lambda: Store(self.url).write(key_of(self.facts), self._name, told | {"written": now}))
+            self._left = told
         except Exception as error:
             self._say(f"the table could not be left in {self.url}: {error}")
 

@@ -1,14 +1,18 @@
-"""End tuning from outside, for ``dynamiccl stop`` and :meth:`dynamiccl.Run.stop`."""
+"""End tuning from outside, for ``dynamiccl stop`` and :meth:`dynamiccl.Run.stop`; and by signals, in the tuner."""
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...envs.live.locks import holder, is_locked
 from ...envs.nccl.run_folder import NCCL, STATUS, STOP, TUNER
 from ...envs.nccl.shm import RunFolder, decode_table
+from ...traces.reasons import RunEnds
 
 if TYPE_CHECKING:
     from ...envs.live.job import Job
@@ -153,3 +157,33 @@ def _runs_default(job: Job, folder: RunFolder, end: float) -> bool:
         if time.monotonic() > end or not job.is_alive():
             return False
         time.sleep(_EVERY_S)
+
+
+class Signals:
+    """SIGINT and SIGTERM come as one KeyboardInterrupt that says which it was. Those after it do nothing."""
+
+    def __init__(self) -> None:
+        self.are_heard = True
+
+    def handle(self, number: int, _frame: object) -> None:
+        """Raises KeyboardInterrupt."""
+        if self.are_heard:
+            self.are_heard = False
+            raise KeyboardInterrupt(
+                (RunEnds.TERMINATED if number == signal.SIGTERM else RunEnds.INTERRUPTED)()
+            )
+
+
+@contextlib.contextmanager
+def ended_politely() -> Iterator[Signals]:
+    """Signals come as :class:`Signals` lets them. A SIGINT that did nothing before still does nothing."""
+    signals = Signals()
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        numbers.append(signal.SIGINT)
+    before = {number: signal.signal(number, signals.handle) for number in numbers}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ...envs.live.job import Job
+from ...envs.nccl.tables import TABLE, to_json
+from ...traces.outside import atomically
 from ...traces.reasons import RunEnds, names
+from ...traces.records import Decisions, Table
 from ..report.outputs import logged
 from ..report.summary import RunSummary
 from ..report.verdict import DEFAULT
@@ -24,7 +27,7 @@ from .request import Request
 #: Events that the report is drawn from, at most: the first and the last of a long run.
 REPORT_EVENTS = 500_000
 #: Seconds between two drawings of the report while the job runs, at least; and at least so many times the seconds that
-#: the drawing before took.
+#: the drawing before took. After the verdict the summary is written as often.
 EVERY_S, BREAK = 30.0, 10.0
 
 
@@ -82,6 +85,33 @@ def _seen(request: Request, job: Job) -> dict[str, Any]:
         "records_lost": sum(job.lost.values()),
         "job_status": job.status,
     }
+
+
+class Results:
+    """The summary of a run and its table, as they lie in the folder of its results: all that others read of it."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self._next = math.inf  # no summary before the verdict
+
+    def write(self, summary: RunSummary, table: Decisions) -> None:
+        """The summary, and what was confirmed as `dynamiccl apply` takes it; no table while nothing is.
+
+        Raises OSError or TraceError.
+        """
+        path = self.out / TABLE
+        summary.write(self.out)
+        if table:
+            text = to_json(Table.of(1, table))
+            atomically(path, lambda draft: draft.write_text(text))
+        else:
+            path.unlink(missing_ok=True)
+        self._next = time.monotonic() + EVERY_S
+
+    @property
+    def are_old(self) -> bool:
+        """They were written EVERY_S ago: figures such as mismatches may have moved since."""
+        return time.monotonic() >= self._next
 
 
 class ReportPage:

@@ -145,6 +145,7 @@ class Tuner:
         self._begin()
         if self.search is not None:
             self.search.resume(self._configs(decisions))
+            self._conclude()
 
     def looks_again(self) -> bool:
         """Whether there was nothing to tune, and the job has taken enough steps since to be looked at once more."""
@@ -158,6 +159,7 @@ class Tuner:
         while (plan := search.plan()) is None:
             self._state = search.ask(self.policy, self._state)
             if search.is_over != was_over:
+                self._conclude()
                 return
         seen = self.windows.measure(plan)
         self.costs.windows += not was_over
@@ -209,7 +211,7 @@ class Tuner:
             costs.trials += 1
             costs.trials_ms += steps * (search.last.ms - self._current_ms)
         budget_steps = search.config.budget * max(search.steps, BUDGET_STEPS)
-        costs.budget_ms = budget_steps * state.default_ms
+        costs.budget_ms = costs.budget_before_ms + budget_steps * state.default_ms
 
     # -- what is told ------------------------------------------------------------------------------------------
 

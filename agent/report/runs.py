@@ -91,6 +91,7 @@ def _folders(path: Path) -> list[Path]:
 
 def state(out: Path) -> dict[str, Any]:
     """One run, as ``top --json`` prints it. Unknown values are None. The summary tells, or else the last window.
+    ``records_lost`` and ``mismatches`` are 0 from the start: an alert sees a count grow only if it was there before.
 
     Keys: ``run`` (results folder), ``job`` (command), ``emulated``, ``state`` (tuning, waiting, ended, no tuner),
     ``tuner_died``, ``step``, ``step_ms``, ``step_times_ms`` (medians over the run), ``phase``, ``window`` (number) of
@@ -102,7 +103,7 @@ def state(out: Path) -> dict[str, Any]:
     last = _last_window(out)
     run = Path(str(_known(header.get("run"), summary.run, "")))
     alive = bool(run.name) and is_locked(run / TUNER)
-    newest = last if alive else {}  # the summary is written at the verdict, and again at the end
+    newest = last if alive else {}  # until the verdict no summary of this tuner is there
     agreement = summary.agreement or {}
     why = _known(summary.ended, summary.failure, summary.dropped)
     # After the verdict few windows are measured: the table's time is what it was confirmed with.
@@ -113,7 +114,7 @@ def state(out: Path) -> dict[str, Any]:
         "emulated": header.get("emulated"),
         "state": _state(alive, bool(last), bool(summary)),
         "tuner_died": _has_died(alive, why, run),
-        "step": _known(newest.get("last_step"), summary.steps, last.get("last_step")),
+        "step": _most(newest.get("last_step"), summary.steps) or last.get("last_step"),
         "step_ms": _known(confirmed_ms, last.get("step_ms")),
         "step_times_ms": _step_times(out),
         "phase": last.get("phase"),
@@ -128,8 +129,8 @@ def state(out: Path) -> dict[str, Any]:
         "budget_s": _known(newest.get("budget_s"), summary.budget_s, last.get("budget_s")),
         "agreement": agreement.get("state"),
         "agreement_text": agreement.get("text"),
-        "records_lost": _known(summary.records_lost, header.get("records_lost")),
-        "mismatches": summary.consistency.get("mismatches"),
+        "records_lost": _most(summary.records_lost, header.get("records_lost")) or 0,
+        "mismatches": summary.consistency.get("mismatches", 0),
         "why": why,
         "reasons": names(str(why or "")),
     }
@@ -186,6 +187,11 @@ def _step_times(out: Path) -> list[float]:
 def _known(*values: Any) -> Any:
     """The first that is there."""
     return next((value for value in values if value is not None), None)
+
+
+def _most(*counts: Any) -> Any:
+    """The largest count of those that are there: the newest, of what only grows."""
+    return max((count for count in counts if count is not None), default=None)
 
 
 def _tail(path: Path) -> list[dict[str, Any]]:

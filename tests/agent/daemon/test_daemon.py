@@ -181,6 +181,7 @@ def test_after_the_verdict_a_job_is_left_alone_where_that_was_asked(once):
     alive = iter([True, True, False])
     daemon.job = SimpleNamespace(is_alive=lambda: next(alive), thin=False)
     daemon._page = SimpleNamespace(keep_up=lambda summary: None)
+    daemon._results = SimpleNamespace(are_old=False)
     daemon.on_phase, daemon._step = said.append, lambda: steps.append(1)
     search = SimpleNamespace(is_over=True, is_done=True)
     daemon.tuner = SimpleNamespace(search=search)

@@ -1,0 +1,232 @@
+"""What lies on disk while the job lives, and whatever ends its tuner: others read nothing else."""
+
+import os
+import signal
+
+import pytest
+from dynamiccl.agent.daemon import daemon as daemons
+from dynamiccl.agent.daemon import summarise
+from dynamiccl.agent.daemon.memory import Memory, Store
+from dynamiccl.agent.report.runs import state
+from dynamiccl.agent.report.summary import RunSummary
+from dynamiccl.agent.report.verdict import verdict
+from dynamiccl.envs.nccl.shm import RunFolder
+from dynamiccl.envs.nccl.tables import TABLE, load_table
+from dynamiccl.traces.reasons import RunEnds
+from fake_job import GATHER
+from watched_job import OTHER, WatchedJob, tuner_of
+
+
+def remembered(where):
+    """The settings in the memory's newest file."""
+    (cluster,) = where.iterdir()
+    runs, passed = Store(str(where)).read(cluster.name)
+    assert not passed
+    return {slot.slot: slot.decision for slot in runs[0]["slots"] if not slot.decision.is_auto}
+
+
+def table_of(out):
+    path = out / TABLE
+    return {rule.decision for rule in load_table(path).rules} if path.exists() else set()
+
+
+def test_after_the_verdict_all_files_follow_the_table(folder, tmp_path):
+    """Before: they stayed as the verdict left them until the job ended, in weeks: KEPT, with the gain of a table that
+    was long dropped, and `apply` ran it."""
+    out, memory, stands = tmp_path / "out", tmp_path / "memory", []
+
+    def look(job):
+        if len(stands) == 12:
+            job.best = OTHER
+        summary, one = RunSummary.read(out), state(out)
+        assert table_of(out) == set(job.confirmed.values())
+        if tuner.search.is_over:  # while a new search runs, the memory holds the last verdict
+            assert remembered(memory) == job.confirmed
+        assert summary.kept == one["kept"] == bool(job.confirmed)
+        rows = tuner.windows.decisions(tuner.search.confirmed)
+        assert summary.in_force == tuner.names.of(rows) and summary.dropped == tuner.outcome.dropped
+        stands.append((summary.in_force, tuner.search.marks.reopened, verdict(summary).split()[0]))
+        return tuner.search.marks.reopened < 1 or not tuner.search.is_done
+
+    with tuner_of(WatchedJob(folder, look), out, memory) as one:
+        tuner = one.tuner
+        last = one.serve()
+    assert {word for _, _, word in stands} >= {"KEPT", "REVERTED:"} and stands[0][0] != stands[-1][0]
+    assert last.kept and set(one.job.confirmed.values()) == {OTHER}
+
+
+@pytest.mark.parametrize("when", ["after the verdict", "in the search"])
+def test_ranks_that_disagree_are_in_the_metrics_while_the_job_lives_and_their_table_goes_everywhere(
+    folder, tmp_path, monkeypatch, when
+):
+    """Before: the count came with the job's end, so the alert could not fire; the memory kept the table for the next
+    job, and table.json for `apply`."""
+    out, memory, counts, looks = tmp_path / "out", tmp_path / "memory", [], []
+    monkeypatch.setattr(summarise, "EVERY_S", 0.0)
+
+    def look(job):
+        looks.append(one.outcome.failure)
+        counts.append(state(out)["mismatches"])
+        if one.outcome.failure:
+            assert counts[-1] and not state(out)["kept"] and not table_of(out) and remembered(memory) == {}
+        job.audit.mismatches = 0 if len(looks) < 3 and when == "after the verdict" else len(looks)
+        return len(looks) < 9
+
+    def tell(line):
+        counts.append(state(out)["mismatches"])
+        job.audit.mismatches = int(when == "in the search" and line.phase == "search")
+
+    job = WatchedJob(folder, look)
+    with tuner_of(job, out, memory) as one:
+        one.on_window = tell
+        last = one.serve()
+    assert counts[0] == 0 and counts[-1] == 8 and counts == sorted(counts), counts
+    assert looks[4] and last.failure and not last.kept
+
+
+def test_a_run_that_failed_hides_the_same_table_of_an_earlier_run(folder, tmp_path):
+    """Before: it left nothing, so the next job began with the table that had just been withdrawn."""
+    memory = tmp_path / "memory"
+    with tuner_of(WatchedJob(RunFolder.create(), lambda job: False), tmp_path / "first", memory) as one:
+        one.memory._name = "19991231T235959-first.json"
+        one.serve()
+    assert remembered(memory)
+    facts = one.memory.facts
+
+    def disagree(line):
+        job.audit.mismatches = 1
+
+    job = WatchedJob(folder, lambda job: not one.outcome.failure)
+    with tuner_of(job, tmp_path / "second", memory) as one:
+        one.on_window = disagree
+        assert one.serve().failure
+    found = Memory(str(memory), "the next", print).recall(facts, one.tuner.windows.profiles)
+    assert all(decision.is_auto for decision in found.values())
+
+
+def test_figures_that_move_by_themselves_are_written_now_and_then(folder, tmp_path, monkeypatch):
+    out, seen = tmp_path / "out", []
+    monkeypatch.setattr(summarise, "EVERY_S", 0.0)
+
+    def look(job):
+        seen.append((state(out)["step"], job.last_step, state(out)["records_lost"]))
+        job.lost["a ring"] = len(seen)
+        if len(seen) == 20:  # from here on the files are young
+            monkeypatch.setattr(summarise, "EVERY_S", 1e9)
+        return len(seen) < 30
+
+    with tuner_of(WatchedJob(folder, look), out) as one:
+        one.serve()
+    behind = [now - told for told, now, _ in seen]
+    assert all(0 <= steps <= 40 for steps in behind[:20]) and behind[-1] > behind[20]
+    assert seen[0][2] == 0 and seen[19][2] >= 17
+
+
+@pytest.mark.parametrize("first", [None, signal.SIGINT, signal.SIGTERM])
+def test_a_further_signal_at_the_end_costs_nothing_of_the_results(folder, tmp_path, monkeypatch, first):
+    """Before: a traceback, no summary, and the run folder stayed in /dev/shm. ``first`` ends the tuner; None: the job's
+    end does."""
+    out, memory, order = tmp_path / "out", tmp_path / "memory", []
+    leave = Memory.leave
+
+    def look(job):
+        if first is not None:
+            os.kill(os.getpid(), first)
+        return False
+
+    def again(everything=False):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+
+    def leaves(memory, tuner):
+        order.append(RunSummary.read(out).ended)  # the summary comes first: a store may take its time
+        return leave(memory, tuner)
+
+    def draws(page, summary):
+        order.append("page")
+        os.kill(os.getpid(), signal.SIGTERM)  # now it cuts short what is left
+        order.append("drawn")
+        return ""
+
+    job = WatchedJob(folder, look)
+    monkeypatch.setattr(job, "take", again)
+    monkeypatch.setattr(Memory, "leave", leaves)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with tuner_of(job, out, memory) as one, monkeypatch.context() as patch:
+        patch.setattr(daemons.ReportPage, "draw_last", draws)
+        try:
+            last = one.serve()
+        except KeyboardInterrupt:
+            pytest.fail("a signal at the end ended the tuner")
+    ended = {None: None, signal.SIGINT: RunEnds.INTERRUPTED(), signal.SIGTERM: RunEnds.TERMINATED()}[first]
+    assert last.ended == ended == RunSummary.read(out).ended and last.kept and table_of(out)
+    assert order == [None, ended, "page"] and not folder.path.exists()
+    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def test_a_store_that_hangs_costs_the_memory_and_not_the_summary(folder, tmp_path, monkeypatch):
+    """Before: a launcher that is in a hurry killed the tuner while it waited for the store, before the summary."""
+    out, seen = tmp_path / "out", []
+    monkeypatch.setattr(Memory, "leave", lambda *_: seen.append((state(out)["kept"], bool(table_of(out)))))
+    with tuner_of(WatchedJob(folder, lambda job: False), out, tmp_path / "memory") as one:
+        one.serve()
+    assert seen and set(seen) == {(True, True)}
+
+
+def test_what_was_remembered_is_not_written_again(tmp_path, folder, monkeypatch):
+    """A slow store is asked at the verdict and where the table changes, not once more at the end."""
+    written, write = [], Store.write
+    monkeypatch.setattr(Store, "write", lambda *args: (written.append(args[2]), write(*args)))
+    with tuner_of(WatchedJob(folder, lambda job: False), tmp_path / "out", tmp_path / "memory") as one:
+        one.serve()
+        one.memory.leave(one.tuner)
+    assert len(written) == 1
+
+
+def test_a_restarted_tuner_tells_the_earlier_figures_until_it_has_searched_itself(folder, tmp_path):
+    """Before: to the end of the job, "verdict after the change: KEPT A: 25 % shorter", of the table before it."""
+    out = tmp_path / "out"
+    with tuner_of(WatchedJob(folder, lambda job: False), out) as one, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder, "close", lambda remove: None)
+        first, kept = one.serve(), dict(one.job.confirmed)
+    dear = {"cost_s": 1000.0, "budget_s": 2000.0, "windows": 50, "trials": 4, "trials_cost_s": 9.0}
+    vars(first).update(dear, speedup=3.0, speedup_ci95=[2.9, 3.1])
+    first.write(out)
+    for fd in (one._lock, one._out_lock):
+        os.close(fd)
+    job, stands, said = WatchedJob(folder, lambda job: look(job)), [], []
+    job.confirm(kept)
+
+    def look(job):
+        summary = RunSummary.read(out)
+        stands.append(summary)
+        if len(stands) == 12:
+            assert (summary.cost_s, summary.speedup, summary.steps_to_verdict) == (1000.0, 3.0, 52)
+            assert state(out)["cost_s"] == 1000.0
+            job.best, job.base_ms = OTHER, 0.9 * job.base_ms
+        marks = two.tuner.search.marks
+        return marks.reopened < 1 or not two.tuner.search.is_over
+
+    with tuner_of(job, out) as two:
+        two.on_phase = said.append
+        last = two.serve()
+    assert last.kept and set(job.confirmed.values()) == {OTHER} and last.speedup < 1.5
+    told = last.decisions
+    assert {(row["func"], row["algo"], row["n_channels"]) for row in told} >= {(GATHER.func, "ring", 4)}
+    assert any(
+        (text.startswith("verdict after the change: KEPT") and " 25." in text) or " 24." in text
+        for text in said
+    )
+    assert last.cost_s > 990 and last.budget_s > 2000 and last.windows > 50 and last.steps_to_verdict == 52
+
+
+def test_figures_of_another_run_in_the_same_folder_are_not_told(folder, tmp_path):
+    """A table of this run is in force, but the folder of results holds the summary of another."""
+    out = tmp_path / "out"
+    out.mkdir()
+    RunSummary(run="/elsewhere", kept=True, speedup=3.0, speedup_ci95=[2.9, 3.1], cost_s=7.0).write(out)
+    job = WatchedJob(folder, lambda job: False)
+    job.confirm({GATHER: OTHER})
+    with tuner_of(job, out) as one:
+        last = one.serve()
+    assert last.speedup is None and last.cost_s == 0 and last.kept and last.in_force != "default"
