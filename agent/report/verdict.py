@@ -80,7 +80,9 @@ def _without_verdict(s: RunSummary) -> str:
     """The sentence of a run that failed or has no verdict; empty for any other run."""
     if s.failure:
         return f"FAILED: {s.failure}"
-    if not s.is_decided and not s.dropped:  # a dropped table had its verdict, whatever the new search comes to
+    if (
+        not s.is_decided and not s.dropped
+    ):  # a dropped table had its verdict, whatever the new search comes to
         return f"NO VERDICT: {s.ended or 'the run goes on, or was cut off'}"
     if s.job_failed:
         before = f"; {s.in_force or 'a table'} had been kept" if s.kept else ""
