@@ -285,10 +285,10 @@ struct dccl_call {
   uint64_t count;
   bool captured;  // it goes into a CUDA graph
 };
-void dccl_note_group(void);  // this thread begins another group of calls
+uint64_t dccl_note_group(void);  // this thread begins another group of calls: its number, of 56 bits
 // The call's number on its communicator, from 1 on, should its group be launched; 0: it never counts.
 uint64_t dccl_note_call(struct dccl_seat* seat, const struct dccl_call* call);
-void dccl_note_launch(struct dccl_seat* seat);  // the calls of the group under way count
+void dccl_note_launch(struct dccl_seat* seat, uint64_t group_of_calls);  // its calls count
 // Fills in which table answered the collective, and the size that NCCL asked about before it: its own, or of
 // the group that it is part of; 0 if it did not ask, or who knows. `number`: that of its call, 0 without one.
 void dccl_note_coll(struct dccl_seat* seat, struct dccl_record* coll, uint64_t number);

@@ -65,6 +65,25 @@ def test_a_collective_says_what_nccl_asked_about(run, plugin, tells, release):
     assert known == [n for n, said in zip(expected, asked, strict=True) if said or tells == "at once"]
 
 
+@pytest.mark.parametrize("release", [release for release in RELEASES if release > "2.28"])
+def test_sends_count_no_collective_that_was_not_launched(run, plugin, release):
+    """One that runs as a symmetric kernel or by copy engine is told and never launched; a launch of sends is told.
+
+    Only some ranks make them: their counts ran ahead of the others'.
+    """
+    comm = Groups(plugin.path, 98, 8, 1, 0, release)
+    call = [Call("all_gather", 4096)]
+    counts = []
+    for kind in ("one", "not launched", "sends", "sends", "one", "sends"):
+        if kind == "sends":
+            comm.send_recv()
+        else:
+            comm.group(call, offer(ring_ll=10), runs=kind == "one")
+        counts.append(plugin.comms()[98].made)
+    comm.finalize()
+    assert counts == [1, 1, 1, 1, 2, 2]
+
+
 @pytest.mark.parametrize("release", ["2.27.3", "2.27.7", *RELEASES[3:]])
 def test_every_release_tells_of_its_collectives(run, plugin, release):
     """Before: 2.27, whose groups had no handle of ours, told of none, and the job seemed to run none.
