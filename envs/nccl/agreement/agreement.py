@@ -78,11 +78,13 @@ class Agreement:
         self._thread = threading.Thread(target=self._run, name="dynamiccl-agreement", daemon=True)
         if not self._owner:
             self._stop(NotAgreeing.TOO_MANY(rank=rank))
+            self._store.close()
             return
         try:
             self._thread.start()
         except RuntimeError as error:  # no thread to be had
             self._stop(str(error))
+            self._store.close()
 
     @property
     def _look_s(self) -> float:
@@ -327,6 +329,10 @@ class Agreement:
         self._store.closing = True
         self.stopped = self.stopped or NotAgreeing.DESTROYED()
         self._end.set()
+
+    def is_alive(self) -> bool:
+        """Whether its thread still runs."""
+        return self._thread.is_alive()
 
     def join(self) -> None:
         """After :meth:`close`, before the interpreter ends: no thread may be inside the store's code then."""

@@ -84,8 +84,9 @@ class RoundStore:
         return bool(self._store.check([key]))
 
     def close(self) -> None:
-        """This rank asks nothing more."""
+        """This rank asks nothing more: its connection is closed."""
         self.lookout.close()
+        self._make, self._store = _closed, None
 
     # -- every rank ------------------------------------------------------------------------------------------------
 
@@ -241,6 +242,10 @@ class RoundStore:
         """Drop a round that every rank is past."""
         for name in ("table", "votes", "all", "decision"):
             self._store.delete_key(self._key(number, name))
+
+
+def _closed() -> Any:
+    raise ConnectionAbortedError("this rank has left the job's store")
 
 
 def _vote(raw: bytes) -> Vote:

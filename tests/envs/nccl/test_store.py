@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 from dynamiccl.envs.nccl.agreement import lookout as lookouts
@@ -57,6 +58,20 @@ def test_a_job_that_closes_waits_for_no_store(capfd):
     store = refuses_for(60.0)
     store.closing = True
     assert store.settle(1, DECIDED) is ABORT
+
+
+def test_a_store_that_is_closed_keeps_no_connection():
+    """Before: a job that makes its group anew again and again kept one a life, and the old group's own store."""
+
+    class Connections:
+        def __call__(self):
+            return Register()
+
+    store = RoundStore(Connections(), 1, 2)
+    store.connect()
+    kept = weakref.ref(store._store), weakref.ref(store._make)
+    store.close()
+    assert [one() for one in kept] == [None, None]
 
 
 # -- who asks --------------------------------------------------------------------------------------------------------
