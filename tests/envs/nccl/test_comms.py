@@ -123,6 +123,24 @@ def test_calls_under_graph_capture_are_left_to_nccl_flagged_and_not_counted(run,
     assert list(got[got["kind"] == rec.COLL]["flags"] & rec.FLAG_CAPTURED) == [0, 2, 0, 2]
 
 
+def test_a_capture_that_does_not_begin_is_none(plugin, tmp_path):
+    """Before: its rank was taken to capture for ever, with NCCL's answers, while the others went on under the table."""
+
+    class CUDAGraph:
+        def capture_begin(self):
+            raise RuntimeError("another stream is being captured")
+
+        def capture_end(self): ...
+
+    told = []
+    probe = Probe(str(tmp_path))
+    probe._plugin = SimpleNamespace(abi=(4, 4), capture=told.append)
+    probe.watch_captures(SimpleNamespace(cuda=SimpleNamespace(CUDAGraph=CUDAGraph)))
+    with pytest.raises(RuntimeError, match="captured"):
+        CUDAGraph().capture_begin()
+    assert True not in told
+
+
 @pytest.mark.parametrize(("release", "counted"), [("2.27.7", 0), ("2.29.7", 1)])
 def test_pytorch_says_what_is_captured_where_nccl_does_not(plugin, tmp_path, release, counted):
     class CUDAGraph:
