@@ -273,9 +273,9 @@ bool dccl_table_is_used(uint32_t buffer);                        // by a switch 
 void dccl_note_table(struct dccl_seat* seat, dccl_table table);  // it answers
 uint32_t dccl_generation(const struct dccl_seat* seat);          // of the table that answered last
 bool dccl_is_rare(const struct dccl_seat* seat);                 // a trial of few calls answered last
-extern _Atomic bool dccl_tries_few;                              // the last switch is to such a trial
-extern _Atomic uint32_t dccl_latest;                             // generation of the switch decided last
-void dccl_begin_steps(void);                                     // the steps of a job are counted from here
+extern _Atomic bool dccl_tries_few;   // the last switch is to such a trial, not over
+extern _Atomic uint32_t dccl_latest;  // generation of the switch decided last
+void dccl_begin_steps(void);          // the steps of a job are counted from here
 void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes);
 void dccl_note_answer(void);  // the table has had its word
 
