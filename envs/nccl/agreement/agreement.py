@@ -103,7 +103,7 @@ class Agreement:
                 else:
                     self._follow_rounds()
             except Parted:
-                self.stopped = NotAgreeing.DESTROYED()
+                self.stopped = self.stopped or NotAgreeing.DESTROYED()
             except Exception as error:  # the job goes on, and tables change again when the store is there
                 now = time.monotonic()
                 if not faults or now - began > _LATER_S:
@@ -123,6 +123,29 @@ class Agreement:
     # -- every rank but the first --------------------------------------------------------------------------------------
 
     def _follow_rounds(self) -> None:
+        """Raises Parted where no life follows the one that rank 0 has ended."""
+        while not self._end.is_set() and not self.stopped:
+            try:
+                self._follow_life()
+            except Parted:
+                self._store.leave_life()
+                if not self._is_followed():
+                    raise
+
+    def _is_followed(self) -> bool:
+        """Whether rank 0 begins another life: it may have made this rank's group anew, and this rank came first.
+
+        Asked seldom, and no longer than the store answers: it may go with rank 0.
+        """
+        pause_s = IDLE_S
+        with contextlib.suppress(Exception):
+            while not self._end.wait(pause_s):
+                if self._store.is_over():
+                    return True
+                pause_s = min(2 * pause_s, _LATER_S)
+        return False
+
+    def _follow_life(self) -> None:
         while not self._end.wait(self._store.lookout.pause_s()):
             self._look_around()
             if not self._store.has_changed():
