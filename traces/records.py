@@ -22,7 +22,6 @@ from .names import TUNED_FUNCS as TUNED_FUNCS
 
 N_ALGOS, N_PROTOS = len(ALGOS), len(PROTOS)
 UNSET = 255  # algo / proto byte in shared memory: NCCL decides
-NO_RANK = 2**32 - 1  # of a record: of no rank, or of none that is known
 
 
 @dataclass(frozen=True, order=True)

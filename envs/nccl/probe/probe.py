@@ -19,7 +19,7 @@ from typing import Any
 
 from ....traces.here import machine
 from ....traces.reasons import NotAgreeing, NotTuning
-from ....traces.records import NO_RANK, RECORD_BYTES, STATE, UNSET, AgreementState
+from ....traces.records import RECORD_BYTES, STATE, UNSET, AgreementState
 from ..agreement.agreement import Agreement
 from ..agreement.mailbox import TableMailbox
 from ..agreement.sources import DIGEST
@@ -81,8 +81,8 @@ class Probe:
         elif world is None and not self._without_group and self._plugin is not None and self._plugin.tuners():
             self._without_group = True
             self._tell(AgreementState.SHUT, NotAgreeing.NO_GROUP())
-        if self._recorder is not None:
-            self._recorder.ended(NO_RANK if world is None and self._is_beside() else self._rank, now)
+        if self._recorder is not None and not (world is None and self._is_beside()):
+            self._recorder.ended(self._rank, now)
 
     def _is_beside(self) -> bool:
         """Of a process without a group: whether it may be another program than the job, whose rank 0 is here."""

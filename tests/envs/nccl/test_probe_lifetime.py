@@ -12,7 +12,7 @@ import pytest
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.probe.probe import Probe
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.traces.records import NO_RANK, STEP, STEP_DTYPE
+from dynamiccl.traces.records import STEP, STEP_DTYPE
 from test_probe import finish, start
 
 
@@ -203,7 +203,7 @@ os.wait()
     assert said_by(run, program) == ["True"] * 3
 
 
-def test_steps_without_a_group_are_rank_0s_only_where_no_other_is(run):
+def test_steps_without_a_group_are_recorded_only_where_no_rank_0_is(run):
     """Before: another program beside the job, and a worker of any rank before its group, stepped as rank 0."""
     program = """
 for _ in range(3):
@@ -220,4 +220,4 @@ for _ in range(2):
         (run.path / "nccl").unlink()
     found = [ring.drain() for ring in run.rings()]
     ranks = [list(rows[rows["kind"] == STEP].view(STEP_DTYPE)["rank"]) for rows in found]
-    assert sorted(ranks) == [[first, first, NO_RANK, NO_RANK, 0, 0] for first in (0, 5)]
+    assert sorted(ranks) == [[first, first, 0, 0] for first in (0, 5)]
