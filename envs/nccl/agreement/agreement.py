@@ -103,7 +103,7 @@ class Agreement:
                 else:
                     self._follow_rounds()
             except Parted:
-                self.stopped = self.stopped or NotAgreeing.DESTROYED()
+                self.stopped = NotAgreeing.DESTROYED()
             except Exception as error:  # the job goes on, and tables change again when the store is there
                 now = time.monotonic()
                 if not faults or now - began > _LATER_S:

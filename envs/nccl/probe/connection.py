@@ -42,7 +42,9 @@ class _Connection:
     """A store as PyTorch's, but that every call raises ConnectionAbortedError once the other end is gone."""
 
     def __init__(self, store: Any, sockets: set[int], may_be_file: bool) -> None:
-        self._store, self._poll, self._may_be_file = store, select.poll(), may_be_file
+        self._store = store
+        self._poll = select.poll()
+        self._may_be_file = may_be_file
         for descriptor in sockets:
             self._poll.register(descriptor, select.POLLRDHUP)
 
@@ -53,9 +55,11 @@ class _Connection:
 
     def add(self, key: str, n: int) -> int:
         """As PyTorch's. A store in a file grows with each call, also by 0, which is how a counter is asked for."""
-        if n or not self._may_be_file:
-            return int(self.__getattr__("add")(key, n))
-        return int(self.get(key)) if self.check([key]) else 0
+        if n == 0 and self._may_be_file:
+            is_there = self.check([key])
+            return int(self.get(key)) if is_there else 0
+        add = self.__getattr__("add")
+        return int(add(key, n))
 
 
 def _sockets_to(port: int) -> set[int]:

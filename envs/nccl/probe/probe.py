@@ -68,10 +68,8 @@ class Probe:
 
     def _step_ended(self) -> None:
         world = _default_group()
-        if self._torch is None:
-            if world is not None and world is self._world():
-                return  # the child of a fork trains with its parent's group: it is no rank
-            self._load()
+        if self._torch is None and not self._begins(world):
+            return
         cuda = self._torch.cuda
         if cuda.is_initialized() and cuda.is_current_stream_capturing():
             return  # a step captured into a CUDA graph: nothing runs now
@@ -81,13 +79,25 @@ class Probe:
         elif world is None and not self._without_group and self._plugin is not None and self._plugin.tuners():
             self._without_group = True
             self._tell(AgreementState.SHUT, NotAgreeing.NO_GROUP())
-        if self._recorder is not None and not (world is None and self._is_beside()):
+        self._record(now, world is None and self._is_beside())
+
+    def _record(self, now: int, is_beside: bool) -> None:
+        if self._recorder is not None and not is_beside:
             self._recorder.ended(self._rank, now)
+
+    def _begins(self, world: Any) -> bool:
+        """The first step. False in the child of a fork that trains with its parent's group: it is no rank."""
+        if world is not None and world is self._world():
+            return False
+        self._load()
+        return True
 
     def _is_beside(self) -> bool:
         """Of a process without a group: whether it may be another program than the job, whose rank 0 is here."""
-        tuners = self._plugin.tuners() if self._plugin is not None else 0
-        return not tuners and self._agreement is None and not self._left and (self._run / NCCL).exists()
+        if self._plugin is not None and self._plugin.tuners():
+            return False
+        is_of_job = self._agreement is not None or bool(self._left)
+        return not is_of_job and (self._run / NCCL).exists()
 
     def watch_captures(self, torch: Any) -> None:
         """NCCL 2.27 does not say which calls go into a CUDA graph: PyTorch does from now on."""
