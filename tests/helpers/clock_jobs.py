@@ -189,6 +189,8 @@ class Run:
             rank.comm.group(
                 calls, offer(ring_ll128=10, ring_simple=30), runs=False
             )  # priced alone, on this rank
+        if random.Random(f"sends {self.job.seed} {rank.number} {place}").random() < 0.1:
+            rank.comm.send_recv()  # of this rank: NCCL tells of their launch
         self._may_be_late(rank)
         if kind == "captured":
             self._capture(rank, calls)

@@ -95,10 +95,13 @@ class Groups(Communicator):
         return self.profiler.start(event)
 
     def send_recv(self):
-        """A send and a receive in one group."""
+        """A send and a receive in one group, which ends before it is launched."""
         calls = self.begin(["send", "recv"], kind=EVENT_P2P_API)
+        group_api = self._group_api
         self.end([], group=False)
+        self._group_api = group_api
         self.launch([])
+        self._group_api = None
         events = [self.profiler.event(EVENT_P2P, rank=self.rank) for _ in calls]
         for event, func, call in zip(events, (b"Send", b"Recv"), calls, strict=False):
             body = P2p(func, None, b"ncclInt8", 1, 1 - self.rank, 1, self.group_handle)

@@ -123,7 +123,7 @@ static double time_notes(const struct build* b) {
   const double began = now_ns();
   for (int i = 0; i < N_CALLS; i++) {
     void* handle = NULL;
-    tell(b, &group, &handle);
+    tell(b, &group, &launch.parent);
     tell(b, &call, &e.parent);
     if (tells_launches) tell(b, &launch, &handle);
     tell(b, &e, &handle);

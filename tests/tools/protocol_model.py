@@ -192,8 +192,8 @@ class Steps:
         comm = self.scope.comms(r)[i]
         if self.scope.groups_of(comm)[clock.at] == CAPTURED:
             stops = self.scope.old and not self._is("a captured call freezes nothing")
-            after = clock.frozen() if stops else clock
-            yield self._clock(r, i, after._replace(at=clock.at + 1))
+            after, sends = clock.frozen() if stops else clock, self._is("sends launch all calls") and r == 1
+            yield self._clock(r, i, after._replace(at=clock.at + 1, count=clock.count + sends))
         elif self._count(clock) < clock.limit or self._is("nobody waits at a limit"):
             yield self._clock(r, i, clock._replace(thread="passed"))
 

@@ -18,7 +18,7 @@ class Scope:
     members: tuple[tuple[int, ...], ...]  # ranks by communicator
     trials: tuple[int, ...] = (1, 0)
     calls: int = 3  # groups of each communicator; of one collective each, unless there is a script
-    script: tuple[Any, ...] = ()  # how many collectives each group has, or CAPTURED
+    script: tuple[Any, ...] = ()  # how many collectives each group has, or CAPTURED: it is not launched
     old: bool = False  # NCCL 2.27: what it tells of is counted; after a capture it tells late
     late: bool = False  # NCCL tells of what is launched at some later time
     one_of: int = 0  # a trial holds in one turn of so many

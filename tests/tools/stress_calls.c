@@ -292,20 +292,23 @@ void call(const struct job* job, const struct comm* comm, int at, uint64_t r) {
   const size_t n_bytes = message_size(&script);
   struct told told = {job, comm->profiler, NULL, func, n_bytes, (uint64_t)at};
   const struct nccl_coll_event coll = event_of(&told);
+  void* calls = NULL;  // the handle of the program's group of calls
   if (!is_old(job)) {
     if (r % 32 == 5) {  // a group that is priced alone, on this rank
       start(&told, EVENT_GROUP_API, NULL, NULL, 0);
       start(&told, EVENT_COLL_API, NULL, &coll, 0);
       ask_aside(job, comm->tuner, func, n_bytes, r);
     }
-    start(&told, EVENT_GROUP_API, NULL, NULL, 0);
-    told.call = start(&told, EVENT_COLL_API, NULL, &coll, 0);
+    // Sends and receives of this rank: a group of their own, which is launched.
+    if (r % 16 == 5) start(&told, EVENT_KERNEL_LAUNCH, start(&told, EVENT_GROUP_API, NULL, NULL, 0), NULL, 0);
+    calls = start(&told, EVENT_GROUP_API, NULL, NULL, 0);
+    told.call = start(&told, EVENT_COLL_API, calls, &coll, 0);
   }
   if (r % 4 == 0) ask_aside(job, comm->tuner, func, n_bytes, r);
   if (r % 16 == 0) sched_yield();
   if (r % 8 == 1) usleep((useconds_t)(r >> 20) % 500);
   check_call(job, comm->group, at, comm->tuner, func, n_bytes, draw(&script), (int)(r >> 40 & 1));
-  if (!is_old(job)) start(&told, EVENT_KERNEL_LAUNCH, NULL, NULL, 0);
+  if (!is_old(job)) start(&told, EVENT_KERNEL_LAUNCH, calls, NULL, 0);
   // Collectives go over the network between nodes, and wherever NCCL is to time their kernels.
   const bool over_network = comm->n_nodes > 1 || __atomic_load_n(&mask, __ATOMIC_RELAXED) & EVENT_KERNEL_CH;
   if (job->tells_late && over_network && (r >> 50 & 1 || atomic_load(&n_done) != atomic_load(&n_queued)))

@@ -78,11 +78,13 @@ class Agreement:
         self._thread = threading.Thread(target=self._run, name="dynamiccl-agreement", daemon=True)
         if not self._owner:
             self._stop(NotAgreeing.TOO_MANY(rank=rank))
+            self._store.close()
             return
         try:
             self._thread.start()
         except RuntimeError as error:  # no thread to be had
             self._stop(str(error))
+            self._store.close()
 
     @property
     def _look_s(self) -> float:
@@ -121,6 +123,29 @@ class Agreement:
     # -- every rank but the first --------------------------------------------------------------------------------------
 
     def _follow_rounds(self) -> None:
+        """Raises Parted where no life follows the one that rank 0 has ended."""
+        while not self._end.is_set() and not self.stopped:
+            try:
+                self._follow_life()
+            except Parted:
+                self._store.leave_life()
+                if not self._is_followed():
+                    raise
+
+    def _is_followed(self) -> bool:
+        """Whether rank 0 begins another life: it may have made this rank's group anew, and this rank came first.
+
+        Asked seldom, and no longer than the store answers: it may go with rank 0.
+        """
+        pause_s = IDLE_S
+        with contextlib.suppress(Exception):
+            while not self._end.wait(pause_s):
+                if self._store.is_over():
+                    return True
+                pause_s = min(2 * pause_s, _LATER_S)
+        return False
+
+    def _follow_life(self) -> None:
         while not self._end.wait(self._store.lookout.pause_s()):
             self._look_around()
             if not self._store.has_changed():
@@ -327,6 +352,10 @@ class Agreement:
         self._store.closing = True
         self.stopped = self.stopped or NotAgreeing.DESTROYED()
         self._end.set()
+
+    def is_alive(self) -> bool:
+        """Whether its thread still runs."""
+        return self._thread.is_alive()
 
     def join(self) -> None:
         """After :meth:`close`, before the interpreter ends: no thread may be inside the store's code then."""

@@ -12,6 +12,7 @@ round of now.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import secrets
 import time
@@ -43,7 +44,7 @@ class Proposal(NamedTuple):
 
 
 class Parted(Exception):
-    """Rank 0 leads no round any more."""
+    """Rank 0 leads no round of this life any more."""
 
 
 class RoundStore:
@@ -59,6 +60,7 @@ class RoundStore:
         self.life, self._round = "", 0
         self._heard = 0  # of the ranks' news
         self._begun = 0  # so much rank 0 has begun
+        self._told = ""  # by rank 0: its life, and the round of now
         self._seen = -1  # of it this rank has taken note
         self.lookout = Lookout("", rank, n_ranks)
         self.answer_s = 0.0  # how long the store took to answer at the beginning of the last round
@@ -70,7 +72,9 @@ class RoundStore:
         if self._rank == 0:
             self._heard = self._round = 0
             self._live(secrets.token_hex(4))
-            self._begins()
+            self._told = f"{self.life} 0"
+            self._store.set(_NOW, self._told)
+            self._counts()
 
     def _live(self, life: str) -> None:
         self.life = life
@@ -84,8 +88,9 @@ class RoundStore:
         return bool(self._store.check([key]))
 
     def close(self) -> None:
-        """This rank asks nothing more."""
+        """This rank asks nothing more: its connection is closed."""
         self.lookout.close()
+        self._make, self._store = _closed, None
 
     # -- every rank ------------------------------------------------------------------------------------------------
 
@@ -115,6 +120,15 @@ class RoundStore:
         is_known = bool(self.life)
         self._live(life)
         return True, number if is_known else 0
+
+    def leave_life(self) -> None:
+        """Rank 0 leads no round of it any more: what this node shares says nothing of the next one."""
+        self.lookout.close()
+        self.lookout = Lookout("", self._rank, self._n_ranks)
+
+    def is_over(self) -> bool:
+        """Whether rank 0 has begun another life than the one that this rank knows."""
+        return bytes(self._store.get(_NOW)).decode().split()[0] != self.life
 
     def says_news(self) -> None:
         """Rank 0 shall look: this rank is there, or has a new communicator."""
@@ -179,8 +193,16 @@ class RoundStore:
     # -- rank 0 ----------------------------------------------------------------------------------------------------
 
     def _begins(self) -> None:
-        """Tell all ranks that there is something new: a life, a round, or one to come."""
-        self._store.set(_NOW, f"{self.life} {self._round}")
+        """Tell all ranks that there is something new: a round, or one to come.
+
+        Raises Parted where another life has begun: this process has made its group anew, on the same store.
+        """
+        before, self._told = self._told, f"{self.life} {self._round}"
+        if bytes(self._store.compare_set(_NOW, before, self._told)).decode() != self._told:
+            raise Parted
+        self._counts()
+
+    def _counts(self) -> None:
         self._begun = int(self._store.add(_BEGUN, 1))
         self.lookout.tell(self._begun)
 
@@ -218,8 +240,12 @@ class RoundStore:
         self.answer_s = time.monotonic() - began
 
     def part(self, number: int) -> None:
-        """Tell all ranks that this was the last round, and those of this node in time: the store may go with us."""
-        self.propose(Proposal(number, b"", 0))
+        """Tell all ranks that this was the last round, and those of this node in time: the store may go with us.
+
+        Where another life has begun there is nobody to be told.
+        """
+        with contextlib.suppress(Parted):
+            self.propose(Proposal(number, b"", 0))
         self.lookout.tell_gone()
         time.sleep(self.lookout.pause_s() + self._pause_s)
 
@@ -241,6 +267,10 @@ class RoundStore:
         """Drop a round that every rank is past."""
         for name in ("table", "votes", "all", "decision"):
             self._store.delete_key(self._key(number, name))
+
+
+def _closed() -> Any:
+    raise ConnectionAbortedError("this rank has left the job's store")
 
 
 def _vote(raw: bytes) -> Vote:

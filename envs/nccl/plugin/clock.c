@@ -1,9 +1,11 @@
 // The clock that the ranks of a communicator share: how many collectives each has seen.
 //
 // NCCL demands that all ranks of a communicator issue the same collectives in the same order. From 2.28 on a
-// call is told where the program makes it, and a group's launch where it is made, on the thread that issues
-// it: a group counts at its launch, whole. Calls that are priced alone (ncclGroupSimulateEnd) or captured are
-// never launched so, and do not count.
+// call is told where the program makes it, and a group's launch where it is made: a group counts at its
+// launch, whole. Calls that are priced alone (ncclGroupSimulateEnd), captured, or run without a kernel of the
+// ordinary kind (on memory windows, and broadcasts from 2.29 on) are never launched so, and do not count. A
+// launch of sends and receives alone is told as well, on the ranks that make them: so it says of which group
+// it is.
 //
 // NCCL 2.27 tells of a collective itself only, and not always where it is issued: with CUDA_LAUNCH_BLOCKING,
 // or where its communicator has been captured, one that goes over the network is told by a thread of CUDA,
@@ -20,7 +22,7 @@ _Static_assert(LEVELS* A_LEVEL == DCCL_MARKS, "marks");
 static _Atomic bool captures;                  // whatever is called now goes into a CUDA graph
 static _Atomic bool has_captured, is_blocked;  // ever in this process; kernels are launched one by one
 static _Atomic uint64_t n_threads;
-static _Thread_local uint64_t this_group;  // another number for each group of calls on any thread
+static _Thread_local uint64_t this_group;  // another number for each group of calls on any thread, of 56 bits
 
 void dccl_clock_after_fork(void) {
   atomic_store(&captures, false);
@@ -151,9 +153,9 @@ static bool counts(uint8_t func) { return func < FUNC_SEND_RECV || func >= N_FUN
 
 // ---- NCCL 2.28 on: calls and launches ----
 
-void dccl_note_group(void) {
-  if (this_group == 0) this_group = (atomic_fetch_add(&n_threads, 1) + 1) << 40;
-  this_group++;
+uint64_t dccl_note_group(void) {
+  if (this_group == 0) this_group = (atomic_fetch_add(&n_threads, 1) % (1 << 15) + 1) << 40;
+  return ++this_group;
 }
 
 uint64_t dccl_note_call(struct dccl_seat* seat, const struct dccl_call* call) {
@@ -179,10 +181,10 @@ uint64_t dccl_note_call(struct dccl_seat* seat, const struct dccl_call* call) {
   return n;
 }
 
-void dccl_note_launch(struct dccl_seat* seat) {
+void dccl_note_launch(struct dccl_seat* seat, uint64_t group_of_calls) {
   if (seat == NULL) return;
   const uint64_t n_called = atomic_load_explicit(&seat->n_called, memory_order_relaxed);
-  if (n_called == 0) return;
+  if (n_called == 0 || atomic_load_explicit(&seat->group, memory_order_relaxed) != group_of_calls) return;
   const uint64_t before = atomic_load_explicit(&seat->n_colls, memory_order_relaxed), n = before + n_called;
   const uint64_t generation = dccl_generation(seat);
   for (uint64_t call = n_called > MADE ? n - MADE + 1 : before + 1; call <= n; call++) {

@@ -220,13 +220,17 @@ static void look_at(struct dccl_seat* seat, struct dccl_step_end* end, bool* is_
 }
 
 void dynamiccl_ended(struct dccl_step_end* end) {
-  bool is_odd = false;
+  bool is_odd = false, tries_few = false;
   *end = (struct dccl_step_end){.generation = answered_by()};
   pthread_mutex_lock(&dccl_seating);
   n_steps++;
   for (int i = 0; i < SEATS && dccl_seats[i].comm_id != 0; i++) {
-    if (dccl_seats[i].n_users > 0) look_at(&dccl_seats[i], end, &is_odd);
+    if (dccl_seats[i].n_users == 0) continue;
+    look_at(&dccl_seats[i], end, &is_odd);
+    tries_few = tries_few || dccl_may_try_few(&dccl_seats[i]);
   }
+  // Over, and its tuner may have died in it: no switch comes that says so.
+  if (!tries_few) atomic_store(&dccl_tries_few, false);
   pthread_mutex_unlock(&dccl_seating);
   end->is_whole = end->is_whole && !is_odd && end->generation != DCCL_MIXED;
 }

@@ -273,9 +273,9 @@ bool dccl_table_is_used(uint32_t buffer);                        // by a switch 
 void dccl_note_table(struct dccl_seat* seat, dccl_table table);  // it answers
 uint32_t dccl_generation(const struct dccl_seat* seat);          // of the table that answered last
 bool dccl_is_rare(const struct dccl_seat* seat);                 // a trial of few calls answered last
-extern _Atomic bool dccl_tries_few;                              // the last switch is to such a trial
-extern _Atomic uint32_t dccl_latest;                             // generation of the switch decided last
-void dccl_begin_steps(void);                                     // the steps of a job are counted from here
+extern _Atomic bool dccl_tries_few;   // the last switch is to such a trial, not over
+extern _Atomic uint32_t dccl_latest;  // generation of the switch decided last
+void dccl_begin_steps(void);          // the steps of a job are counted from here
 void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes);
 void dccl_note_answer(void);  // the table has had its word
 
@@ -285,10 +285,10 @@ struct dccl_call {
   uint64_t count;
   bool captured;  // it goes into a CUDA graph
 };
-void dccl_note_group(void);  // this thread begins another group of calls
+uint64_t dccl_note_group(void);  // this thread begins another group of calls: its number, of 56 bits
 // The call's number on its communicator, from 1 on, should its group be launched; 0: it never counts.
 uint64_t dccl_note_call(struct dccl_seat* seat, const struct dccl_call* call);
-void dccl_note_launch(struct dccl_seat* seat);  // the calls of the group under way count
+void dccl_note_launch(struct dccl_seat* seat, uint64_t group_of_calls);  // its calls count
 // Fills in which table answered the collective, and the size that NCCL asked about before it: its own, or of
 // the group that it is part of; 0 if it did not ask, or who knows. `number`: that of its call, 0 without one.
 void dccl_note_coll(struct dccl_seat* seat, struct dccl_record* coll, uint64_t number);

@@ -95,10 +95,22 @@ static void* pack(uint64_t index, uint64_t channel_plus_1, uint64_t lap) {
 // Handles of no flight. NCCL 2.27 tells of a collective only where its group has one. A call that is captured
 // into a CUDA graph has one by which its collectives are known, at each replay and on whatever thread. So has
 // any other call: its number is where a lap would be.
+// From 2.28 on a group of calls has one as well, with another first byte and its number: it comes back as the
+// parent of the group's launches (read in 2.28.9, 2.29.7 and 2.30.7, disassembled in 2.32.3).
 enum { OF_GROUP, OF_CAPTURED_CALL, OF_CALL };
 enum { NO_CHANNEL = (1 << CHANNEL_BITS) - 1 };
 static void* token(uint64_t which) { return pack(which, 0, 0); }
 static void* call_token(uint64_t number) { return pack(OF_CALL, NO_CHANNEL, number); }
+
+enum { GROUP_BYTE = 0xDD };
+
+static void* group_token(uint64_t number) { return (void*)(uintptr_t)(number | (uint64_t)GROUP_BYTE << 56); }
+
+// The number of the group that a handle means, 0: none.
+static uint64_t group_of(const void* handle) {
+  const uint64_t bits = (uint64_t)(uintptr_t)handle;
+  return bits >> 56 == GROUP_BYTE ? bits & (UINT64_MAX >> 8) : 0;
+}
 
 static bool is_call(const void* handle) {
   const uint64_t low = (uint64_t)(uintptr_t)handle & ((1 << (POOL_BITS + CHANNEL_BITS)) - 1);
@@ -314,11 +326,11 @@ static int start_event_v5(void* context, void** handle, struct nccl_event_v5* e)
   if (e == NULL || handle == NULL) return NCCL_SUCCESS;
   void* ours = NULL;
   if (e->type == EVENT_GROUP_API)
-    dccl_note_group();
+    ours = group_token(dccl_note_group());
   else if (e->type == EVENT_COLL_API && p != NULL)
     ours = start_call(p, &e->coll_api);
   else if (e->type == EVENT_KERNEL_LAUNCH && p != NULL)
-    dccl_note_launch(p->seat);
+    dccl_note_launch(p->seat, group_of(e->parent));
   else if (e->type == EVENT_COLL && p != NULL)
     ours = start_coll(p, &e->coll, e->rank, e->parent);
   else if (e->type == EVENT_P2P && p != NULL)

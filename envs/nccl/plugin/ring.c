@@ -3,9 +3,11 @@
 // A producer takes a position, claims its slot, fills it and stamps it. It never waits: the reader finds out
 // by the stamps what it missed. Claiming makes a record whole even if a thread sleeps for a full lap of the
 // ring.
+#include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,6 +19,8 @@
 #include <unistd.h>
 
 #include "plugin.h"
+
+enum { RESERVE_TRIES = 100 };
 
 static struct dccl_ring* _Atomic ring;
 static uint64_t lap_mask;   // records of the ring less one; set before `ring` is
@@ -147,6 +151,18 @@ static void leave_word(int folder, const char* name, const char* text) {
 }
 
 // The file is made whole under another name first: the reader never meets a ring without header and lock.
+// In a shared-memory file system a signal ends posix_fallocate, which then begins anew: a profiler's timer
+// might end it each time.
+static bool reserve(int fd, size_t size) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  int error = EINTR;  // that of a debugger, say, cannot be held back
+  for (int i = 0; i < RESERVE_TRIES && error == EINTR; i++) error = posix_fallocate(fd, 0, (off_t)size);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  return error == 0;
+}
+
 // Its name is the rank and the moment: processes of two containers may have one id.
 static struct dccl_ring* create_ring(int folder) {
   static const char* const ranks[] = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", NULL};
@@ -169,7 +185,7 @@ static struct dccl_ring* create_ring(int folder) {
   const int fd = openat(folder, draft, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (fd < 0) return NULL;
   // Reserved now: a full shared-memory file system must say so here and not by a signal at the first write.
-  const bool mine = flock(fd, LOCK_EX | LOCK_NB) == 0 && posix_fallocate(fd, 0, (off_t)size) == 0;
+  const bool mine = flock(fd, LOCK_EX | LOCK_NB) == 0 && reserve(fd, size);
   void* map = mine ? mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
   // A child must not hold the lock on when its parent is gone; see after_fork for the file itself.
   if (map != MAP_FAILED && madvise(map, size, MADV_DONTFORK) == 0) {

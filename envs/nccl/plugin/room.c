@@ -10,6 +10,7 @@
 // times.
 #include <dirent.h>
 #include <dlfcn.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/resource.h>
 #include <sys/statvfs.h>
@@ -17,6 +18,7 @@
 #include "plugin.h"
 
 enum { POOL_BYTES = 34 << 20, FIRST_RELEASE_WITHOUT_CRASH = 23200, SPARE_FILES = 32, MOST_RANKS_HERE = 1024 };
+enum { SPARE_THREADS = 32 };
 
 // Communicators that live and have run no collective with kernel times: for these NCCL has not opened its
 // memory. Room that was there for one of them may be gone when it runs the first.
@@ -74,9 +76,33 @@ static bool has_files(void) {
   return in_use + SPARE_FILES <= limit.rlim_cur;
 }
 
+// UINT64_MAX: without a limit, or not known.
+static uint64_t number_of(const char* path) {
+  FILE* file = fopen(path, "re");
+  unsigned long long number = 0;
+  const bool is_number = file != NULL && fscanf(file, "%llu", &number) == 1;
+  if (file != NULL) fclose(file);
+  return is_number ? number : UINT64_MAX;
+}
+
+// Whether the container may have so many threads more, by the kernel's count of those that it has. To make
+// some and see would take them from the job for that moment.
+static bool has_threads(uint64_t needed) {
+  static const char* const files[][2] = {
+      {"/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids.current"},
+      {"/sys/fs/cgroup/pids/pids.max", "/sys/fs/cgroup/pids/pids.current"}};
+  for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+    const uint64_t most = number_of(files[i][0]);
+    if (most == UINT64_MAX) continue;
+    const uint64_t now = number_of(files[i][1]);
+    if (now != UINT64_MAX && now + needed + SPARE_THREADS > most) return false;
+  }
+  return true;
+}
+
 bool dccl_may_time_kernels(void) {
   if (atomic_load(&waiting) == 0 || atomic_load(&release) >= FIRST_RELEASE_WITHOUT_CRASH) return true;
   if (getenv("DYNAMICCL_CLUSTER") != NULL) return true;  // emulated: no NCCL is here
-  const uint64_t needed = atomic_load(&waiting) * atomic_load(&local_ranks) * POOL_BYTES;
-  return free_shared_memory() >= needed && has_files();
+  const uint64_t needed = atomic_load(&waiting) * atomic_load(&local_ranks);
+  return free_shared_memory() >= needed * POOL_BYTES && has_files() && has_threads(needed);
 }

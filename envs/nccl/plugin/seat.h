@@ -68,6 +68,8 @@ struct dccl_seat* dccl_seated(uint64_t comm_id);
 void dccl_freeze(struct dccl_seat* seat);
 // The change that holds at a collective, or NULL. Holding `dccl_seating`.
 const struct change* dccl_change_at(const struct dccl_seat* seat, uint64_t count);
+// Whether a trial of few calls is under way there, or ahead. Holding `dccl_seating`.
+bool dccl_may_try_few(const struct dccl_seat* seat);
 // Fills in what its steps have in common, see dccl_comm_view. Holding `dccl_seating`.
 void dccl_copy_rhythm(const struct dccl_seat* seat, struct dccl_comm_view* view);
 void dccl_rhythm_after_fork(void);

@@ -158,6 +158,16 @@ const struct change* dccl_change_at(const struct dccl_seat* seat, uint64_t count
   return last != NULL && dccl_get(&last->from) <= count ? last : NULL;
 }
 
+bool dccl_may_try_few(const struct dccl_seat* seat) {
+  const uint64_t count = dccl_get(&seat->n_colls);
+  const struct list changes = changes_of(seat, count, UINT64_MAX);
+  for (int i = 0; i < changes.n; i++) {
+    const struct change* c = &seat->changes[changes.place[i]];
+    if (count < dccl_get(&c->until) && c->length != 0 && c->a_step == 0) return true;
+  }
+  return false;
+}
+
 static void publish(struct dccl_seat* seat, const struct list* changes) {
   uint64_t order = ((dccl_get(&seat->order) >> COUNTER_BIT) + 1) << COUNTER_BIT | (uint64_t)changes->n;
   for (int i = 0; i < changes->n; i++) order |= (uint64_t)changes->place[i] << PLACE_BITS * (i + 1);

@@ -35,14 +35,16 @@ class StoreConnections:
         self._store = self._store.clone()
         store = self._c10d.PrefixStore("dynamiccl", self._store)
         ours = _sockets_to(self._port) - before
-        return _Connection(store, ours)
+        return _Connection(store, ours, not self._port)
 
 
 class _Connection:
     """A store as PyTorch's, but that every call raises ConnectionAbortedError once the other end is gone."""
 
-    def __init__(self, store: Any, sockets: set[int]) -> None:
-        self._store, self._poll = store, select.poll()
+    def __init__(self, store: Any, sockets: set[int], may_be_file: bool) -> None:
+        self._store = store
+        self._poll = select.poll()
+        self._may_be_file = may_be_file
         for descriptor in sockets:
             self._poll.register(descriptor, select.POLLRDHUP)
 
@@ -50,6 +52,14 @@ class _Connection:
         if any(event & select.POLLRDHUP for _, event in self._poll.poll(0)):
             raise ConnectionAbortedError("the job's store is gone")
         return getattr(self._store, name)
+
+    def add(self, key: str, n: int) -> int:
+        """As PyTorch's. A store in a file grows with each call, also by 0, which is how a counter is asked for."""
+        if n == 0 and self._may_be_file:
+            is_there = self.check([key])
+            return int(self.get(key)) if is_there else 0
+        add = self.__getattr__("add")
+        return int(add(key, n))
 
 
 def _sockets_to(port: int) -> set[int]:

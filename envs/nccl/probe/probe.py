@@ -45,7 +45,7 @@ class Probe:
         self._plugin: Plugin | None = None
         self._recorder: step_clock.StepRecorder | None = None
         self._world: Any = _nobody  # a reference to the default group: it must go when the job destroys it
-        self._rank = 0
+        self._rank = _told_rank()  # until there is a group
         self._backend = ""  # of torch.distributed
         self._agreement: Agreement | None = None
         self._left: list[Agreement] = []  # of groups that were destroyed
@@ -67,20 +67,37 @@ class Probe:
         say(f"probe off: {type(error).__name__}: {error}")
 
     def _step_ended(self) -> None:
-        if self._torch is None:
-            self._load()
+        world = _default_group()
+        if self._torch is None and not self._begins(world):
+            return
         cuda = self._torch.cuda
         if cuda.is_initialized() and cuda.is_current_stream_capturing():
             return  # a step captured into a CUDA graph: nothing runs now
         now = step_clock.now_ns()
-        world = self._default_group()
         if world is not self._world():
             self._attach(world)
         elif world is None and not self._without_group and self._plugin is not None and self._plugin.tuners():
             self._without_group = True
             self._tell(AgreementState.SHUT, NotAgreeing.NO_GROUP())
-        if self._recorder is not None:
+        self._record(now, world is None and self._is_beside())
+
+    def _record(self, now: int, is_beside: bool) -> None:
+        if self._recorder is not None and not is_beside:
             self._recorder.ended(self._rank, now)
+
+    def _begins(self, world: Any) -> bool:
+        """The first step. False in the child of a fork that trains with its parent's group: it is no rank."""
+        if world is not None and world is self._world():
+            return False
+        self._load()
+        return True
+
+    def _is_beside(self) -> bool:
+        """Of a process without a group: whether it may be another program than the job, whose rank 0 is here."""
+        if self._plugin is not None and self._plugin.tuners():
+            return False
+        is_of_job = self._agreement is not None or bool(self._left)
+        return not is_of_job and (self._run / NCCL).exists()
 
     def watch_captures(self, torch: Any) -> None:
         """NCCL 2.27 does not say which calls go into a CUDA graph: PyTorch does from now on."""
@@ -89,14 +106,21 @@ class Probe:
         def tells(method: Any, on: bool) -> Any:
             @functools.wraps(method)
             def told(*args: Any, **more: Any) -> Any:
-                if self._plugin is not None and self._plugin.abi[1] < 5:
-                    self._plugin.capture(on)
-                return method(*args, **more)
+                if not on:
+                    self._captures(False)
+                result = method(*args, **more)
+                if on:  # not before: nobody ends a capture that has failed to begin
+                    self._captures(True)
+                return result
 
             return told
 
         graph.capture_begin = tells(graph.capture_begin, True)
         graph.capture_end = tells(graph.capture_end, False)
+
+    def _captures(self, on: bool) -> None:
+        if self._plugin is not None and self._plugin.abi[1] < 5:
+            self._plugin.capture(on)
 
     def _asked(self) -> int:
         """Collectives of which NCCL has asked the tuner in this process. Called in backward passes: never raises."""
@@ -120,15 +144,11 @@ class Probe:
         except Exception as error:
             say(f"no plugin in this process: {error}")
 
-    def _default_group(self) -> Any:
-        dist = self._torch.distributed
-        return dist.distributed_c10d._world.default_pg if dist.is_available() else None
-
     def _attach(self, world: Any) -> None:
         """The default process group is another than at the last step: take part in the agreement of its ranks."""
         if self._agreement is not None:
             self._agreement.close()
-            self._left.append(self._agreement)
+            self._left = [*(left for left in self._left if left.is_alive()), self._agreement]
             self._agreement = None
         self._world = weakref.ref(world) if world is not None else _nobody
         if world is None:
@@ -141,8 +161,7 @@ class Probe:
         if self._plugin is None:
             self._tell(AgreementState.SHUT, NotAgreeing.NO_PLUGIN(rank=self._rank))
             return
-        # What this rank starts from now on is not of its job, whatever it inherits: see dynamiccl_autoload.
-        os.environ["DYNAMICCL_WITHIN"] = f"{os.getpid()}:{self._run}"
+        _is_a_rank(self._run)
         store = StoreConnections(dist.distributed_c10d)
         size, published = (self._rank, dist.get_world_size()), TableMailbox(self._run / "table")
         # The machine counts too: what the plugin closes to tables depends on it.
@@ -151,7 +170,7 @@ class Probe:
 
     def _tell(self, state: AgreementState | None, text: str, generation: int = 0) -> None:
         """A word of the agreement: for the daemon, and for the user where it is not what he expects."""
-        if state is None and self._default_group() is None:
+        if state is None and _default_group() is None:
             return  # the job has left its group: nothing is wrong with this rank
         is_no_switch = state in (AgreementState.WAITING, AgreementState.LOSING, AgreementState.SHUT)
         if (
@@ -187,6 +206,10 @@ class Probe:
         steps = self._steps
         self.__init__(str(self._run))  # type: ignore[misc]
         self._steps = steps  # the engine counts for it
+        if (world := _default_group()) is not None:
+            self._world = weakref.ref(
+                world
+            )  # the parent is that group's rank: only a group made here is this one's
 
 
 def _note(path: Path, text: str) -> None:
@@ -201,6 +224,22 @@ def _nccl(torch: Any) -> str:
         return ".".join(map(str, torch.cuda.nccl.version()))
     except Exception:  # a build without it
         return "-"
+
+
+def _default_group() -> Any:
+    dist = sys.modules["torch"].distributed
+    return dist.distributed_c10d._world.default_pg if dist.is_available() else None
+
+
+def _told_rank() -> int:
+    """The rank that the launcher has given this process, 0 where it gave none."""
+    told = os.environ.get("RANK", "")
+    return int(told) if told.isascii() and told.isdigit() else 0
+
+
+def _is_a_rank(run: Path | str) -> None:
+    """What this process starts from now on is not of its job, whatever it inherits: see dynamiccl_autoload."""
+    os.environ["DYNAMICCL_WITHIN"] = f"{os.getpid()}:{run}"
 
 
 def _nobody() -> None:
@@ -223,6 +262,10 @@ def install() -> None:
             say(NotTuning.SLOT_TAKEN(variable=variable, value=value))
     name_where_no_path_is_taken(_nccl(sys.modules["torch"]))
     probe = _probe = Probe(os.environ["DYNAMICCL_RUN"])
+    if (
+        "RANK" in os.environ and "LOCAL_RANK" in os.environ
+    ):  # a scheduler may give a node's launcher a RANK alone
+        _is_a_rank(os.environ["DYNAMICCL_RUN"])
     call: Any = None
     compiling: Any = None
 

@@ -232,7 +232,7 @@ class Communicator:
             call = _EVENT(type=EVENT_COLL_API, rank=self.rank)
             name = FUNC_NAMES[func]
             call.body.call = (name, n_bytes, b"ncclInt8", 0, None, False)
-            self._profiler.begin(self._group)
+            self._launch.parent = self._profiler.begin(self._group)
             self._call = self._profiler.begin(call)
             self.stop(self._call)
         return self._tuner.ask(func, n_bytes, cost)

@@ -12,24 +12,31 @@ OF_GROUP = "atomic_load_explicit(&seat->group, memory_order_relaxed)"
 #: Mutations of the plugin's sources: file, what stands there, what stands there instead.
 MUTATIONS = {
     "a group counts when its collectives are told": [
-        ("profiler.c", "    dccl_note_launch(p->seat);", "    (void)p;"),
+        ("profiler.c", "    dccl_note_launch(p->seat, group_of(e->parent));", "    (void)p;"),
         (
             "clock.c",
             "  coll->generation = dccl_generation(seat);\n",
-            "  coll->generation = dccl_generation(seat);\n  if (number != 0) dccl_note_launch(seat);\n",
+            "  coll->generation = dccl_generation(seat);\n  if (number != 0) dccl_note_launch(seat, seat->group);\n",
         ),
     ],
     "a call counts where it is made, though it may never run": [
         (
             "clock.c",
             "  return n;\n}\n\nvoid dccl_note_launch",
-            "  dccl_note_launch(seat);\n  return n;\n}\n\nvoid dccl_note_launch",
+            "  dccl_note_launch(seat, this_group);\n  return n;\n}\n\nvoid dccl_note_launch",
         )
     ],
     "calls that were priced alone count with the next group": [
         (
             "clock.c",
             "n_called == 0 || atomic_load_explicit(&seat->group, memory_order_relaxed) != this_group",
+            "n_called == 0",
+        )
+    ],
+    "a launch counts whichever group it is of": [
+        (
+            "clock.c",
+            "n_called == 0 || atomic_load_explicit(&seat->group, memory_order_relaxed) != group_of_calls",
             "n_called == 0",
         )
     ],

@@ -65,6 +65,25 @@ def test_a_collective_says_what_nccl_asked_about(run, plugin, tells, release):
     assert known == [n for n, said in zip(expected, asked, strict=True) if said or tells == "at once"]
 
 
+@pytest.mark.parametrize("release", [release for release in RELEASES if release > "2.28"])
+def test_sends_count_no_collective_that_was_not_launched(run, plugin, release):
+    """One that runs as a symmetric kernel or by copy engine is told and never launched; a launch of sends is told.
+
+    Only some ranks make them: their counts ran ahead of the others'.
+    """
+    comm = Groups(plugin.path, 98, 8, 1, 0, release)
+    call = [Call("all_gather", 4096)]
+    counts = []
+    for kind in ("one", "not launched", "sends", "sends", "one", "sends"):
+        if kind == "sends":
+            comm.send_recv()
+        else:
+            comm.group(call, offer(ring_ll=10), runs=kind == "one")
+        counts.append(plugin.comms()[98].made)
+    comm.finalize()
+    assert counts == [1, 1, 1, 1, 2, 2]
+
+
 @pytest.mark.parametrize("release", ["2.27.3", "2.27.7", *RELEASES[3:]])
 def test_every_release_tells_of_its_collectives(run, plugin, release):
     """Before: 2.27, whose groups had no handle of ours, told of none, and the job seemed to run none.
@@ -102,6 +121,24 @@ def test_calls_under_graph_capture_are_left_to_nccl_flagged_and_not_counted(run,
     assert counted == 2
     got = drained(run)
     assert list(got[got["kind"] == rec.COLL]["flags"] & rec.FLAG_CAPTURED) == [0, 2, 0, 2]
+
+
+def test_a_capture_that_does_not_begin_is_none(plugin, tmp_path):
+    """Before: its rank was taken to capture for ever, with NCCL's answers, while the others went on under the table."""
+
+    class CUDAGraph:
+        def capture_begin(self):
+            raise RuntimeError("another stream is being captured")
+
+        def capture_end(self): ...
+
+    told = []
+    probe = Probe(str(tmp_path))
+    probe._plugin = SimpleNamespace(abi=(4, 4), capture=told.append)
+    probe.watch_captures(SimpleNamespace(cuda=SimpleNamespace(CUDAGraph=CUDAGraph)))
+    with pytest.raises(RuntimeError, match="captured"):
+        CUDAGraph().capture_begin()
+    assert True not in told
 
 
 @pytest.mark.parametrize(("release", "counted"), [("2.27.7", 0), ("2.29.7", 1)])

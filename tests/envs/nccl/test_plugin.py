@@ -292,3 +292,27 @@ def test_build_says_what_is_missing(monkeypatch, tmp_path):
     assert (plugin_folder / LIBRARY).is_file()
     assert nccl_env(tmp_path / "x.so")["LD_LIBRARY_PATH"].split(":")[0] == str(tmp_path)
     assert set(HEADERS) <= {p.name for p in HERE.glob("*.h")}
+
+
+#: A file system that is interrupted by a signal, so often.
+INTERRUPTED_C = """
+#include <unistd.h>
+#include <errno.h>
+#include <fcntl.h>
+int posix_fallocate(int fd, off_t from, off_t size) {
+  static int n;
+  return n++ < 3 ? EINTR : ftruncate(fd, from + size);
+}
+"""
+
+
+def test_a_signal_costs_no_rank_its_ring(tmp_path):
+    """Before: where one came as the ring was reserved, the rank was said to find no room in shared memory."""
+    source, library = tmp_path / "interrupted.c", tmp_path / "interrupted.so"
+    source.write_text(INTERRUPTED_C)
+    subprocess.run([*compiler(), "-shared", "-fPIC", "-w", str(source), "-o", str(library)], check=True)
+    path = tmp_path / "run"
+    path.mkdir(mode=0o700)
+    env = {**os.environ, "DYNAMICCL_RUN": str(path), "LD_PRELOAD": str(library)}
+    program = f"import ctypes; print(ctypes.CDLL({os.fspath(plugin_path())!r}).dynamiccl_open())"
+    assert subprocess.check_output([sys.executable, "-c", program], env=env, text=True).split() == ["1"]

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from dynamiccl.envs.nccl.plugin.bindings import Span
 from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.traces import records as rec
 from dynamiccl.traces.records import ALGOS, PROTOS, Table
@@ -53,6 +54,23 @@ def test_what_ran_is_in_the_ring(run, plugin, release):
     assert (last["n_bytes"], rec.ALGOS[last["algo"]], last["dtype"]) == (8 * 1000, "nvls", 0)
     kernel = got[3:4].view(rec.KERNEL_DTYPE)[0]
     assert (kernel["start_ns"], kernel["end_ns"], kernel["seq"], kernel["func"]) == (999, 5000, 6, 3)
+
+
+def test_kernel_times_end_with_a_trial_of_few_calls_though_no_switch_follows(plugin):
+    """Before: where the tuner died in it, NCCL took times of all kernels for the rest of the job."""
+    comm = Communicator(plugin.path, 97, 8, 1, 0)
+    plugin.stage(1, encode_table(Table(2)))
+    plugin.switch(1, 97, *Span(8, 24, length=1, one_of=4))
+    times = []
+    for step in range(8):
+        plugin.ended()
+        plugin.boundary(None, step, False)
+        times.append(bool(comm.profiler.mask & 64))
+        for _ in range(4):
+            comm.get_coll_info("all_gather", 4096, offer(ring_ll=10))
+            comm.stop(comm.start_coll("all_gather", 0, 128, "float32", 1, 16, "ring", "ll"))
+    comm.finalize()
+    assert times == [True] * 6 + [False] * 2
 
 
 def test_stale_and_foreign_handles_are_ignored(run, plugin):

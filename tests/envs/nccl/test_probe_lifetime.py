@@ -6,10 +6,13 @@ The jobs are loops of ``probe_ranks.py``.
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from dynamiccl.envs.nccl.plugin.build import job_env
+from dynamiccl.envs.nccl.probe.probe import Probe
 from dynamiccl.envs.nccl.shm import RunFolder
+from dynamiccl.traces.records import STEP, STEP_DTYPE
 from test_probe import finish, start
 
 
@@ -134,3 +137,87 @@ print("DYNAMICCL_RUN" in os.environ, subprocess.check_output([sys.executable, "-
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.split() == ["True", "False"], done.stderr
+
+
+def test_agreements_that_are_over_are_kept_no_longer(run):
+    """Before: a job that makes its group anew again and again kept all of them, with their connections."""
+    over, under_way, last = (
+        SimpleNamespace(close=lambda: None, is_alive=lambda alive=alive: alive)
+        for alive in (False, True, False)
+    )
+    probe = Probe(str(run.path))
+    for probe._agreement in (over, under_way, last):
+        probe._attach(None)
+    assert probe._left == [under_way, last]
+
+
+#: Of a program: ``step()``, with a group or without; ``within``, run by Python, says whether it is of the run.
+STEPS = """
+import os, subprocess, sys, torch, torch.distributed as dist
+from dynamiccl.envs.nccl.probe import probe
+net = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+def step():
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+def make_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+within = [sys.executable, "-c", "import os, torch; print('DYNAMICCL_RUN' in os.environ)"]
+"""
+
+
+def said_by(run, program, **env):
+    """What a process said that may step without a group."""
+    env = {**os.environ, **job_env(run.path), "OMP_NUM_THREADS": "1", **env}
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS + program], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
+    return done.stdout.split()
+
+
+def test_what_a_rank_starts_before_its_first_step_is_not_of_its_run(run):
+    """Before: only from the first step on. The launcher of a node may have a RANK, but no LOCAL_RANK: not it."""
+    program = "print(subprocess.check_output(within, text=True).strip())"
+    assert said_by(run, program, RANK="0", LOCAL_RANK="0") == ["False"]
+    assert said_by(run, program, RANK="0") == ["True"]
+
+
+def test_a_child_of_a_fork_is_no_rank_by_its_parents_group(run):
+    """Before: the child took part as the parent's rank, with a life and a ring of its own."""
+    program = """
+make_group()
+step()
+if not os.fork():
+    for _ in range(3):
+        step()
+    print(probe._probe._agreement is None, probe._probe._plugin is None)
+    dist.distributed_c10d._world.default_pg = None
+    dist.distributed_c10d.GroupMember.WORLD = None
+    step()
+    print(probe._probe._plugin is not None)
+    sys.stdout.flush()
+    os._exit(0)
+os.wait()
+"""
+    assert said_by(run, program) == ["True"] * 3
+
+
+def test_steps_without_a_group_are_recorded_only_where_no_rank_0_is(run):
+    """Before: another program beside the job, and a worker of any rank before its group, stepped as rank 0."""
+    program = """
+for _ in range(3):
+    step()
+(probe._probe._run / "nccl").write_text("2.29.7")  # the job's rank 0 has its group
+for _ in range(2):
+    step()
+make_group()
+for _ in range(2):
+    step()
+"""
+    for env in {}, {"RANK": "5", "LOCAL_RANK": "5"}:
+        assert said_by(run, program, **env) == []
+        (run.path / "nccl").unlink()
+    found = [ring.drain() for ring in run.rings()]
+    ranks = [list(rows[rows["kind"] == STEP].view(STEP_DTYPE)["rank"]) for rows in found]
+    assert sorted(ranks) == [[first, first, 0, 0] for first in (0, 5)]

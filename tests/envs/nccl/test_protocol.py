@@ -59,6 +59,7 @@ MUTATIONS = {
     "what is told counts": replace(SMALL, late=True),
     "the count moves within a group": replace(SMALL, script=(2, 2)),
     "few calls are picked by the rank": replace(SMALL, one_of=2, trials=(2,)),
+    "sends launch all calls": replace(SMALL, script=(1, CAPTURED, 1)),
     "a captured call freezes nothing": replace(SMALL, script=(1, CAPTURED, 1, 1, 1), old=True, trials=(2,)),
     "changes before the last are forgotten": replace(ONE, trials=(1, 1), calls=2),
     "a buffer that may answer is filled": replace(ONE, trials=(1, 1), calls=2, buffers=1),

@@ -63,7 +63,7 @@ def asks(tmp_path):
     for again.
     """
 
-    def ask(shm_mib, shapes, number=0, gone=0, files=1024, used_mib=0, used=0, fill_mib=0, **env):
+    def ask(shm_mib, shapes, number=0, gone=0, files=1024, used_mib=0, pids=(), used=0, fill_mib=0, **env):
         library = ""
         if number:
             source, library = tmp_path / "nccl.c", str(tmp_path / f"libnccl-{number}.so")
@@ -75,6 +75,10 @@ def asks(tmp_path):
         told = json.dumps([str(plugin_path()), library, shapes, gone, used, fill_mib])
         program = [sys.executable, "-c", ASKS, told]
         fill = f"head -c {used_mib}M /dev/zero > /dev/shm/full && ulimit -n {files}"
+        for folder, most, now in pids:
+            at = f"/sys/fs/cgroup{folder}"
+            fill += f" && mount -t tmpfs tmpfs /sys/fs/cgroup && mkdir -p {at}"
+            fill += f" && echo {most} > {at}/pids.max && echo {now} > {at}/pids.current"
         every = {"DYNAMICCL_RUN": str(run), "PYTHONPATH": str(HELPERS), **env}
         done = subprocess.run(
             in_narrow(program, shm_mib, fill), env={**os.environ, **every}, capture_output=True, text=True
@@ -108,6 +112,10 @@ EIGHT = [8, 1]  # ranks, nodes
         (64, [EIGHT], {"number": 23102}, OFF),
         (64, [EIGHT], {"number": 23203}, ON),  # goes on without kernel times by itself
         (1024, [EIGHT], {"files": 32}, OFF),
+        (8 * 34, [EIGHT], {"pids": [("", 140, 100)]}, ON),  # eight threads, and some to spare
+        (8 * 34, [EIGHT], {"pids": [("", 139, 100)]}, OFF),
+        (8 * 34, [EIGHT], {"pids": [("", "max", 100)]}, ON),
+        (8 * 34, [EIGHT], {"pids": [("/pids", 139, 100)]}, OFF),  # cgroups of version 1
         (64, [EIGHT], {"DYNAMICCL_CLUSTER": "dgx-h100-2x8"}, ON),
     ],
 )

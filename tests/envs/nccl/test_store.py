@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 import time
+import weakref
+from types import SimpleNamespace
 
 import pytest
 from dynamiccl.envs.nccl.agreement import lookout as lookouts
@@ -12,6 +14,7 @@ from dynamiccl.envs.nccl.agreement.lookout import BUSY_S, IDLE_S, Lookout
 from dynamiccl.envs.nccl.agreement.protocol import ABORT, Decision
 from dynamiccl.envs.nccl.agreement.store import Proposal, RoundStore
 from dynamiccl.envs.nccl.plugin.bindings import Span
+from dynamiccl.envs.nccl.probe.connection import StoreConnections
 from paths import TOOLS
 
 RATES = TOOLS / "store_rates.py"
@@ -57,6 +60,20 @@ def test_a_job_that_closes_waits_for_no_store(capfd):
     store = refuses_for(60.0)
     store.closing = True
     assert store.settle(1, DECIDED) is ABORT
+
+
+def test_a_store_that_is_closed_keeps_no_connection():
+    """Before: a job that makes its group anew again and again kept one a life, and the old group's own store."""
+
+    class Connections:
+        def __call__(self):
+            return Register()
+
+    store = RoundStore(Connections(), 1, 2)
+    store.connect()
+    kept = weakref.ref(store._store), weakref.ref(store._make)
+    store.close()
+    assert [one() for one in kept] == [None, None]
 
 
 # -- who asks --------------------------------------------------------------------------------------------------------
@@ -189,6 +206,31 @@ def test_requests_to_a_real_store(n_ranks, capsys):
     # A machine that cannot look up its own name in time has PyTorch say so of any connection, the job's too.
     said = [line for line in done.stderr.splitlines() if "hostname of the client socket" not in line]
     assert found["rounds"] >= 1 and said == []
+
+
+def test_a_store_in_a_file_does_not_grow_while_nothing_happens(tmp_path):
+    """Before: 25 bytes each time that a rank looked for a round, as long as the job ran."""
+    import torch.distributed as dist
+
+    file = tmp_path / "store"
+    job = dist.FileStore(str(file), 1)
+    connections = StoreConnections(
+        SimpleNamespace(_get_default_store=lambda: job, PrefixStore=dist.PrefixStore)
+    )
+    first, second = RoundStore(connections, 0, 2), RoundStore(connections, 1, 2)
+    first.connect()
+    second.connect()
+    assert second.has_changed() and second.now() == (True, 0) and not first.has_news()
+    size = file.stat().st_size
+    for _ in range(3):
+        assert not first.has_news()
+        second.lookout.newest = lambda ask: ask()  # it asks each time
+        assert not second.has_changed()
+    assert file.stat().st_size == size
+    second.says_news()
+    assert first.has_news() and not first.has_news()
+    first.close()
+    second.close()
 
 
 def test_who_loses_its_connection_takes_part_in_the_next_round(capfd):
