@@ -316,13 +316,14 @@ class Daemon:
 
     def _remember(self) -> None:
         """Leave what was confirmed, or the verdict, to the next job here; a run that failed leaves word of that."""
-        search = self.tuner.search
-        if (
-            self.memory
-            and search
-            and (search.is_over or search.state.current.comparisons or self.outcome.failure)
-        ):
-            self.memory.leave(self.tuner)
+        search, memory = self.tuner.search, self.memory
+        if memory is None:
+            return
+        has_result = search is not None and (search.is_over or bool(search.state.current.comparisons))
+        if has_result or self.outcome.failure:
+            # A tuner that joined may fail before it has recalled anything.
+            memory.facts = memory.facts or facts_of(self.tuner.windows, self.request)
+            memory.leave(self.tuner)
 
     def _drop(self, why: str, mark: str = "") -> None:
         if self.outcome.kept:

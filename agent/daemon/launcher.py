@@ -51,7 +51,10 @@ _HURRIED_S = 5.0
 #: The job ended by such a signal only if it came at most so long before the end. A job may survive one for hours: after
 #: a terminal's SIGHUP, or a warning that a scheduler has withdrawn, no SIGKILL follows.
 _SURVIVED_S = 60.0
-#: Its status is no failure if the signal came at most so long before: a job may write its checkpoint for minutes.
+#: Signals that tell a job to end.
+_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+#: The status of a job is no failure if such a signal came at most so long before its end: it may write a checkpoint for
+#: minutes.
 _SAVING_S = 600.0
 
 
@@ -242,13 +245,14 @@ class Launcher:
             _send(os.killpg, process.pid, number)
         elif process.returncode is None:
             _send(os.kill, process.pid, number)
-        if number not in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        # What was ignored when we started (SIGHUP under nohup) the job ignores too.
+        if number not in _TO_END or number in self._ignored:
             return
         now = time.monotonic()
         self._told_to_end = number, now
         if not to_all:
             self._hurried_at = [*_since(now - _SURVIVED_S, self._hurried_at), now]
-        if self.plan.kill_after is not None and self.kill_at == math.inf and number not in self._ignored:
+        if self.plan.kill_after is not None and self.kill_at == math.inf:
             self.kill_at = now + self.plan.kill_after
 
     def _tuner_is_gone(self) -> None:

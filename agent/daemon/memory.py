@@ -87,6 +87,7 @@ def parsed(text: bytes) -> dict[str, Any]:
         {**s, "slot": Slot(**s["slot"]), "decision": decision_from(s["decision"])} for s in told["slots"]
     ]
     told["slots"] = [Kept(**slot) for slot in slots]
+    told["failed"] = bool(told.get("failed", False))
     for kept in told["slots"]:
         if type(kept.n_bytes) is not int or not 0 < kept.n_bytes <= LARGEST or not kept.call_us > 0:
             raise ValueError("a slot without bytes or time, or with more bytes than a message can have")
@@ -145,18 +146,32 @@ class Memory:
 
     def recall(self, facts: dict[str, str], profiles: Sequence[SlotProfile]) -> dict[Slot, Decision]:
         """The table to be tried first in a job of these slots on that cluster; empty: none."""
-        self.facts, mine, table = facts, list(map(Kept.of, profiles)), dict[Slot, Decision]()
+        self.facts = facts
+        mine = list(map(Kept.of, profiles))
         try:
             self.runs, passed = in_time(lambda: Store(self.url).read(key_of(facts)))
         except Exception as error:  # whatever a file system or an object store can raise
             self._say(f"the memory {self.url} cannot be read ({error}): beginning from nothing")
-            return table
+            return {}
         for text in passed:
             self._say(f"the memory passes over {text}")
         if self.runs:
             self.text = "runs before had no slot like these, or its calls took another time"
+        return self._best_of_runs(mine)
+
+    def _best_of_runs(self, mine: Sequence[Kept]) -> dict[Slot, Decision]:
+        """The decisions of the run that has most of these slots."""
+        table = dict[Slot, Decision]()
+        withdrawn: list[Kept] = []  # slots of failed runs of other jobs: earlier runs may have the same table
         for run in self.runs:
-            found = {m.slot: kept.decision for m in mine for kept in run["slots"] if kept.is_again(m)}
+            if run["failed"] and run["job"] == self.job:
+                self.text = f"this job failed, {run['written']}: no run up to that one is used"
+                break
+            if run["failed"]:
+                withdrawn += run["slots"]
+                continue
+            left = [m for m in mine if not any(kept.is_again(m) for kept in withdrawn)]
+            found = {m.slot: kept.decision for m in left for kept in run["slots"] if kept.is_again(m)}
             if len(found) > len(table):
                 table = found
                 self.text = f"{len(found)} of {len(mine)} slots begin with what {run['job']} came to, {run['written']}"
@@ -165,14 +180,15 @@ class Memory:
     def leave(self, tuner: Tuner) -> None:
         """Write down what the run has come to by now, unless that is written already.
 
-        Of a run that failed this is: no decision. So the next job does not begin with the table that was withdrawn, and
-        not with the same table in the file of an earlier run.
+        A run that failed is marked. So the next job does not begin with the table that was withdrawn, nor with the same
+        table in the file of an earlier run.
         """
         o, table = tuner.outcome, tuner.decisions
         if o.failure:
             table = {}
         told: dict[str, Any] = {"format": FORMAT, "job": self.job}
         told |= {"cluster": {fact: self.facts.get(fact) or "unknown" for fact in FACTS}}
+        told |= {"failed": bool(o.failure)}
         told |= {"speedup": [o.speedup, *o.speedup_ci95] if o.kept and o.speedup_ci95 else None}
         profiles = tuner.windows.profiles
         told |= {"slots": [vars(Kept.of(p, table.get(p.slot, AUTO))) for p in profiles]}

@@ -67,7 +67,8 @@ def end_tuning(run: Path, wait_s: float) -> Stopped:
     _await_tuner(run, until=began + max(wait_s / 2, SEEN_S))
     is_stuck = False
     if not (had_tuner and _has_withdrawn(folder)):
-        is_stuck = is_locked(run / TUNER)
+        # After the job's end a tuner keeps its table, and sums up.
+        is_stuck = is_locked(run / TUNER) and job.is_alive()
         _withdraw(job, folder)
     in_force = _runs_default(job, folder, began + wait_s)
     left = (holder(run / TUNER) or 0) if is_stuck and is_locked(run / TUNER) else None

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ...envs.live.locks import Busy, lock
+from ...envs.live.locks import Busy, is_locked, lock
 from ...traces.here import absolute, user_folder
 from ...traces.outside import parse_json
 
@@ -121,6 +121,8 @@ def given_folder(out: Path) -> Path:
     """The folder that the child takes where it is given ``out``, by the rule of :func:`begin`; nothing is made."""
     for number in range(1, 100):
         folder = task_folder(_numbered(out, number))
+        if number > 1 and is_locked(folder / LOCK):
+            continue
         try:
             fd = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # no run has been here, or the child says what is wrong

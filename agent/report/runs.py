@@ -113,7 +113,7 @@ def state(out: Path) -> dict[str, Any]:
         "job": header.get("job"),
         "emulated": header.get("emulated"),
         "state": _state(alive, bool(last), bool(summary)),
-        "tuner_died": _has_died(alive, why, run),
+        "tuner_died": _has_died(alive, summary, run),
         "step": _most(newest.get("last_step"), summary.steps) or last.get("last_step"),
         "step_ms": _known(confirmed_ms, last.get("step_ms")),
         "step_times_ms": _step_times(out),
@@ -163,9 +163,11 @@ def _last_window(out: Path) -> dict[str, Any]:
     return windows[-1] if windows else {}
 
 
-def _has_died(alive: bool, why: str | None, run: Path) -> bool:
-    """Whether the tuner is gone without a reason while its job lives."""
-    return not alive and why is None and _job_lives(run)
+def _has_died(alive: bool, summary: RunSummary, run: Path) -> bool:
+    """Whether the tuner is gone without a reason while its job lives. A table that it dropped is none, nor a failure:
+    the tuner goes on after both."""
+    has_reason = summary.ended is not None and summary.ended != summary.failure
+    return not alive and not has_reason and _job_lives(run)
 
 
 def _job_lives(run: Path) -> bool:

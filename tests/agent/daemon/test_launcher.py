@@ -182,7 +182,11 @@ def test_a_hangup_under_nohup_starts_no_kill_timer(tmp_path, handler):
         signal.signal(signal.SIGHUP, before)
     job = SimpleNamespace(pid=0, returncode=0)
     one._hand_on(job, signal.SIGHUP, to_all=False)
-    assert (one.kill_at == math.inf) == (handler == signal.SIG_IGN)
+    is_ignored = handler == signal.SIG_IGN
+    assert (one.kill_at == math.inf) == is_ignored
+    assert (not one._hurried_at) == is_ignored, "nor is its tuner in a hurry"
+    one._note(1)
+    assert int((tmp_path / STATUS).read_text()) == (1 if is_ignored else 129), "its status is its own"
     one._hand_on(job, signal.SIGTERM, to_all=False)
     assert one.kill_at < math.inf
 

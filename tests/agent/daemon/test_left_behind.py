@@ -2,19 +2,23 @@
 
 import os
 import signal
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from dynamiccl.agent.daemon import daemon as daemons
 from dynamiccl.agent.daemon import summarise
-from dynamiccl.agent.daemon.memory import Memory, Store
+from dynamiccl.agent.daemon.memory import FACTS, FORMAT, Kept, Memory, Store, key_of
+from dynamiccl.agent.report import runs
 from dynamiccl.agent.report.runs import state
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.verdict import verdict
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.nccl.tables import TABLE, load_table
 from dynamiccl.traces.reasons import RunEnds
+from dynamiccl.traces.records import TUNED_FUNCS, Slot
 from fake_job import GATHER
-from watched_job import OTHER, WatchedJob, tuner_of
+from watched_job import GOOD, OTHER, WatchedJob, tuner_of
 
 
 def remembered(where):
@@ -100,8 +104,58 @@ def test_a_run_that_failed_hides_the_same_table_of_an_earlier_run(folder, tmp_pa
     with tuner_of(job, tmp_path / "second", memory) as one:
         one.on_window = disagree
         assert one.serve().failure
-    found = Memory(str(memory), "the next", print).recall(facts, one.tuner.windows.profiles)
-    assert all(decision.is_auto for decision in found.values())
+    profiles = one.tuner.windows.profiles
+    for job in ("the next", ""):  # "": the same one
+        found = Memory(str(memory), job, print).recall(facts, profiles)
+        assert all(decision.is_auto for decision in found.values())
+
+
+def test_a_run_that_failed_with_fewer_slots_hides_the_whole_table_of_its_job(tmp_path):
+    """Before: the earlier run's file fitted more slots, and won."""
+    store, facts = Store(str(tmp_path)), {"nccl": "2.28.9"}
+    slots = [Kept(Slot(16, 2, func, 25), 2**25, "ring/simple", 100.0, GOOD) for func in TUNED_FUNCS]
+    profiles = [
+        SimpleNamespace(slot=s.slot, n_bytes=s.n_bytes, own=f"{s.own}/8", call_us=s.call_us) for s in slots
+    ]
+
+    def write(name, job, some, failed):
+        told = {"format": FORMAT, "job": job, "failed": failed, "cluster": dict.fromkeys(FACTS, "unknown")}
+        told |= {"speedup": None, "slots": [vars(s) for s in some], "written": "2026-11-28T04:00:00+00:00"}
+        store.write(key_of(facts), name, told)
+
+    write("1.json", "mine", slots, failed=False)
+    assert len(Memory(str(tmp_path), "mine", print).recall(facts, profiles)) == 2
+    write("2.json", "mine", slots[:1], failed=True)
+    assert Memory(str(tmp_path), "mine", print).recall(facts, profiles) == {}
+    assert set(Memory(str(tmp_path), "other", print).recall(facts, profiles)) == {slots[1].slot}
+
+
+def test_a_tuner_that_joins_and_fails_at_once_leaves_word_of_it(folder, tmp_path):
+    """Before: without a search it left nothing, and the file of the job's earlier tuner went on to recommend the
+    table."""
+    memory, job = tmp_path / "memory", WatchedJob(folder, lambda job: not one.outcome.failure)
+    job.confirmed, job.audit.mismatches = {GATHER: GOOD}, 1
+    with tuner_of(job, tmp_path / "out", memory) as one:
+        assert one.serve().failure
+    (cluster,) = memory.iterdir()
+    assert Store(str(memory)).read(cluster.name)[0][0]["failed"]
+
+
+def test_the_death_of_a_tuner_shows_also_after_it_dropped_a_table(folder, tmp_path, monkeypatch):
+    """Before: a table that had been dropped was taken for the reason why the tuner ended, and no alert came."""
+    monkeypatch.setattr(runs, "_job_lives", lambda run: True)
+    out = tmp_path / "out"
+    with tuner_of(WatchedJob(folder, lambda job: False), out) as one:
+        summary = one.serve()
+    alone = {"ended": None, "failure": None, "dropped": None}
+    for reasons, has_died in (
+        (alone, True),
+        (alone | {"dropped": "it was slower"}, True),
+        (alone | {"failure": "two ways", "ended": "two ways"}, True),
+        (alone | {"ended": "stopped"}, False),
+    ):
+        replace(summary, run=str(folder.path), **reasons).write(out)
+        assert state(out)["tuner_died"] == has_died, reasons
 
 
 def test_figures_that_move_by_themselves_are_written_now_and_then(folder, tmp_path, monkeypatch):
