@@ -12,7 +12,7 @@ from dynamiccl.agent.daemon.stopping import Stopped, end_tuning
 from dynamiccl.envs.live import locks
 from dynamiccl.envs.live.job import Job, note_confirmed, read_confirmed
 from dynamiccl.envs.live.locks import holder, lock
-from dynamiccl.envs.nccl.run_folder import STATUS, TUNER
+from dynamiccl.envs.nccl.run_folder import TUNER
 from dynamiccl.envs.nccl.shm import decode_table
 from dynamiccl.traces.records import Decision, Table
 from fake_job import GATHER
@@ -138,8 +138,8 @@ def test_a_lock_names_its_process_as_far_as_the_system_tells(tmp_path, monkeypat
         os.close(fd)
 
 
-def test_a_tuner_that_sums_up_after_its_job_is_not_stuck(run):
+def test_a_tuner_that_sums_up_after_its_job_is_not_stuck(run, monkeypatch):
     """Before: it was named as one to be killed."""
-    (run.path / STATUS).write_text("0\n")
+    monkeypatch.setattr(Job, "is_alive", lambda job: False)
     found = end_tuning(run.path, 0.2)
     assert not found.job_runs and found.tuner_left is None
