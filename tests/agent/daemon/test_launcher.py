@@ -314,8 +314,11 @@ def test_after_a_schedulers_signal_the_tuner_gets_seconds(tmp_path, job, status,
     assert time.monotonic() - began < 20
 
 
-def test_ctrl_c_in_a_terminal_leaves_the_tuner_its_minute(tmp_path):
+def test_ctrl_c_in_a_terminal_leaves_the_tuner_its_minute(tmp_path, monkeypatch):
     """No SIGKILL follows it, and whoever pressed it waits for the verdict."""
+    monkeypatch.setattr(
+        launcher.signal, "getsignal", lambda number: signal.SIG_DFL
+    )  # also if tests ignore SIGINT
     one = launcher.Launcher(Plan(BRIEF, [], str(tmp_path), str(tmp_path / "job.log")), print)
     with subprocess.Popen(BRIEF, start_new_session=True) as job:
         one._hand_on(job, signal.SIGINT, to_all=True)

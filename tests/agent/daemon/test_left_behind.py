@@ -176,6 +176,15 @@ def test_figures_that_move_by_themselves_are_written_now_and_then(folder, tmp_pa
     assert seen[0][2] == 0 and seen[19][2] >= 17
 
 
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C is heard: a shell that starts the tests in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("first", [None, signal.SIGINT, signal.SIGTERM])
 def test_a_further_signal_at_the_end_costs_nothing_of_the_results(folder, tmp_path, monkeypatch, first):
     """Before: a traceback, no summary, and the run folder stayed in /dev/shm. ``first`` ends the tuner; None: the job's

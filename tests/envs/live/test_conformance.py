@@ -187,7 +187,7 @@ class Jobs:
     def step_us(self, configs, rows=None, few=None):
         return np.array([self.last_us]), np.full((1, SLOTS), np.nan)
 
-    def advance(self, n_steps):
+    def advance(self, n_steps, rng):
         """The recording says itself when a table is in force."""
 
     def window(self, configs, counted, rng, few, turns):
