@@ -150,7 +150,6 @@ static void leave_word(int folder, const char* name, const char* text) {
   close(fd);
 }
 
-// The file is made whole under another name first: the reader never meets a ring without header and lock.
 // In a shared-memory file system a signal ends posix_fallocate, which then begins anew: a profiler's timer
 // might end it each time.
 static bool reserve(int fd, size_t size) {
@@ -163,6 +162,7 @@ static bool reserve(int fd, size_t size) {
   return error == 0;
 }
 
+// The file is made whole under another name first: the reader never meets a ring without header and lock.
 // Its name is the rank and the moment: processes of two containers may have one id.
 static struct dccl_ring* create_ring(int folder) {
   static const char* const ranks[] = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", NULL};
