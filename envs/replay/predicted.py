@@ -69,10 +69,8 @@ class Times:
     communicator by itself: 2 ranks of a node and 64 of eight nodes are as quick only by chance."""
 
     def __init__(self, trace: Trace, events: pd.DataFrame, profiles: list[SlotProfile]) -> None:
-        self._networks: dict[Size, Network] = {}
-        for profile in profiles:
-            size = _size_of(profile.slot)
-            self._networks[size] = Network.of(trace, *size)
+        sizes = {_size_of(profile.slot) for profile in profiles}
+        self._networks = {size: Network.of(trace, *size) for size in sizes}
         self._models: dict[tuple[Size, str, Pair], Measured] = {}
         misses: dict[tuple[Size, str], list[float]] = defaultdict(list)
         columns = ["n_ranks", "n_nodes", "func", "algo", "proto"]

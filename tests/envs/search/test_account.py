@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.config import SearchConfig
 from dynamiccl.envs.search.interfaces import LEAVE, SHARE
-from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.search.step_times import DefaultCalls
 from told_job import OPEN, Told, go_on, good, run
 
@@ -50,13 +48,8 @@ def test_the_jobs_own_long_steps_cost_no_turn(prior):
 def test_who_leaves_on_the_last_slot_after_the_verdict_tries_nothing_more(prior):
     """Before: the slot's choice was tried first."""
     told = Told(good)
-    search, policy = Search(*told.begin(), prior, SearchConfig()), ExpectedImprovement()
-    while not search.is_over:
-        plan = search.plan()
-        if plan is None:
-            search.ask(policy)
-        else:
-            search.record(plan, told.measure(plan))
+    search, _ = run(told, prior)
+    assert search.is_over
     while (plan := search.plan()) is not None:
         search.record(plan, told.measure(plan))
     while search.turn < search.n_slots - 1:
