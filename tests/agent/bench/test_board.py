@@ -158,8 +158,6 @@ def test_an_entrant_does_not_choose_its_noise() -> None:
                     f"played under noise {seed}, not {wanted} as on the board: play it by `dynamiccl bench`"
                 )
                 assert said == ("" if seed == wanted else refused)
-    forged = {"entrant": "lucky"} | made[5] | {"seed": 0}
-    assert Board(suite).judge(forged, None).startswith("its decisions give")
 
 
 @pytest.mark.slow
