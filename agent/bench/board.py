@@ -7,7 +7,7 @@ from typing import Any
 
 from ...envs.bench.job_suites import JobSuite
 from ...envs.bench.scores import Scores, by_stratum, ranks, summary
-from ...envs.bench.submissions import claimed, replay, rows_of
+from ...envs.bench.submissions import AGAIN, claimed, replay, rows_of
 from ...envs.search.config import HORIZON
 from ..policies.choosing import LSTM, RULE
 from .run import READERS, UNRANKED
@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 REMARKS = {
     "lstm": "(ours)",
     "expected-improvement": "(rule on the belief)",
-    "aa": "(expected-improvement again, other noise: A/A)",
+    AGAIN: "(expected-improvement again, other noise: A/A)",
     "static-best": "(each collective's quickest config alone; the sweep is not counted)",
     "random": "(random settings)",
     "coordinate-descent": "(as AutoCCL)",

@@ -29,15 +29,14 @@ from typing import Any
 from joblib import Parallel, delayed, parallel_config
 
 from ...envs.bench.job_suites import JobSuite
-from ...envs.bench.submissions import PlayedPart, play_part, rows_of, submission
+from ...envs.bench.submissions import AGAIN, PlayedPart, play_part, rows_of, seed_of, submission
 from ...traces.here import pip_install
 from ..policies.choosing import CLASSICAL, LSTM, RULE, make_chooser
 
 #: Entrants that read the truth and search nothing.
 READERS = ("oracle", "static-best")
-#: On the board without a rank: ``aa`` is the rule under other noise (what lies between it and that policy is
-#: luck), and those that read the truth.
-UNRANKED = ("aa", *READERS)
+#: On the board without a rank: the rule under other noise, and those that read the truth.
+UNRANKED = (AGAIN, *READERS)
 #: Jobs that an entrant plays at a time.
 PART_JOBS = 20
 #: Where jobs are played: on this machine, or on a Ray cluster. The names that joblib has for them; each part has a
@@ -45,7 +44,7 @@ PART_JOBS = 20
 LOCAL, RAY = "local", "ray"
 _BACKENDS = {LOCAL: "threading", RAY: "ray"}
 #: The board's entrants that play.
-ENTRANTS = (LSTM, "aa", RULE, *CLASSICAL)
+ENTRANTS = (LSTM, AGAIN, RULE, *CLASSICAL)
 
 
 def enter_one(name: str, suite: str | JobSuite, jobs: int | None = None) -> dict[str, Any]:
@@ -64,15 +63,10 @@ def parts_of(suite: JobSuite, jobs: int | None) -> list[list[int]]:
     return [rows[i : i + PART_JOBS] for i in range(0, len(rows), PART_JOBS)]
 
 
-def _seed_of(name: str) -> int:
-    """Of the noise that an entrant meets: all the same, but for ``aa``."""
-    return 1 if name == "aa" else 0
-
-
 def _played(name: str, suite: JobSuite, rows: Sequence[int]) -> PlayedPart:
-    seed = _seed_of(name)
+    seed = seed_of(name)
     # A policy that draws numbers draws others in each part: jobs are independent.
-    policy = make_chooser(RULE if name == "aa" else name, seed + int(rows[0]))
+    policy = make_chooser(RULE if name == AGAIN else name, seed + int(rows[0]))
     return play_part(policy, suite, rows, seed)
 
 
@@ -80,7 +74,7 @@ def _signed(name: str, suite: JobSuite, parts: Sequence[PlayedPart]) -> dict[str
     """The submission, with who played."""
     head = {"entrant": name, "version": importlib.metadata.version("dynamiccl")}
     head["command"] = f"dynamiccl bench --policy {name} --suite {suite.name}"
-    return head | submission(parts, suite, _seed_of(name))
+    return head | submission(parts, suite, seed_of(name))
 
 
 def run(

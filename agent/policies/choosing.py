@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from .own_folder import forget, load, modules_beside
+
 if TYPE_CHECKING:  # none of them before a policy is made: a job that is to be started does not wait for numpy
     from ...envs.search.interfaces import Policy
 
@@ -57,7 +59,8 @@ def make_chooser(name: str, seed: int = 0, rounds: int | None = None) -> Policy:
         name: one of POLICIES; FILE.npz (weights of ``lab train``); FILE.zip (a model of stable-baselines3; loading may
             run code in it, so load only files that you trust); MODULE:NAME (a class or function called without
             arguments, or an object); or a folder that holds one FILE.npz, one FILE.zip, or policy.py with a class
-            ``Policy``. Modules are found where Python looks and in the current folder, also those of a model's classes.
+            ``Policy``. Modules are found where Python looks and in the current folder, also those of a model's classes;
+            policy.py finds those beside it first.
         seed: of policies that draw numbers.
         rounds: exploring windows of a search, at most; None: as the policy has it.
 
@@ -80,16 +83,16 @@ def make_chooser(name: str, seed: int = 0, rounds: int | None = None) -> Policy:
     if name.endswith(MODEL):
         return _load_model(name)
     if Path(name).is_dir():
-        return make_chooser(_in_folder(Path(name)), seed, rounds)
+        found = _in_folder(Path(name))
+        return _load_file(found) if found.name == OWN_FILE else make_chooser(str(found), seed, rounds)
     return _load_own(name)
 
 
-def _in_folder(folder: Path) -> str:
-    """The policy in a folder, as :func:`make_chooser` takes it. Raises ValueError unless there is exactly one."""
-    found = [str(path) for path in sorted(folder.iterdir()) if path.suffix in (WEIGHTS, MODEL)]
+def _in_folder(folder: Path) -> Path:
+    """The file with the policy of a folder. Raises ValueError unless there is exactly one."""
+    found = [path for path in sorted(folder.iterdir()) if path.suffix in (WEIGHTS, MODEL)]
     if (folder / OWN_FILE).is_file():
-        sys.path.insert(0, str(folder.resolve()))
-        found.append(f"{Path(OWN_FILE).stem}:{OWN_NAME}")
+        found.append(folder / OWN_FILE)
     if len(found) != 1:
         many = "no policy" if not found else f"{len(found)} policies"
         raise ValueError(f"{folder} holds {many}: put one FILE{WEIGHTS}, FILE{MODEL} or {OWN_FILE} into it")
@@ -109,6 +112,7 @@ def _load_model(name: str) -> Policy:
     """A model of stable-baselines3 or sb3-contrib. Raises ValueError; ImportError if one of _PACKAGES is missing."""
     if not Path(name).is_file():
         raise ValueError(f"there is no file {name}")
+    forget()
     package, algorithm = _algorithm(_saved(name), name)
     try:
         model = getattr(importlib.import_module(package), algorithm).load(name, device="cpu")
@@ -210,17 +214,25 @@ def _import_own(module: str) -> ModuleType:
 
     Raises ImportError, and what the module raises.
     """
+    forget()
     _look_here()
     first = module.partition(".")[0]
-    found = None if first in sys.modules else PathFinder.find_spec(first, [os.getcwd()])
-    if found is not None and found.loader is not None:
+    found, known = PathFinder.find_spec(first, [os.getcwd()]), sys.modules.get(first)
+    if found is not None and found.loader is not None and known is None:
         sys.modules[first] = importlib.util.module_from_spec(found)
         try:
             found.loader.exec_module(sys.modules[first])
         except BaseException:
             del sys.modules[first]
             raise
+    elif found is not None and found.origin is not None and not _is_of(known, found.origin):
+        raise ImportError(f"Python has another module {first} than {found.origin}: give it another name")
     return importlib.import_module(module)
+
+
+def _is_of(module: ModuleType | None, file: str) -> bool:
+    loaded = getattr(module, "__file__", None)
+    return loaded is not None and os.path.realpath(loaded) == os.path.realpath(file)
 
 
 def _load_own(name: str) -> Policy:
@@ -230,11 +242,26 @@ def _load_own(name: str) -> Policy:
     if not colon:
         raise ValueError(f"no policy {name!r}; {known}")
     try:
-        made = getattr(_import_own(module), attribute)
+        found = getattr(_import_own(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"cannot load policy {name!r} ({error}); {known}") from error
-    if isinstance(made, type) or not hasattr(made, "predict"):
-        made = made() if callable(made) else made
-    if not callable(getattr(made, "predict", None)):
+    return _made(found, name)
+
+
+def _load_file(file: Path) -> Policy:
+    """The class ``Policy`` in a file of the user, who may have modules beside it. Raises ValueError."""
+    with modules_beside(file):
+        try:
+            found = getattr(load(file), OWN_NAME)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"cannot load class {OWN_NAME} of {file} ({error})") from error
+        return _made(found, str(file))
+
+
+def _made(found: Any, name: str) -> Policy:
+    """The policy that a class or function makes, or the object itself. Raises ValueError."""
+    if isinstance(found, type) or not hasattr(found, "predict"):
+        found = found() if callable(found) else found
+    if not callable(getattr(found, "predict", None)):
         raise ValueError(f"policy {name!r} has no predict(observation, state, episode_start, deterministic)")
-    return made  # type: ignore[no-any-return]
+    return found  # type: ignore[no-any-return]

@@ -54,6 +54,32 @@ def figures_of(observations: Array) -> Array:
     return figures.reshape(-1, N_PER_CONFIG, N_CONFIGS)
 
 
+def _check(weights: dict[str, Array]) -> None:
+    """Raise ValueError unless all weights are finite and of the shapes that :class:`LstmPolicy` names.
+
+    Numpy would stretch some shapes silently, and meet the others at the first decision, beside the job.
+    """
+    h, m, d = (len(weights[name]) for name in ("lstm_h", "body_b", "head_v"))
+    shapes = {
+        "lstm_x": (N_READ, 4 * h),
+        "lstm_h": (h, 4 * h),
+        "lstm_b": (4 * h,),
+        "body_w": (h + N_CONTEXT, m),
+        "body_b": (m,),
+        "head_z": (m, d),
+        "head_e": (N_CONFIGS, d),
+        "head_s": (N_PER_CONFIG, d),
+        "head_u": (N_PER_CONFIG,),
+        "head_v": (d,),
+        "head_what": (m, N_NEXT),
+    }
+    for name, shape in shapes.items():
+        if weights[name].shape != shape or not np.isfinite(weights[name]).all():
+            raise ValueError(
+                f"{name} is {weights[name].shape}, not {shape}, or not finite: train anew (dynamiccl lab train)"
+            )
+
+
 class LstmPolicy:
     """Masked LSTM policy over the turns of a job: observation -> LSTM -> one hidden layer -> what is added to the
     rule's scores, a number a config and one for each that may come next. Its twin in training is
@@ -67,7 +93,8 @@ class LstmPolicy:
     def __init__(
         self, weights: dict[str, Array], record: dict[str, Any] | None = None, seed: int = 0
     ) -> None:
-        """``record`` says how the weights were trained. Raises ValueError when shapes do not fit the observation."""
+        """``record`` says how the weights were trained. Raises ValueError when shapes do not fit the observation, or
+        each other, and KeyError when weights are missing."""
         w = weights
         self.weights = weights
         self.record = record or {}
@@ -83,6 +110,7 @@ class LstmPolicy:
                 f"weights for observations of {n_read} and {n_configs} configs; this version has "
                 f"{N_READ} and {N_CONFIGS}: train anew (dynamiccl lab train)"
             )
+        _check(w)
         # sigmoid(x) = (tanh(x / 2) + 1) / 2: with the halves inside the weights, one tanh does all four gates.
         halves = np.array([0.5, 0.5, 1.0, 0.5], np.float32)
         half = np.repeat(halves, self.hidden)
@@ -92,7 +120,7 @@ class LstmPolicy:
 
     @classmethod
     def load(cls, path: str | Path | None = None, seed: int = 0) -> LstmPolicy:
-        """The shipped policy, or the one in ``path``. Raises ValueError when it is none of this version."""
+        """The shipped policy, or the one in ``path``. Raises ValueError when it is none of this version, or damaged."""
         shipped = resources.files(__package__).joinpath("policy.npz")
         source = shipped if path is None else Path(path)
         try:
@@ -102,8 +130,13 @@ class LstmPolicy:
             if meta["format"] != FORMAT:
                 raise ValueError(f"format {meta['format']}, this version reads {FORMAT}")
             return cls(weights, meta, seed)
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, ValueError) as error:  # these say all by themselves
             raise ValueError(f"cannot use {source} as policy weights: {error}") from error
+        except Exception as error:  # a damaged file, or one of another program, may raise anything
+            raise ValueError(
+                f"cannot use {source} as policy weights ({type(error).__name__}: {error}): "
+                "give a whole file of `dynamiccl lab train`"
+            ) from error
 
     def save(self, path: str | Path) -> None:
         """Write the weights and the record to ``path`` (.npz)."""

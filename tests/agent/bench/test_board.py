@@ -19,6 +19,8 @@ from command import invoke
 from dynamiccl.agent.bench.board import REMARKS, Board
 from dynamiccl.agent.bench.run import ENTRANTS, READERS, enter_one, run
 from dynamiccl.agent.commands.bench import _folder_name
+from dynamiccl.agent.policies.choosing import make_chooser
+from dynamiccl.envs.bench import submissions
 from dynamiccl.envs.bench.job_suites import JobSuite
 from dynamiccl.envs.bench.scores import bootstrap
 from dynamiccl.envs.bench.strata import SUITES, filed
@@ -139,6 +141,23 @@ def test_hostile_submissions_are_refused(
     board = Board(suite)
     assert board.judge(honest | change, None) and "coordinate-descent" not in board.scores
     assert board.judge([honest]) == "not a submission: no JSON object"
+
+
+def test_an_entrant_does_not_choose_its_noise() -> None:
+    """Before: the best of many seeds got the rank, and was compared with the others' jobs under other noise."""
+    suite = draw_suite("few", STANDARD.only("plain"), 6, 1)
+    made = {}
+    for seed in (0, 1, 5):
+        part = submissions.play_part(make_chooser("random"), suite, [0], seed)
+        made[seed] = as_read(submissions.submission([part], suite, seed))
+    for entrant, wanted in (("lucky", 0), ("aa", 1)):
+        for seed, told in made.items():
+            for check in (0, None):
+                said = Board(suite).judge({"entrant": entrant} | told, check)
+                refused = (
+                    f"played under noise {seed}, not {wanted} as on the board: play it by `dynamiccl bench`"
+                )
+                assert said == ("" if seed == wanted else refused)
 
 
 @pytest.mark.slow

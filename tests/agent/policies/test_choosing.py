@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import gymnasium
 import numpy as np
 import pytest
+from dynamiccl.agent.policies import own_folder
 from dynamiccl.agent.policies.choosing import make_chooser
 
 OWN = "class Policy:\n    def predict(self, observation, state=None, episode_start=None, deterministic=True): ...\n"
@@ -59,6 +61,95 @@ def test_a_folder_holds_one_policy(tmp_path):
     (tmp_path / "model.zip").write_text("")
     with pytest.raises(ValueError, match="holds 2 policies"):
         make_chooser(str(tmp_path))
+
+
+#: A policy of a folder that says who it is by a module beside it, at the top, where it is made and where it decides.
+BESIDE = (
+    "import beside\n"
+    "class Policy:\n"
+    "    def __init__(self):\n"
+    "        import beside_too\n"
+    "        self.who = [beside.WHO, beside_too.WHO]\n"
+    "    def predict(self, observation, state=None, episode_start=None, deterministic=True):\n"
+    "        import beside, beside_late\n"
+    "        return [*self.who, beside.WHO, beside_late.WHO], state\n"
+)
+NAMES = ("beside", "beside_too", "beside_late")
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Folders a and b and the current one, each with a policy and the modules that it needs, all of the same names."""
+    for name in ("a", "b", "here"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "policy.py").write_text(BESIDE)
+        for module in NAMES:
+            (folder / f"{module}.py").write_text(f"WHO = {name!r}\n")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.syspath_prepend(tmp_path / "here")
+    own_folder.forget()
+    before = sys.meta_path.copy()
+    yield tmp_path
+    own_folder.forget()
+    assert sys.meta_path == before
+    for name in (*NAMES, "policy"):
+        sys.modules.pop(name, None)
+
+
+def who(policy):
+    return "".join(policy.predict(None)[0])
+
+
+def test_a_folder_plays_its_own_policy(folders):
+    """Before: the current folder's policy.py, or the one that was loaded first, played under another folder's name."""
+    path = sys.path.copy()
+    for name in ("a", "b", "a"):
+        policy = make_chooser(str(folders / name))
+        assert (
+            who(policy) == 4 * name
+            and Path(sys.modules[type(policy).__module__].__file__).parent.name == name
+        )
+    assert sys.path == path
+    # Nor are a's modules left to those who come after it.
+    policy = make_chooser("policy:Policy")
+    assert [*policy.who, type(policy).__module__] == ["here", "here", "policy"]
+
+
+def test_a_folder_leaves_what_python_had(folders):
+    """Its modules replace neither Python's nor those that others have imported."""
+    import beside
+
+    (folders / "a" / "wave.py").write_text("raise SystemExit('not this one')\n")
+    (folders / "a" / "policy.py").write_text("import wave\n" + BESIDE)
+    assert make_chooser(str(folders / "a")).who == ["a", "a"]
+    assert sys.modules["beside"] is beside and beside.WHO == "here"
+
+
+def test_a_folders_policy_may_make_that_of_another(folders):
+    (folders / "a" / "policy.py").write_text(
+        "from dynamiccl.agent.policies.choosing import make_chooser\n"
+        f"class Policy:\n    def __init__(self):\n        self.other = make_chooser({str(folders / 'b')!r})\n"
+        "        import beside\n        self.who = beside.WHO\n    def predict(self): ...\n"
+    )
+    policy = make_chooser(str(folders / "a"))
+    assert (policy.who, policy.other.who) == ("a", ["b", "b"])
+
+
+def test_a_folder_without_the_class_is_refused(folders):
+    (folders / "a" / "policy.py").write_text("import beside_none\n")
+    (folders / "b" / "policy.py").write_text("")
+    for name, why in (("a", "No module named 'beside_none'"), ("b", "no attribute 'Policy'")):
+        with pytest.raises(ValueError, match=f"cannot load class Policy of .*policy.py .*{why}"):
+            make_chooser(str(folders / name))
+
+
+def test_a_module_that_is_not_the_current_folders_is_refused(folders, monkeypatch):
+    """Before: in another folder, the first folder's module of this name played again."""
+    assert make_chooser("policy:Policy").who == ["here", "here"]
+    monkeypatch.chdir(folders / "b")
+    with pytest.raises(ValueError, match=r"another module policy than .*b/policy\.py: give it another name"):
+        make_chooser("policy:Policy")
 
 
 #: A recurrent policy in a module whose name does not say so.

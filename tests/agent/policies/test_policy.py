@@ -3,11 +3,12 @@
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from dynamiccl.agent.policies.choosing import make_chooser
+from dynamiccl.agent.policies.choosing import check_chooser, make_chooser
 from dynamiccl.agent.policies.lstm import FORMAT, LstmPolicy
 from dynamiccl.agent.policies.rule import (
     FORESIGHT,
@@ -158,6 +159,37 @@ def test_weights_of_another_kind_are_refused(tmp_path):
     (tmp_path / "no.npz").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="cannot use"):
         LstmPolicy.load(tmp_path / "no.npz")
+
+
+def test_damaged_weights_are_refused_before_a_job_runs(tmp_path):
+    """Before: BadZipFile or TypeError with a traceback; a wrong inner shape failed at the first decision."""
+    light, path = LstmPolicy(untrained().export()), tmp_path / "w.npz"
+    light.save(path)
+    whole = path.read_bytes()
+    inside = len(whole) // 2
+    damages = [whole[:inside], whole[:-9], b"", whole[:inside] + b"damaged!" + whole[inside + 8 :]]
+    for damaged in damages:
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"cannot use .*w\.npz as policy weights"):
+            LstmPolicy.load(path)
+    with path.open("wb") as file:
+        np.save(file, np.zeros(3))
+    with pytest.raises(ValueError, match=r"\(.*Error: .*\): give a whole file of `dynamiccl lab train`"):
+        LstmPolicy.load(path)
+    for name, wrong in (
+        ("body_w", light.weights["body_w"][:-2]),
+        ("head_s", light.weights["head_s"][:, :1]),
+        ("lstm_b", np.full_like(light.weights["lstm_b"], np.nan)),
+    ):
+        LstmPolicy.save(SimpleNamespace(record={}, weights=light.weights | {name: wrong}), path)
+        with pytest.raises(ValueError, match=rf"{name} is .* or not finite: train anew"):
+            LstmPolicy.load(path)
+    light.weights.pop("head_u")
+    light.save(path)
+    with pytest.raises(ValueError, match="KeyError: 'head_u'"):
+        LstmPolicy.load(path)
+    with pytest.raises(ValueError, match="as policy weights"):  # `tune` ends with status 2 for it
+        check_chooser(str(path))
 
 
 def test_run_time_needs_no_torch():
