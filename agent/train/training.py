@@ -37,6 +37,8 @@ from .recurrent import MaskedLstmPolicy
 Progress = Callable[[int, int, dict[str, Any]], None]
 #: Hundreds of default steps that a job counts for at most in training: thousands in a few would drown all else.
 MOST = 2.0
+#: File of the weights that a training began with, beside its checkpoint.
+FIRST = "first.npz"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +151,8 @@ class Training:
             told = json.loads((self.folder / "record.json").read_text())
             if told["settings"] != dataclasses.asdict(self.settings):
                 raise ValueError("it was made with other settings; use the same or start anew")
+            with np.load(self.folder / FIRST) as first:
+                self._first = dict(first)
             self.model.set_parameters(str(self.folder / "checkpoint.zip"), device="cpu")
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"no checkpoint to resume in {self.folder}: {error}") from error
@@ -169,6 +173,7 @@ class Training:
         self.folder.mkdir(parents=True, exist_ok=True)
         checkpoint = self.folder / "part-checkpoint.zip"
         record = self.folder / "part-record.json"
+        np.savez(self.folder / FIRST, **self._first)  # type: ignore[arg-type]
         self.model.save(checkpoint)
         record.write_text(json.dumps(self.record(), indent=1) + "\n")
         checkpoint.replace(self.folder / "checkpoint.zip")

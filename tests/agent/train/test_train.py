@@ -61,6 +61,8 @@ def test_a_run_goes_on_from_its_checkpoint_and_says_what_made_the_weights(tmp_pa
     for name, weights in training.policy.export().items():
         np.testing.assert_array_equal(weights, again.policy.export()[name], err_msg=name)
     assert again.policy.optimizer.state_dict()["state"] and len(again.curve) == 2
+    # Before: a resumed run compared its weights with other first ones.
+    assert again.record()["correlation with the first weights"] == told["correlation with the first weights"]
     again.begin_with(shipped)
     for name, weights in shipped.weights.items():
         np.testing.assert_allclose(again.policy.export()[name], weights, rtol=1e-6, err_msg=name)
