@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import gymnasium as gym
@@ -12,13 +13,24 @@ from .live.job_ends import JobEnded, Stopped, Withdrawn
 from .picture import picture
 from .search import observation
 from .search.belief.prior import Prior
-from .search.config import DISCARD, HORIZON, MASKED_PRICE, REWARD_PAIRS, REWARD_UNIT, SearchConfig
-from .search.interfaces import N_ACTIONS, WATCH, Plan, Windows, action_space, actions_of, choices_of
+from .search.config import (
+    CARRIED_TURN_STEPS,
+    DISCARD,
+    HORIZON,
+    MASKED_PRICE,
+    REWARD_PAIRS,
+    REWARD_QUADS,
+    REWARD_UNIT,
+    SearchConfig,
+)
+from .search.interfaces import N_ACTIONS, QUAD, WATCH, Plan, Windows, action_space, actions_of, choices_of
 from .search.search import Search
-from .search.step_times import trimmed_mean
+from .search.step_times import Quads, trimmed_mean
 from .sim.workloads import MANY_SLOTS
 
 Array = np.ndarray[Any, Any]
+#: Steps of one window at most, in which a job runs on before its account is settled: as long as windows may be.
+LONGEST_RUN = 200
 
 
 class Reward:
@@ -47,15 +59,41 @@ class Reward:
         """Of the end of the job: steps were counted that will not come."""
         return -self.saved * self.search.steps_left / REWARD_UNIT
 
-    def settled(self, windows: Windows) -> float:
-        """Settles the account at the end, by windows that decide nothing: those that confirmed the current table were
-        lucky ones, and the lower bound of its gain can be bought with time."""
+    def settled(self, windows: Windows, at: int = 0) -> float:
+        """Settles the account at the end, by steps that decide nothing: those that confirmed the current table were
+        lucky ones, and the lower bound of its gain can be bought with time. The job runs on until its step ``at``
+        first."""
         table = self.search.confirmed
         if not table.any():
             return 0.0
-        none = np.zeros_like(table)
+        self._run_on(windows, table, at)
+        measured = self._by_turns(windows, table)
+        if measured is None:
+            measured = self._by_windows(windows, table)
+        return self.steps * (measured - self.saved) / REWARD_UNIT
+
+    def _run_on(self, windows: Windows, table: Array, at: int) -> None:
+        """Let the job take steps under its table."""
+        left = at - self.search.steps
+        while left > 0:
+            plan = Plan(WATCH, table, min(left, LONGEST_RUN))
+            left -= windows.measure(plan).billed
+
+    def _by_turns(self, windows: Windows, table: Array) -> float | None:
+        """Saving of a table, a part of the default's step. None: the job takes no turns."""
+        if not self.search.state.turns.is_possible:
+            return None
+        default = np.zeros_like(table)
+        n_steps = REWARD_QUADS * QUAD * CARRIED_TURN_STEPS
+        plan = Plan(WATCH, default, n_steps, others=table, turns=CARRIED_TURN_STEPS)
+        seen = windows.measure(plan)
+        ratios = Quads.of(seen.step_ms, seen.arms, plan.turns).ratios if len(seen.arms) else seen.arms
+        return 1 - math.exp(trimmed_mean(ratios)) if len(ratios) else None
+
+    def _by_windows(self, windows: Windows, table: Array) -> float:
+        """The same by windows of the one and the other."""
         length = self.search.state.noise.window_steps
-        under_default = Plan(WATCH, none, length, DISCARD)
+        under_default = Plan(WATCH, np.zeros_like(table), length, DISCARD)
         under_table = Plan(WATCH, table, length, DISCARD)
         default_ms = table_ms = 0.0
         for _ in range(REWARD_PAIRS):
@@ -63,8 +101,7 @@ class Reward:
             tuned = windows.measure(under_table)
             default_ms += trimmed_mean(default.step_ms)
             table_ms += trimmed_mean(tuned.step_ms)
-        measured = float(1 - table_ms / default_ms)
-        return self.steps * (measured - self.saved) / REWARD_UNIT
+        return float(1 - table_ms / default_ms)
 
 
 class SearchEnv(gym.Env[Array, np.int64]):
@@ -95,9 +132,9 @@ class SearchEnv(gym.Env[Array, np.int64]):
     equal earns nothing. A window counts with the trimmed mean of its steps, so that the job's own long steps, such as
     checkpoints, cost no turn; a window that ended because a step was too slow counts with all its time. When the
     current table changes, a turn earns by how much the measured saving of a step has changed, for all steps that are
-    left of a job of :data:`HORIZON` steps. At the end the account is settled: in :data:`REWARD_PAIRS` more windows of
-    the table and of the default the saving is measured once more, because those that confirmed it were lucky ones, and
-    the difference is paid. An early verdict earns more, and fruitless trials cost.
+    left of a job of :data:`HORIZON` steps. At the end the account is settled: in more steps, in which the table and the
+    default take turns, the saving is measured once more, because those that confirmed it were lucky ones, and the
+    difference is paid. An early verdict earns more, and fruitless trials cost.
 
     ## Episode End
     Terminated if nothing is left to try after the verdict. Truncated if the job is over, which it is after
@@ -121,6 +158,7 @@ class SearchEnv(gym.Env[Array, np.int64]):
         self.observation_space = observation.observation_space()
         self.action_space = action_space()
         self.search: Search | None = None
+        self.settles = True  #: at the end of an episode; False: who plays it calls :meth:`settle`
         self._is_over = True
         self._n_masked = 0
 
@@ -159,8 +197,8 @@ class SearchEnv(gym.Env[Array, np.int64]):
                     raise JobEnded(f"the job has run its {HORIZON:,} steps")
                 measured = self.windows.measure(plan)
                 reward += self.reward.of(search.record(plan, measured))
-            if search.is_done:
-                reward += self.reward.settled(self.windows)
+            if search.is_done and self.settles:
+                reward += self.settle()
         except JobEnded as error:
             ended = {"ended": str(error)}
             reward += self.reward.cut()
@@ -171,6 +209,11 @@ class SearchEnv(gym.Env[Array, np.int64]):
         seen = search.observe()
         info = self._info(masked) | ended
         return seen, reward, is_done, bool(ended), info
+
+    def settle(self, at: int = 0) -> float:
+        """The last part of the reward of an episode that has terminated, for a job that runs on until its step ``at``
+        first. Raises JobEnded."""
+        return self.reward.settled(self.windows, at)
 
     def action_masks(self) -> Array:
         """(N_ACTIONS,) bool: what may be chosen, as sb3-contrib's MaskablePPO asks. Raises ValueError before the first

@@ -16,11 +16,13 @@ Array = np.ndarray[Any, Any]
 
 
 class AgainstBaseline(gym.Wrapper[Array, np.int64, Array, np.int64]):
-    """A turn is paid what it earned beyond the same turn of a baseline, on the same job with the same noise.
+    """An episode is paid, at its end, what it earned beyond a baseline's on the same job with the same noise.
 
     Jobs differ by hundreds of times more than policies do; what a policy changes is seen only beside another one on the
     same job (a baseline by roll-out, as in Kool et al. 2019). The baseline is measured like the policy: no truth is
-    told. It plays along turn by turn, so that as long as both decide alike each turn is paid 0.
+    told. Both accounts are settled at the same step of the job, in the same noise: equal decisions are paid exactly 0.
+    Turns are not paid one by one: once the two have parted, the turn in which one of them gains says nothing about the
+    other's.
     """
 
     def __init__(
@@ -29,10 +31,12 @@ class AgainstBaseline(gym.Wrapper[Array, np.int64, Array, np.int64]):
         """``beside``: the same environment once more, for the ``baseline`` (None: the rule); ``most``: that an episode
         is paid, or costs, in the unit of the reward."""
         super().__init__(env)
+        self.own_env = env
         self.beside = beside
         self.baseline = baseline or ExpectedImprovement()
         self.most = most
         self.rng = np.random.default_rng()
+        env.settles = beside.settles = False
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -41,45 +45,46 @@ class AgainstBaseline(gym.Wrapper[Array, np.int64, Array, np.int64]):
         if seed is not None:
             self.rng = np.random.default_rng(seed)
         job = int(self.rng.integers(2**31))
-        self.own = 0.0
+        self.own = 0.0  # in the unit of the reward; what the baseline earned is known at the end
         self.earned = 0.0
-        self._paid = 0.0
-        self._state: Any = None
-        self._is_over = False
-        self._seen, _ = self.beside.reset(seed=job, options=options)
+        self._job = job, options
         return self.env.reset(seed=job, options=options)
 
     def step(self, action: np.int64) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        """A turn of both. With its last turn an episode is paid for all turns that the baseline has left."""
+        """A turn. With the last one the baseline plays its episode, and the difference is paid."""
         observation, reward, ended, cut, info = self.env.step(action)
         self.own += float(reward)
-        self._play_along()
-        if ended or cut:
-            while not self._is_over:
-                self._play_along()
-        before = self._paid
+        if not (ended or cut):
+            return observation, 0.0, ended, cut, info
+        is_done, steps = self._baseline_plays()
+        at = max(steps, info["steps"])
+        if ended:
+            self.own += self.own_env.settle(at)
+        if is_done:
+            self.earned += self.beside.settle(at)
         beyond = self.own - self.earned
-        at_least = max(beyond, -self.most)
-        self._paid = min(at_least, self.most)
-        paid = self._paid - before
+        paid = float(np.clip(beyond, -self.most, self.most))
         return observation, paid, ended, cut, info
+
+    def _baseline_plays(self) -> tuple[bool, int]:
+        """The baseline's episode, until it is to be settled: whether it is, and its steps."""
+        seed, options = self._job
+        seen, info = self.beside.reset(seed=seed, options=options)
+        state: Any = None
+        ended = cut = False
+        while not (ended or cut):
+            start = np.array([state is None])
+            actions, state = self.baseline.predict(seen[None], state, start, True)
+            action = np.reshape(actions, ())
+            seen, reward, ended, cut, info = self.beside.step(action)
+            self.earned += float(reward)
+        return ended, info["steps"]
 
     def action_masks(self) -> Array:
         """Those of the environment."""
         find = self.env.get_wrapper_attr("action_masks")
         masks: Array = find()
         return masks
-
-    def _play_along(self) -> None:
-        if self._is_over:
-            return
-        start = np.array([self._state is None])
-        rows = self._seen[None]
-        actions, self._state = self.baseline.predict(rows, self._state, start, True)
-        action = np.reshape(actions, ())
-        self._seen, reward, ended, cut, _ = self.beside.step(action)
-        self.earned += float(reward)
-        self._is_over = ended or cut
 
 
 def sim_against_rule(**options: Any) -> AgainstBaseline:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,6 +37,8 @@ from .recurrent import MaskedLstmPolicy
 Progress = Callable[[int, int, dict[str, Any]], None]
 #: Hundreds of default steps that a job counts for at most in training: thousands in a few would drown all else.
 MOST = 2.0
+#: File of the weights that a training began with, beside its checkpoint.
+FIRST = "first.npz"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,22 +46,33 @@ class Settings:
     """Everything that shapes the weights, beside the environment itself."""
 
     seed: int = 0
-    turns: int = 60_000  #: of all environments together
+    turns: int = 92_160  #: of all environments together
     envs: int = 24  #: side by side
     rollout: int = 192  #: turns of each of them between two updates
     batch: int = 1024
     epochs: int = 4
-    rate: float = 3e-4  #: of the first update; from there it falls to 0 in a line
-    gamma: float = 0.999
-    gae_lambda: float = 0.98
+    rate: float = 1e-3  #: of the first update; from there it falls in a line, by as much each time
+    gamma: float = 1.0  #: an episode is paid at its end, whenever that is
+    gae_lambda: float = 1.0
     target_kl: float = 0.03
     hidden: int = 64
     head_width: int = 64
     head_depth: int = 24
-    recurrent_rate: float = 5.0  #: by what ``rate`` is multiplied for the LSTMs
+    recurrent_rate: float = 1.0  #: by what ``rate`` is multiplied for the LSTMs
     sure: float = (
-        5.0  #: lead of the rule's choice of what comes next: another is drawn once in about 150 turns
+        5.0  #: lead of the rule's choice of what comes next: another is drawn once in about 30 turns
     )
+    epsilon: float = 1e-8  #: Adam's: gradients of the actor's LSTM are about 1e-6, far below SB3's 1e-5
+
+    @property
+    def of_update(self) -> int:
+        """Turns between two updates."""
+        return self.envs * self.rollout
+
+    @property
+    def updates(self) -> int:
+        """Of the whole training."""
+        return max(1, math.ceil(self.turns / self.of_update))
 
 
 class _TwoRates(RecurrentPPO):
@@ -96,13 +110,14 @@ class Training:
         ]
         # One process is the best on two cores: more of them wait for each other.
         jobs = SubprocVecEnv(of_one) if is_split else DummyVecEnv(of_one)
-        jobs.seed(s.seed)
-        shape: dict[str, Any] = {"lstm_hidden_size": s.hidden}
+        part = 1 / s.updates  # stable-baselines3 counts the turns before it asks for the rate
+        rate = LinearSchedule((1 + part) * s.rate, part * s.rate, 1.0)
+        shape: dict[str, Any] = {"lstm_hidden_size": s.hidden, "optimizer_kwargs": {"eps": s.epsilon}}
         shape |= {name: getattr(s, name) for name in ("head_width", "head_depth", "recurrent_rate", "sure")}
         self.model = _TwoRates(
             MaskedLstmPolicy,
             jobs,
-            learning_rate=LinearSchedule(s.rate, 0.0, 1.0),
+            learning_rate=rate,
             n_steps=s.rollout,
             batch_size=s.batch,
             n_epochs=s.epochs,
@@ -113,7 +128,17 @@ class Training:
             device="cpu",
             policy_kwargs=shape,
         )
+        self._seed_jobs()
         self._first = self.policy.export()
+
+    def _seed_jobs(self, done: int = 0) -> None:
+        """Jobs that no other seed of a training has: stable-baselines3 gives its environments the seed and those after
+        it. Other ones after so many turns that are ``done``."""
+        both = np.random.SeedSequence([self.settings.seed, done])
+        first = int(both.generate_state(1)[0]) // 2
+        env = self.model.get_env()
+        assert env is not None
+        env.seed(first)
 
     @property
     def policy(self) -> MaskedLstmPolicy:
@@ -126,6 +151,8 @@ class Training:
             told = json.loads((self.folder / "record.json").read_text())
             if told["settings"] != dataclasses.asdict(self.settings):
                 raise ValueError("it was made with other settings; use the same or start anew")
+            with np.load(self.folder / FIRST) as first:
+                self._first = dict(first)
             self.model.set_parameters(str(self.folder / "checkpoint.zip"), device="cpu")
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"no checkpoint to resume in {self.folder}: {error}") from error
@@ -133,8 +160,8 @@ class Training:
         done = self.curve[-1]["turns"]
         self.model.num_timesteps = done
         # Other jobs and other draws than those that were learned from.
-        seed = self.settings.seed + done
-        self.model.set_random_seed(seed)
+        self.model.set_random_seed(self.settings.seed + done)
+        self._seed_jobs(done)
 
     def begin_with(self, weights: LstmPolicy) -> None:
         """Go on from weights that were trained before: those of the actor; the critic begins anew."""
@@ -146,6 +173,7 @@ class Training:
         self.folder.mkdir(parents=True, exist_ok=True)
         checkpoint = self.folder / "part-checkpoint.zip"
         record = self.folder / "part-record.json"
+        np.savez(self.folder / FIRST, **self._first)  # type: ignore[arg-type]
         self.model.save(checkpoint)
         record.write_text(json.dumps(self.record(), indent=1) + "\n")
         checkpoint.replace(self.folder / "checkpoint.zip")
@@ -172,7 +200,7 @@ class Training:
 
     def run(self, progress: Progress = lambda done, total, row: None) -> None:
         """Train to the end."""
-        left = self.settings.turns - self.model.num_timesteps
+        left = self.settings.updates * self.settings.of_update - self.model.num_timesteps
         if left > 0:
             self.model.learn(left, callback=_AfterRollout(self, progress), reset_num_timesteps=False)
         self.save()
@@ -183,7 +211,16 @@ def _job(run: Path | None) -> gym.Env[Any, Any]:
     make = partial(ReplayEnv, run) if run else SimEnv
     env = make(config=SearchConfig())
     beside = make(config=SearchConfig())
-    return Monitor(AgainstBaseline(env, beside, most=MOST))
+    return Monitor(_WholeJobs(AgainstBaseline(env, beside, most=MOST)))
+
+
+class _WholeJobs(gym.Wrapper[Any, Any, Any, Any]):
+    """A job that is over has no later turns: PPO adds a value of them to an episode that was only cut."""
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """The same step, terminated where it was cut."""
+        seen, reward, ended, cut, info = self.env.step(action)
+        return seen, reward, ended or cut, False, info
 
 
 class _AfterRollout(BaseCallback):
@@ -221,7 +258,7 @@ class _AfterRollout(BaseCallback):
             "seconds": round(t.seconds, 1),
         }
         t.curve.append(row)
-        self.progress(self.num_timesteps, t.settings.turns, row)
+        self.progress(self.num_timesteps, t.settings.updates * t.settings.of_update, row)
 
 
 def gained(policy: LstmPolicy, runs: Sequence[Path], times: int = 3) -> float:

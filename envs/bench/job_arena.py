@@ -43,25 +43,27 @@ class AccountedWindows(SimWindows):
         ledger = self.ledger
         before = self.running
         few = self.few
-        found = super().measure(rows, plans)
         where = np.asarray(rows)
+        begun = self.jobs.noise.at[where]
+        found = super().measure(rows, plans)
         waited = self.waited[rows]  # until the table is in force
         has_waited = waited > 0
-        at = where[has_waited]
-        if at.size:
-            few_then = few.take(at)
-            ledger.bill(at, before[at], waited[has_waited], few_then)
+        late = where[has_waited]
+        if late.size:
+            few_then = few.take(late)
+            ledger.bill(late, before[late], waited[has_waited], few_then, begun[has_waited])
         billed = np.array([m.billed for m in found])
+        halfway = begun + (waited + billed) // 2  # the job may change within a window
         tried = self.tried_steps[where]
         few_now = self.few.take(where)
         tables = self.tried[where]
-        ledger.bill(where, tables, tried, few_now)
+        ledger.bill(where, tables, tried, few_now, halfway)
         by_current = billed - waited - tried  # turns of the current table
         has_turns = by_current > 0
         others = where[has_turns]
         if others.size:
             more = by_current[has_turns]
-            ledger.bill(others, self.running[others], more)
+            ledger.bill(others, self.running[others], more, at=halfway[has_turns])
         return found
 
 

@@ -99,10 +99,7 @@ class Scores:
 
 
 class LossAccount:
-    """The bill of one search on each of ``n`` jobs, beside which it runs.
-
-    Tell it of windows before the jobs' time goes on: :meth:`bill` reads the truth of the present.
-    """
+    """The bill of one search on each of ``n`` jobs, beside which it runs."""
 
     def __init__(self, jobs: Jobs, oracle_us: Array) -> None:
         """``oracle_us`` (n,): the usual step under the best configs."""
@@ -122,8 +119,16 @@ class LossAccount:
         shape = n, jobs.width
         self.final = np.zeros(shape, int)
 
-    def bill(self, rows: Array, configs: Array, n_steps: Array, few: Few | None = None) -> Array:
-        """``n_steps`` (m,) ran of the jobs at ``rows`` (m,) under ``configs`` (m, width), of some at ``few`` calls.
+    def bill(
+        self,
+        rows: Array,  # (m,)
+        configs: Array,  # (m, width)
+        n_steps: Array,  # (m,)
+        few: Few | None = None,
+        at: Array | None = None,  # (m,)
+    ) -> Array:
+        """``n_steps`` ran of the jobs at ``rows`` under ``configs``, of some at ``few`` calls, all at what a step took
+        when the jobs were ``at`` these steps; None: now.
 
         Returns a step's true time (m,) in default steps of that moment.
         """
@@ -137,7 +142,8 @@ class LossAccount:
             few = Few.join([few, all_calls])
         tables = np.concatenate([configs, default])
         twice = np.concatenate([rows, rows])
-        step_us, *_ = self.jobs.step_us(tables, twice, few)
+        moments = None if at is None else np.concatenate([at, at])
+        step_us, *_ = self.jobs.step_us(tables, twice, few, moments)
         under_table = step_us[:n]
         under_default = step_us[n:]
         pace = under_table / under_default

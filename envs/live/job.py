@@ -89,7 +89,7 @@ class Job(Reader):
         self.confirmed: dict[Slot, Decision] = read_confirmed(run.path)
         self.memory_pressure = 0.0  # memory used / total on the fullest GPU, 0 = unknown
         self.memory_free = 0  # bytes on the GPU that has least, 0 = unknown
-        self._memory: dict[tuple[int, int], tuple[int, int]] = {}  # of each pid and rank: used, total
+        self._memory: dict[int, tuple[int, int, int]] = {}  # of each rank: its process, used, total
         self.waits = empty(WAIT_COLUMNS)  # when the job stood still, where it tells: an emulated one
         self.thin = False  # the search is over: write events whose kernels were timed, and keep none
         self.rhythm = Rhythm()
@@ -134,12 +134,14 @@ class Job(Reader):
     def _note_memory(self, steps: pd.DataFrame) -> None:
         """Keep the last word of each rank about its GPU: a batch of records seldom has all of them."""
         known = steps[steps["memory_total"] > 0]
-        columns = [known[name].tolist() for name in ("pid", "rank", "memory_used", "memory_total")]
-        for pid, rank, used, total in zip(*columns, strict=True):
-            self._memory[pid, rank] = used, total
+        columns = [known[name].tolist() for name in ("rank", "pid", "memory_used", "memory_total")]
+        for rank, pid, used, total in zip(*columns, strict=True):
+            if rank in self._memory and self._memory[rank][0] != pid:  # the job was started anew
+                self._memory.clear()
+            self._memory[rank] = pid, used, total
         if self._memory:
-            self.memory_pressure = max(used / total for used, total in self._memory.values())
-            least = min(total - used for used, total in self._memory.values())
+            self.memory_pressure = max(used / total for _, used, total in self._memory.values())
+            least = min(total - used for _, used, total in self._memory.values())
             self.memory_free = max(1, int(least))
 
     def take_events(self) -> pd.DataFrame:
@@ -205,7 +207,10 @@ class Job(Reader):
             generation = self.generation
             if cut is None:
                 disobeyed = self.obedience.verdict(generation, self.assembler.comms)
-                return Window(generation, np.array([*counted]), np.array([*counted.values()]), disobeyed)
+                durations = np.array([*counted.values()])
+                if chosen != self.confirmed and durations[-1] > give_up_ms:
+                    self.publish(self.confirmed)  # who asks may think for long before the next window
+                return Window(generation, np.array([*counted]), durations, disobeyed)
             is_pause = cut.took_ms > 0
             pauses += is_pause
             is_barren = is_pause and len(counted) == before
@@ -321,6 +326,8 @@ class Job(Reader):
                 last = time.monotonic()
                 if (cut := attempt.add(step, last - began)) is not None:
                     return cut
+                if attempt.newest_ms > give_up_ms:  # however many steps a poll brings, this one is the last
+                    break
             if attempt.newest_ms > give_up_ms or attempt.is_whole:
                 break
             if not alive:

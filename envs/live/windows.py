@@ -6,7 +6,7 @@ Works on :class:`live.Job` and on whatever stands in for it (a recorded job).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,7 @@ class LiveWindows:
         self.exposed: dict[Slot, float] = {}  # part of each slot's time; empty: the job does not tell
         self.windows = 0
         self._before_ms = 0.0  # a step under the table before
+        self._last_step = 0  # of the last window, and what was billed with it
 
     def begin(self, skip: int = 3) -> tuple[TunedJob, Measured]:
         """Run default steps (the first ``skip`` of the job do not count) and find the slots.
@@ -146,7 +147,10 @@ class LiveWindows:
         is_timed = plan.kind not in UNTIMED or is_few
         if is_timed:
             job.take_events()
+        else:
+            job.poll()
         before = job.last_step
+        between = max(before - self._last_step, 0)
         decisions = self.decisions(plan.configs)
         measured = self._in_turns(plan, decisions) if plan.turns else None
         if measured is None:
@@ -158,7 +162,8 @@ class LiveWindows:
         call_us = self._calls(events)
         obeyed = self._obeyed(measured)
         self.on_window(plan, measured)
-        return self._measured(plan, measured, before, call_us, obeyed)
+        found = self._measured(plan, measured, before, call_us, obeyed)
+        return replace(found, between=between)
 
     def _in_turns(self, plan: Plan, decisions: dict[Slot, Decision]) -> Turns | None:
         """The plan's configs and the current table in turns; None where the job cannot take turns now."""
@@ -195,6 +200,7 @@ class LiveWindows:
         arms = np.zeros(0, np.int64)
         if isinstance(window, Turns):
             arms = window.arms
+        self._last_step = self.job.last_step
         return Measured(steps_ms, call_us, obeyed, billed, billed_ms, first, last, arms)
 
     def _events(self, window: Window | Turns, is_few: bool = False) -> pd.DataFrame:

@@ -89,6 +89,9 @@ class RecordedJob:
         self._last = np.arange(first, first + n)
         return Window(self.generation, self._last, np.full(n, ms))
 
+    def poll(self) -> None:
+        """Nothing goes by between two windows."""
+
     def take_events(self) -> pd.DataFrame:
         """Events of recorded default steps, under the last window's numbers where that was the default's."""
         parts = []

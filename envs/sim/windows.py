@@ -14,7 +14,7 @@ from ..search.interfaces import PROFILE, UNTIMED, Job, Measured, Plan, warm_up_f
 from ..search.search import Search
 from .jobs import Jobs
 from .mixes import Few, Turns, default_tables
-from .noise import RandomNumbers
+from .noise import RandomNumbers, longest
 
 Array = np.ndarray[Any, Any]
 
@@ -119,7 +119,14 @@ class SimWindows:
         is_other_part = few.part != before.part
         is_new = is_other.any(axis=1) | is_other_part | in_turns
         self.waited, waited_us = self._wait(is_new)
-        steps_us, calls_us = self.jobs.window(configs, counted, self.rng, few, turns)
+        most = longest(counted)
+        arms = turns.arms(most)
+        limit_us = np.full((n, most), np.inf)
+        for row, plan in zip(rows, plans, strict=True):
+            is_own = arms[row] == 1
+            is_own[: plan.discard] = False
+            limit_us[row, is_own] = 1e3 * plan.limit_ms
+        steps_us, calls_us = self.jobs.window(configs, counted, self.rng, few, turns, limit_us)
         self.running = after
         self.few = few
         self.tried = configs
@@ -133,24 +140,23 @@ class SimWindows:
         rounds = self.waited + ended
         rounds_us = waited_us + ended_us
         self.tried_steps = np.zeros(n, int)
-        most = steps_us.shape[1]
-        arms = turns.arms(most)
         found = []
         for row, plan in zip(rows, plans, strict=True):
-            stop = counted[row]
-            step_us = steps_us[row, :stop]
-            step_ms = step_us / 1e3
-            ran = arms[row, :stop]
+            step_us = steps_us[row]
+            is_taken = np.isfinite(step_us)
+            step_ms = step_us[is_taken] / 1e3
+            ran = arms[row, is_taken]
+            taken = len(step_ms)
+            last = taken - 1
+            is_cut = bool(step_us[last] > limit_us[row, last])
             n_slots = len(plan.configs)
             call_us = calls_us[row, :n_slots].copy()
-            seen = self._cut(plan, step_ms, ran, call_us)
-            told = len(seen.step_ms)
-            taken = plan.discard + told
-            tried = ran[:taken].sum()
+            seen = self._told_of(plan, step_ms, ran, call_us, is_cut)
+            tried = ran.sum()
             self.tried_steps[row] = int(tried)
             billed = int(rounds[row]) + taken
             rounds_ms = rounds_us[row] / 1e3
-            taken_ms = step_ms[:taken].sum()
+            taken_ms = step_ms.sum()
             billed_ms = float(rounds_ms + taken_ms)
             seen = replace(seen, billed=billed, billed_ms=billed_ms)
             found.append(seen)
@@ -171,21 +177,15 @@ class SimWindows:
         return waited, waited_us
 
     @staticmethod
-    def _cut(plan: Plan, ms: Array, arms: Array, call_us: Array) -> Measured:
-        """What is told of a window: it ends with its first step of the plan's configs that is too slow."""
+    def _told_of(plan: Plan, ms: Array, arms: Array, call_us: Array, is_cut: bool) -> Measured:
+        """What is told of a window's steps (k,). ``is_cut``: it ended with a step of the plan's configs that was too
+        slow."""
         first = plan.discard
-        counted_ms = ms[first:]
-        is_over = counted_ms > plan.limit_ms
-        is_own = arms[first:] == 1
-        too_slow = np.flatnonzero(is_over & is_own)
-        end = len(ms)
-        if len(too_slow):
-            end = first + int(too_slow[0]) + 1
-        is_untimed = len(too_slow) > 0 or plan.kind in UNTIMED
+        is_untimed = is_cut or plan.kind in UNTIMED
         if is_untimed and not plan.one_of:
             call_us[:] = np.nan
-        told_ms = ms[first:end]
-        told_arms = arms[first:end] if plan.turns else arms[:0]
+        told_ms = ms[first:]
+        told_arms = arms[first:] if plan.turns else arms[:0]
         n_slots = len(call_us)
         obeyed = np.ones(n_slots, bool)
         return Measured(told_ms, call_us, obeyed, 0, 0.0, arms=told_arms)

@@ -96,6 +96,9 @@ class FakeJob:
             self._note(steps)
         return Window(generation, np.array(steps), np.array(times))
 
+    def poll(self):
+        """Nothing goes by between two windows."""
+
     def take_events(self) -> pd.DataFrame:
         events, self._events = self._events, []
         return pd.concat(events, ignore_index=True) if events else pd.DataFrame()

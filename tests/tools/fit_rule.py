@@ -64,7 +64,9 @@ def played(values, family, seed, n):
     """Lost default steps beside the default, and marks of harm, of ``n`` jobs that are drawn with ``seed``."""
     vars(rule).update(values)
     jobs = draw_jobs(FAMILIES[family], np.random.default_rng(seed), n)
-    noise = NoiseStream(seed[1], np.arange(n), jobs.width)
+    whole, number, part = seed
+    of_noise = 1000 * whole + number  # each job meets noise of its own, that no suite's job meets
+    noise = NoiseStream(of_noise, part * n + np.arange(n), jobs.width)
     windows = AccountedWindows(jobs, noise, LossAccount(jobs, jobs.default_us))
     search = SimSearch(windows, Prior.load(), SearchConfig())
     scores = play(make_chooser("expected-improvement"), search, windows.ledger, AFTER).scores

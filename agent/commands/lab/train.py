@@ -7,7 +7,9 @@ from .. import Json, Option, fail, one_thread, refusing
 
 
 def train(
-    turns: Annotated[int, Option(min=1, help="Turns to learn from, over all jobs.")] = 60_000,
+    turns: Annotated[
+        int, Option(min=1, help="Turns to learn from, over all jobs; whole updates are made.")
+    ] = 92_160,
     runs: Annotated[
         list[Path] | None,
         Option(help="Continue from the shipped weights on recorded runs (folders of a trace)."),

@@ -42,8 +42,8 @@ class EmulatedWork(dist.Work):
         self._done = False
 
     def is_completed(self) -> bool:
-        """True once :meth:`wait` has returned or would return at once."""
-        return self._done
+        """True once gloo has moved the bytes: :meth:`wait` would return without sleeping."""
+        return self._done or bool(self._gloo.is_completed())
 
     def wait(self, timeout: Any = None) -> bool:
         """Block until the emulated end. Raises what gloo raises (a rank that died, a time-out)."""

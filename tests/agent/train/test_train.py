@@ -61,6 +61,8 @@ def test_a_run_goes_on_from_its_checkpoint_and_says_what_made_the_weights(tmp_pa
     for name, weights in training.policy.export().items():
         np.testing.assert_array_equal(weights, again.policy.export()[name], err_msg=name)
     assert again.policy.optimizer.state_dict()["state"] and len(again.curve) == 2
+    # Before: a resumed run compared its weights with other first ones.
+    assert again.record()["correlation with the first weights"] == told["correlation with the first weights"]
     again.begin_with(shipped)
     for name, weights in shipped.weights.items():
         np.testing.assert_allclose(again.policy.export()[name], weights, rtol=1e-6, err_msg=name)
@@ -93,3 +95,30 @@ def test_a_run_that_was_killed_keeps_each_update_and_goes_on_with_other_jobs(tmp
     assert all(np.array_equal(updated[name], kept[name]) for name in first)
     assert any(not np.array_equal(first[name], kept[name]) for name in first)
     assert not np.array_equal(again.model.get_env().reset(), began)
+
+
+def test_no_two_seeds_train_on_the_same_jobs(tmp_path):
+    """Before: seed 1 had all jobs of seed 0 but those of one environment."""
+    drawn = []
+    for seed in (0, 1):
+        jobs = Training(replace(SMALL, seed=seed, envs=3), tmp_path / str(seed)).model.get_env()
+        jobs.reset()
+        drawn += [round(float(env.unwrapped.jobs.default_us[0]), 3) for env in jobs.envs]
+    assert len(set(drawn)) == 6
+
+
+def test_every_update_learns_and_adam_sees_small_gradients(tmp_path):
+    """Before: the last update had a rate of 0, and 97 % of the recurrent weights' gradients lay below epsilon."""
+    training = Training(replace(SMALL, turns=40), tmp_path)
+    rates = []
+    update = training.model._update_learning_rate
+
+    def noted(optimizer):
+        update(optimizer)
+        rates.append(optimizer.param_groups[0]["lr"])
+
+    training.model._update_learning_rate = noted
+    training.run()
+    assert training.model.num_timesteps == 64
+    assert rates == pytest.approx([1e-3, 5e-4])
+    assert {group["eps"] for group in training.policy.optimizer.param_groups} == {1e-8}

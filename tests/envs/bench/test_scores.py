@@ -5,6 +5,7 @@ import pytest
 from dynamiccl.agent.bench.board import _steps
 from dynamiccl.envs.bench.scores import HORIZON, LossAccount, Scores, by_stratum, ranks, summary
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
+from dynamiccl.envs.sim.mixes import default_tables
 from oracle import oracle
 
 
@@ -57,6 +58,21 @@ def test_every_window_is_billed(calm):
     assert (scores.verdict == 150).all() and (scores.first_gain == np.where(rows % 2, 150, 100)).all()
     assert scores.lost == pytest.approx(gain * (100 + 0.1 * (HORIZON - 150)))
     assert summary(scores)["steps_to_verdict"] == [150, 150, 150]
+
+
+def test_a_window_is_billed_by_the_moments_in_which_it_ran():
+    """Before: all of it by the truth after it, though the job may have changed meanwhile."""
+    jobs = draw_jobs(STANDARD.only("alternating"), np.random.default_rng(4), 6)
+    none = default_tables(jobs)
+    rows = np.arange(6)
+    fast = none.copy()
+    fast[:, 0] = [jobs.mask[i, 0].nonzero()[0][-1] for i in rows]
+    begun = jobs.noise.at.copy()
+    now = LossAccount(jobs, jobs.default_us).bill(rows, fast, np.ones(6))
+    jobs.noise.at = begun + 400
+    book = LossAccount(jobs, jobs.default_us)
+    np.testing.assert_array_equal(book.bill(rows, fast, np.ones(6), at=begun), now)
+    assert (LossAccount(jobs, jobs.default_us).bill(rows, fast, np.ones(6)) != now).any()
 
 
 def test_a_bill_longer_than_the_horizon_counts_only_up_to_it(calm):

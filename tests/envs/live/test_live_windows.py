@@ -13,8 +13,10 @@ from dynamiccl.envs.live.turns import CURRENT, Turns
 from dynamiccl.envs.live.turns import TRIAL as TRIAL_ARM
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.live_env import LiveEnv
+from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.config import HORIZON
 from dynamiccl.envs.search.interfaces import REFERENCE, RUN, SEARCH, TABLE, TRIAL, WATCH, Plan, actions_of
+from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import OneJob, SimWindows
 from dynamiccl.traces.records import Decision
@@ -135,6 +137,24 @@ def test_a_step_above_the_limit_ends_the_window():
     windows.begin()
     seen = windows.measure(Plan(SEARCH, np.array([config_of(LL128), 0]), 5, 1, 150.0))
     assert len(seen.step_ms) == 1 and seen.step_ms[-1] > 150
+
+
+@pytest.mark.parametrize("kind", [SEARCH, TRIAL])
+def test_steps_that_go_by_while_a_policy_makes_up_its_mind_are_counted(kind):
+    """Before: an episode beside a slow policy had fewer steps than the job took."""
+    job = FakeJob(truth)
+    windows = LiveWindows(job)
+    told, default = windows.begin()
+    search = Search(told, default, Prior.load())
+    for _ in range(3):
+        job.last_step += 30
+        lost = search.lost
+        plan = Plan(kind, np.zeros(2, np.int64), 8, 1)
+        seen = windows.measure(plan)
+        assert (seen.between, seen.billed) == (30, 9)
+        search.record(plan, seen)
+        assert search.lost == pytest.approx(lost)  # the current table ran, which is the default
+    assert search.steps == job.last_step
 
 
 def test_only_the_functions_that_may_be_tuned():

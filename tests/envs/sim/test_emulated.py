@@ -9,6 +9,7 @@ from statistics import median
 import pytest
 from dynamiccl.envs.nccl_model.clusters import cluster
 from dynamiccl.envs.nccl_model.cost_model import channels, choice
+from dynamiccl.envs.sim.emulated.backend import EmulatedWork
 from dynamiccl.envs.sim.emulated.clock import FLOPS_PER_NS, Collective
 from dynamiccl.envs.sim.emulated.timeline import CROWD, part_of, with_neighbours
 from dynamiccl.envs.sim.fabric.fabric import Fabric
@@ -91,6 +92,22 @@ def test_a_script_that_says_gloo_runs_on_the_emulated_cluster_as_it_is(said):
         command, env={**os.environ, **alone, **emulated()}, capture_output=True, text=True, check=False
     )
     assert done.stdout.split() == ["emulated", "emulated", "gloo"], done.stderr
+
+
+class Moved:
+    """A collective of gloo's whose bytes have been moved."""
+
+    def wait(self):
+        return True
+
+    def is_completed(self):
+        return True
+
+
+def test_a_job_that_asks_whether_a_collective_is_over_need_not_wait_for_it():
+    """Before: False until somebody waited, so that a job that asked again and again stood still for ever."""
+    work = EmulatedWork(Moved(), None, None, None, [])
+    assert work.is_completed()
 
 
 @pytest.mark.slow

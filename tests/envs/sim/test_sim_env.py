@@ -25,6 +25,7 @@ from dynamiccl.envs.search.observation import FIGURES, KEPT, N_CONTEXT, NEVER_OP
 from dynamiccl.envs.sim.family import HELD_OUT, STANDARD
 from dynamiccl.envs.sim.unseen import UNSEEN
 from dynamiccl.envs.sim.workloads import MANY_SLOTS
+from dynamiccl.envs.sim_env import SimEnv
 from dynamiccl.traces.fingerprint import Fingerprint
 from dynamiccl.traces.records import PAIRS
 from dynamiccl.traces.spaces import N_CONFIGS
@@ -45,6 +46,48 @@ def test_gymnasium_accepts_it():
     assert terminated and info["table"].shape == (MANY_SLOTS,)
     with pytest.raises(ValueError, match=r"call reset\(\)"):
         env.unwrapped.step(0)
+
+
+@pytest.mark.parametrize("world", ["plain", "alternating"])
+def test_the_jobs_time_is_that_of_the_steps_it_took(world):
+    """Before: a window that a slow step had cut took all steps that were planned, so that two policies met other noise
+    and other regimes after their first cut."""
+    env = SimEnv(STANDARD.only(world))
+    observation, over = env.reset(seed=9000)[0], False
+    begun = env.jobs.noise.at - env.search.steps
+    env.settles = False
+    measure, cuts = env.windows.measure, []
+
+    def counted(plan):
+        seen = measure(plan)
+        cuts.append(len(seen.step_ms) < plan.n_steps)
+        return seen
+
+    env.windows.measure = counted
+    while not over:
+        action, _ = ExpectedImprovement().predict(observation)
+        observation, _, ended, cut, info = env.step(action)
+        over = ended or cut
+    assert any(cuts)
+    assert env.jobs.noise.at - begun == info["steps"]
+
+
+def test_two_accounts_are_settled_at_the_same_step():
+    """Before: each where its episode ended, in other noise: an equal table was paid up to 200 default steps more."""
+    settled = []
+    for more in (0, 17):
+        env = SimEnv(STANDARD.only("plain"))
+        env.settles = False
+        observation, over = env.reset(seed=3)[0], False
+        while not over:
+            action, _ = ExpectedImprovement().predict(observation)
+            observation, _, ended, cut, info = env.step(action)
+            over = ended or cut
+        env.reward._run_on(env.windows, env.search.confirmed, info["steps"] + more)
+        env.search.state.account.steps += more
+        settled.append(env.settle(info["steps"] + 40))
+    assert env.search.confirmed.any()
+    assert settled[0] == settled[1] != 0
 
 
 def test_it_says_what_may_be_chosen_and_how_the_search_stands():
