@@ -137,6 +137,9 @@ class Job(Reader):
         columns = [known[name].tolist() for name in ("pid", "rank", "memory_used", "memory_total")]
         for pid, rank, used, total in zip(*columns, strict=True):
             self._memory[pid, rank] = used, total
+        alive = {ring.pid for ring in self.run.rings() if ring.is_alive()}
+        if alive:  # a job that was started again has other processes
+            self._memory = {key: told for key, told in self._memory.items() if key[0] in alive}
         if self._memory:
             self.memory_pressure = max(used / total for used, total in self._memory.values())
             least = min(total - used for used, total in self._memory.values())
