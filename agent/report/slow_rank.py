@@ -8,6 +8,7 @@ import math
 import pandas as pd
 
 from ...traces.files import Trace
+from ...traces.queries.lives import last_life
 
 #: Waiting counts where it is over this part of the collectives' own time: hardly a setting makes them twice as fast.
 MOST_SAVED = 0.5
@@ -17,7 +18,7 @@ BLAMED = 0.6
 LEAST_PART = 0.01
 #: Ranks that are named.
 MOST_NAMED = 8
-#: Collectives below which nothing is said.
+#: Collectives of a rank below which nothing is said of it.
 LEAST_CALLS = 30
 
 
@@ -38,8 +39,10 @@ def events_of_job(trace: Trace) -> pd.DataFrame:
 
 
 def find(trace: Trace) -> str | None:
-    """A sentence about whom the ranks wait for; "" if they wait for nobody, None if too little is known."""
-    return find_in(events_of_job(trace), trace.steps)
+    """A sentence about whom the ranks wait for since the job was started last; "" if they wait for nobody, None if too
+    little is known."""
+    life = last_life(trace)
+    return find_in(events_of_job(life), life.steps)
 
 
 def find_in(events: pd.DataFrame, steps: pd.DataFrame) -> str | None:
@@ -47,12 +50,12 @@ def find_in(events: pd.DataFrame, steps: pd.DataFrame) -> str | None:
 
     Each rank is judged by the calls of its own communicators: those of other ranks run at the same time.
     """
-    calls = _calls(events)
-    if calls.groupby(_CALL).ngroups < LEAST_CALLS:
+    ranks = _by_rank(_calls(events))
+    ranks = ranks[ranks["calls"] >= LEAST_CALLS]
+    if ranks.empty:
         return None
-    ranks = _by_rank(calls)
     step_ns = float(steps["duration_ns"].median())  # NaN where the recording has no steps
-    ranks["part"] = ranks["waited"] / (step_ns * ranks["steps"])
+    ranks = ranks.assign(part=ranks["waited"] / (step_ns * ranks["steps"]))
     is_long = ranks["waited"] > MOST_SAVED * ranks["shortest"]
     waiting = ranks[is_long & ~(ranks["part"] < LEAST_PART)]
     if waiting.empty:
@@ -83,12 +86,12 @@ def _named(ranks: list[int]) -> str:
 
 def _by_rank(calls: pd.DataFrame) -> pd.DataFrame:
     """Of each rank: ns that the calls of its communicators ``waited``, for it (``held_up``) and for others, what they
-    take without that (``shortest``), and in how many ``steps`` they are."""
+    take without that (``shortest``), how many ``calls`` there are, and in how many ``steps``."""
     is_last = calls["rank"] == calls["last"]
     calls = calls.assign(held_up=calls["waited"].where(is_last, 0.0))
     of_rank = calls.groupby("rank")
     sums = of_rank[["waited", "held_up", "shortest"]].sum()
-    return sums.assign(steps=of_rank["step"].nunique())
+    return sums.assign(calls=of_rank.size(), steps=of_rank["step"].nunique())
 
 
 #: What a call is, over all ranks.

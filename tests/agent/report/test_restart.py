@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 
 import pytest
+from dynamiccl.agent.commands.doctor import _slow_rank
 from dynamiccl.agent.commands.show import tell
 from dynamiccl.agent.daemon.tuner import LOOK_AGAIN, LookAgain
 from dynamiccl.agent.report import runs
@@ -12,6 +13,7 @@ from dynamiccl.agent.report.html.course import Band, course_of
 from dynamiccl.agent.report.html.figures import timeline_figure
 from dynamiccl.agent.report.html.report import write_report
 from dynamiccl.agent.report.losses import read_losses
+from dynamiccl.agent.report.slow_rank import find
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.traces.queries.costs import generations
 from restarted import LIVES, VERDICT_STEP, restarted
@@ -42,6 +44,17 @@ def test_losses_of_steps_that_were_taken_back_are_gone(tmp_path):
     assert found.steps.tolist() == list(range(40)) and found.held_out == []
     assert found.losses.tolist() == [5.0] * 30 + [3.0] * 10
     assert found.tuned.tolist() == [step > LIVES[1][2] for step in range(40)]
+
+
+def test_a_slow_rank_is_looked_for_in_the_last_life():
+    """Rank 1 was late, in a process that has ended. Before: it was still named."""
+    trace = restarted(((60, 100, 60, 20), (60, 100, 60, 21)))
+    is_late = trace.events["pid"] == 11
+    trace.events.loc[is_late, "start_ns"] = trace.events["end_ns"] - 1_000_000
+    first = replace(trace, steps=trace.steps[trace.steps["pid"] < 20])
+    first = replace(first, events=trace.events[trace.events["pid"] < 20])
+    assert "wait for rank 1" in find(first)
+    assert find(trace) == "" and "no rank" in _slow_rank([trace])
 
 
 def test_show_counts_the_last_life_and_says_so():

@@ -62,6 +62,7 @@ def test_the_rank_is_the_jobs_and_not_its_communicators():
     pids = {0: fine.events["rank"], 1: 4 + slow.events["rank"]}
     parts = [part.events.assign(comm_id=n, pid=100 + pids[n]) for n, part in enumerate((fine, slow))]
     steps = pd.DataFrame({"pid": np.arange(100, 108), "rank": np.arange(8), "duration_ns": 1_000_000})
+    steps["end_ns"] = steps["duration_ns"]
     said = find(SimpleNamespace(header={}, events=pd.concat(parts), steps=steps))
     assert "wait for rank 6" in said
 
@@ -81,6 +82,11 @@ def test_groups_that_wait_at_the_same_time_are_not_summed():
     assert said.startswith("the others wait for ranks 3, 11, 19, 27, 35, 43, 51, 59, 30% of the step: ")
     many = find_in(groups([300.0] * 10, ranks=4), trace(0.0).steps)
     assert "wait for ranks 3, 7, 11, 15, 19, 23, 27, 31 and 2 more, 30% of the step" in many
+
+
+def test_few_calls_of_each_rank_are_too_few_however_many_groups_there_are():
+    few = groups([300.0] * 8)
+    assert find_in(few[few["seq"] < LEAST_CALLS - 1], trace(0.0).steps) is None
 
 
 def test_waiting_of_many_groups_is_not_more_than_that_of_one():
