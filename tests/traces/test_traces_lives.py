@@ -56,6 +56,13 @@ def test_a_rank_that_begins_late_is_of_the_same_life():
     assert last_life(replace(trace, steps=late)).steps is late
 
 
+def test_a_verdict_after_the_last_table_of_an_earlier_life_is_of_that_life():
+    trace = restarted()
+    window, verdict, first, second = trace.log
+    trace.log = [first, window, verdict, second]
+    assert last_life(trace).log == [first, window, second]
+
+
 def test_a_verdict_of_the_last_life_stays():
     trace = restarted()
     trace.log.append({"kind": "verdict", "step": 30, "text": "KEPT"})

@@ -59,15 +59,14 @@ def _without(rows: pd.DataFrame, pids: pd.Index[int]) -> pd.DataFrame:
 
 
 def _without_verdicts(log: list[dict[str, Any]], gone: pd.DataFrame) -> list[dict[str, Any]]:
-    """The log without the verdicts that came before the last table of the steps that are gone."""
+    """The log without the verdicts of the steps that are gone: no newer table than theirs came before them."""
     generation = gone["table_generation"]
     newest = generation[generation != MIXED].max()
-    last = -1
-    for place, line in enumerate(log):
-        if line["kind"] == "table" and line["table"]["generation"] <= newest:
-            last = place
+    is_of_this_life = False
     kept = []
-    for place, line in enumerate(log):
-        if place > last or line["kind"] != "verdict":
+    for line in log:
+        if line["kind"] == "table" and line["table"]["generation"] > newest:
+            is_of_this_life = True
+        if is_of_this_life or line["kind"] != "verdict":
             kept.append(line)
     return kept
