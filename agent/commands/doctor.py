@@ -116,10 +116,12 @@ def _slow_rank(traces: list[Trace]) -> str:
     """Whether the ranks of a recorded job wait for one of them, in words."""
     import pandas as pd
 
+    from ...traces.queries.lives import last_life
     from ..report.slow_rank import TOO_FEW, find_in
 
-    events = pd.concat([trace.events for trace in traces], ignore_index=True)
-    steps = pd.concat([trace.steps for trace in traces], ignore_index=True)
+    lives = [last_life(trace) for trace in traces]
+    events = pd.concat([life.events for life in lives], ignore_index=True)
+    steps = pd.concat([life.steps for life in lives], ignore_index=True)
     slow = find_in(events, steps)
     if slow is None:
         return TOO_FEW

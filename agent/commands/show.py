@@ -68,15 +68,17 @@ def tell(trace: Trace, summary: RunSummary) -> dict[str, Any]:
     from ...traces.files import TraceError
     from ...traces.header import plain
     from ...traces.queries.costs import generations, slot_costs
+    from ...traces.queries.lives import last_life
     from ..report.why import chains
 
+    life = last_life(trace)
     which = generations(trace, summary.decisions or None)
     costs = slot_costs(trace.events, which.default, which.tuned)
     story: dict[str, Any] = {
         "folder": str(trace.folder),
-        "warnings": trace.warnings,
+        "warnings": life.warnings,
         "header": trace.header,
-        "steps": _steps(trace.steps),
+        "steps": _steps(life.steps),
         "n_events": len(trace.events),
         "records_lost": trace.header.get("records_lost", 0),
         "slots": [_slot(c, which.rules) for c in costs.to_dict("records")],

@@ -71,20 +71,21 @@ class LookAgain:
     """When a job without anything to tune is looked at again."""
 
     def __init__(self) -> None:
-        self._wait, self._at = LOOK_AGAIN, math.inf
+        self._wait, self._last, self._left = LOOK_AGAIN, 0, math.inf
 
     def put_off(self, now: int) -> None:
         """There was nothing at this step of the job."""
-        self._at = now + self._wait
+        self._last, self._left = now, self._wait
         self._wait *= 2
 
     def is_due(self, now: int) -> bool:
-        """Whether the job has taken enough steps."""
-        return now >= self._at
+        """Whether the job has taken enough steps; it counts from 0 again where it was started again."""
+        self._last = min(self._last, now)
+        return now - self._last >= self._left
 
     def cancel(self) -> None:
         """It is looked at now."""
-        self._at = math.inf
+        self._left = math.inf
 
 
 class Tuner:

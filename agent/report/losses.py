@@ -14,6 +14,7 @@ import numpy as np
 
 from ...envs.replay.decisions import default_generations
 from ...traces.files import Trace
+from ...traces.queries.lives import last_life
 from .outputs import logged
 
 Array = np.ndarray[Any, Any]
@@ -41,13 +42,24 @@ class Losses:
 def read_losses(trace: Trace) -> Losses | None:
     """The losses that the job of a trace has logged; None without any."""
     log = Path(trace.folder).parent / JOB_LOG
-    by_step = dict(logged(log, "loss"))
-    if not by_step:
+    pairs = _not_taken_back(logged(log, "loss"))
+    if not pairs:
         return None
-    steps = np.array(sorted(by_step))
-    losses = np.array([by_step[step] for step in steps])
+    steps, losses = np.array([step for step, _ in pairs]), np.array([loss for _, loss in pairs])
     tuned = np.isin(steps, steps_under_tables(trace))
-    return Losses(steps, losses, tuned, logged(log, "held_out"))
+    held_out = _not_taken_back(logged(log, "held_out"))
+    return Losses(steps, losses, tuned, [pair for pair in held_out if pair[0] <= steps[-1]])
+
+
+def _not_taken_back(pairs: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """What a job has logged by step, rising. One that is started again goes back to an earlier step, or to its first:
+    what it had logged from there on counts no more."""
+    kept: list[tuple[int, float]] = []
+    for pair in pairs:
+        while kept and kept[-1][0] >= pair[0]:
+            kept.pop()
+        kept.append(pair)
+    return kept
 
 
 def steps_under_tables(trace: Trace) -> Array:
@@ -55,7 +67,7 @@ def steps_under_tables(trace: Trace) -> Array:
 
     The first recorded step begins where the job's first step ends.
     """
-    recorded = trace.steps
+    recorded = last_life(trace).steps
     first_rank = recorded[recorded["rank"] == recorded["rank"].min()]
     is_default = first_rank["table_generation"].isin(default_generations(trace))
     return first_rank["index"][~is_default].to_numpy(np.int64) + 1

@@ -114,7 +114,7 @@ def state(out: Path) -> dict[str, Any]:
         "emulated": header.get("emulated"),
         "state": _state(alive, bool(last), bool(summary)),
         "tuner_died": _has_died(alive, summary, run),
-        "step": _most(newest.get("last_step"), summary.steps) or last.get("last_step"),
+        "step": _step(out, newest, summary) or last.get("last_step"),
         "step_ms": _known(confirmed_ms, last.get("step_ms")),
         "step_times_ms": _step_times(out),
         "phase": last.get("phase"),
@@ -134,6 +134,16 @@ def state(out: Path) -> dict[str, Any]:
         "why": why,
         "reasons": names(str(why or "")),
     }
+
+
+def _step(out: Path, newest: dict[str, Any], summary: RunSummary) -> int | None:
+    """The last step by the newest window or by the summary, whichever was written later: a job that is started again
+    counts its steps from 0 again."""
+    of_window = newest.get("last_step")
+    if of_window is None or summary.steps is None:
+        return _known(of_window, summary.steps)
+    is_later = _changed(out / "trace" / "windows.jsonl") >= _changed(out / "summary.json")
+    return of_window if is_later else summary.steps
 
 
 def _state(alive: bool, has_measured: bool, has_summary: bool) -> str:
@@ -218,11 +228,14 @@ def _is_past(one: dict[str, Any]) -> bool:
     if one["state"] in ALIVE or one["tuner_died"] or (run is not None and _job_lives(run)):
         return False
     files = (trace / "header.json", trace / "windows.jsonl", out / "summary.json", out / SPARKS_FILE)
-    changed = 0.0
-    for path in (trace, *files):
-        with contextlib.suppress(OSError):
-            changed = max(changed, path.stat().st_mtime)
-    return time.time() - changed > EXPORTED_S
+    return time.time() - max(map(_changed, (trace, *files))) > EXPORTED_S
+
+
+def _changed(path: Path) -> float:
+    """When a file was changed last, in seconds since 1970; 0 where there is none."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def write_metrics(path: Path, states: list[dict[str, Any]]) -> None:

@@ -3,18 +3,22 @@ shortest, and takes what the network takes; by what the others' are longer they 
 
 from __future__ import annotations
 
-import numpy as np
+import math
+
 import pandas as pd
 
 from ...traces.files import Trace
+from ...traces.queries.lives import last_life
 
 #: Waiting counts where it is over this part of the collectives' own time: hardly a setting makes them twice as fast.
 MOST_SAVED = 0.5
-#: One rank is to blame for it if it came last in calls that make this part of the waiting.
+#: A rank is to blame for it if it came last in calls that make this part of the waiting in its communicators.
 BLAMED = 0.6
 #: Waiting of less than this part of the step is not worth a word.
 LEAST_PART = 0.01
-#: Collectives below which nothing is said.
+#: Ranks that are named.
+MOST_NAMED = 8
+#: Collectives of a rank below which nothing is said of it.
 LEAST_CALLS = 30
 
 
@@ -35,48 +39,78 @@ def events_of_job(trace: Trace) -> pd.DataFrame:
 
 
 def find(trace: Trace) -> str | None:
-    """A sentence about whom the ranks wait for; "" if they wait for nobody, None if too little is known."""
-    return find_in(events_of_job(trace), trace.steps)
+    """A sentence about whom the ranks wait for since the job was started last; "" if they wait for nobody, None if too
+    little is known."""
+    life = last_life(trace)
+    return find_in(events_of_job(life), life.steps)
 
 
 def find_in(events: pd.DataFrame, steps: pd.DataFrame) -> str | None:
-    """The same of the events of several nodes, with the ranks of the job."""
-    calls = _calls(events)
-    if len(calls) < LEAST_CALLS:
+    """The same of the events of several nodes, with the ranks of the job.
+
+    Each rank is judged by the calls of its own communicators: those of other ranks run at the same time.
+    """
+    ranks = _by_rank(_calls(events))
+    ranks = ranks[ranks["calls"] >= LEAST_CALLS]
+    if ranks.empty:
         return None
-    waited = calls["median"] - calls["shortest"]
-    total = float(waited.sum())
-    if total <= MOST_SAVED * calls["shortest"].sum():
+    step_ns = float(steps["duration_ns"].median())  # NaN where the recording has no steps
+    ranks = ranks.assign(part=ranks["waited"] / (step_ns * ranks["steps"]))
+    is_long = ranks["waited"] > MOST_SAVED * ranks["shortest"]
+    waiting = ranks[is_long & ~(ranks["part"] < LEAST_PART)]
+    if waiting.empty:
         return ""
-    n_steps = calls.index.get_level_values("step").nunique()
-    step_ns = float(np.median(steps["duration_ns"])) * n_steps
-    part = total / step_ns
-    if part < LEAST_PART:
-        return ""
-    blame = waited.groupby(calls["last"]).sum() / max(total, 1.0)
-    if blame.max() < BLAMED:
+    part = float(waiting["part"].median())
+    of_step = "" if math.isnan(part) else f", {min(part, 1.0):.0%} of the step"
+    blamed = waiting.index[waiting["held_up"] >= BLAMED * waiting["waited"]]
+    if blamed.empty:
         return (
-            f"ranks wait for each other in turn, {part:.0%} of the step, and no setting cures it: look for what delays "
+            f"ranks wait for each other in turn{of_step}, and no setting cures it: look for what delays "
             "single steps: data loading, garbage collection, other programs on the hosts"
         )
+    whose = "that rank's clocks" if len(blamed) == 1 else "these ranks' clocks"
     return (
-        f"the others wait for rank {blame.idxmax()}, {part:.0%} of the step: it is your fabric or a "
-        "slow rank, not your algorithm, and no setting cures it: look at that rank's clocks, host and network card"
+        f"the others wait for {_named(blamed.tolist())}{of_step}: it is your fabric or a "
+        f"slow rank, not your algorithm, and no setting cures it: look at {whose}, host and network card"
     )
 
 
+def _named(ranks: list[int]) -> str:
+    """``rank 3``, or ``ranks 3, 11 and 2 more``: at most MOST_NAMED."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    named = ", ".join(map(str, ranks[:MOST_NAMED]))
+    more = len(ranks) - MOST_NAMED
+    return f"ranks {named} and {more} more" if more > 0 else f"ranks {named}"
+
+
+def _by_rank(calls: pd.DataFrame) -> pd.DataFrame:
+    """Of each rank: ns that the calls of its communicators ``waited``, for it (``held_up``) and for others, what they
+    take without that (``shortest``), how many ``calls`` there are, and in how many ``steps``."""
+    is_last = calls["rank"] == calls["last"]
+    calls = calls.assign(held_up=calls["waited"].where(is_last, 0.0))
+    of_rank = calls.groupby("rank")
+    sums = of_rank[["waited", "held_up", "shortest"]].sum()
+    return sums.assign(calls=of_rank.size(), steps=of_rank["step"].nunique())
+
+
+#: What a call is, over all ranks.
+_CALL = ["comm_id", "func", "seq", "step"]
+
+
 def _calls(events: pd.DataFrame) -> pd.DataFrame:
-    """The default's calls with the times of all recorded ranks of their communicator: ``shortest`` and ``median``
-    nanoseconds of a rank's kernel, and the rank that came ``last``."""
+    """The default's calls with the times of all recorded ranks of their communicator, a row for each rank: ``shortest``
+    nanoseconds of a rank's kernel, by how many the median rank ``waited``, and the rank that came ``last``."""
     of_all = events["func"].isin(("all_gather", "reduce_scatter", "all_reduce"))
     is_timed = events["start_ns"].notna() & events["end_ns"].notna()
     timed = events[of_all & is_timed & (events["table_generation"] == 0)]
     lasted = (timed["end_ns"] - timed["start_ns"]).astype("float64")
-    call = ["comm_id", "func", "seq", "step"]
-    by_rank = timed.assign(lasted=lasted).groupby([*call, "rank"], as_index=False)["lasted"].mean()
+    by_rank = timed.assign(lasted=lasted).groupby([*_CALL, "rank"], as_index=False)["lasted"].mean()
     members = by_rank.groupby("comm_id")["rank"].transform("nunique")
-    here = by_rank.groupby(call)["rank"].transform("size")
+    here = by_rank.groupby(_CALL)["rank"].transform("size")
     whole = by_rank[(here == members) & (members > 1)]
-    by_call = whole.groupby(call)["lasted"]
-    first = whole.loc[by_call.idxmin()].set_index(call)["rank"]
-    return pd.DataFrame({"shortest": by_call.min(), "median": by_call.median(), "last": first})
+    by_call = whole.groupby(_CALL)["lasted"]
+    shortest = by_call.transform("min")
+    waited = by_call.transform("median") - shortest
+    last = whole.loc[by_call.transform("idxmin"), "rank"].to_numpy()
+    return whole.assign(shortest=shortest, waited=waited, last=last)

@@ -89,7 +89,7 @@ class Job(Reader):
         self.confirmed: dict[Slot, Decision] = read_confirmed(run.path)
         self.memory_pressure = 0.0  # memory used / total on the fullest GPU, 0 = unknown
         self.memory_free = 0  # bytes on the GPU that has least, 0 = unknown
-        self._memory: dict[int, tuple[int, int, int]] = {}  # of each rank: its process, used, total
+        self._memory: dict[tuple[int, int], tuple[int, int]] = {}  # of each pid and rank: used, total
         self.waits = empty(WAIT_COLUMNS)  # when the job stood still, where it tells: an emulated one
         self.thin = False  # the search is over: write events whose kernels were timed, and keep none
         self.rhythm = Rhythm()
@@ -134,14 +134,15 @@ class Job(Reader):
     def _note_memory(self, steps: pd.DataFrame) -> None:
         """Keep the last word of each rank about its GPU: a batch of records seldom has all of them."""
         known = steps[steps["memory_total"] > 0]
-        columns = [known[name].tolist() for name in ("rank", "pid", "memory_used", "memory_total")]
-        for rank, pid, used, total in zip(*columns, strict=True):
-            if rank in self._memory and self._memory[rank][0] != pid:  # the job was started anew
-                self._memory.clear()
-            self._memory[rank] = pid, used, total
+        columns = [known[name].tolist() for name in ("pid", "rank", "memory_used", "memory_total")]
+        for pid, rank, used, total in zip(*columns, strict=True):
+            self._memory[pid, rank] = used, total
+        alive = {ring.pid for ring in self.run.rings() if ring.is_alive()}
+        if alive:  # a job that was started again has other processes
+            self._memory = {key: told for key, told in self._memory.items() if key[0] in alive}
         if self._memory:
-            self.memory_pressure = max(used / total for _, used, total in self._memory.values())
-            least = min(total - used for _, used, total in self._memory.values())
+            self.memory_pressure = max(used / total for used, total in self._memory.values())
+            least = min(total - used for used, total in self._memory.values())
             self.memory_free = max(1, int(least))
 
     def take_events(self) -> pd.DataFrame:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from dynamiccl.agent.checks.results.files import Results
-from dynamiccl.agent.checks.results.judge import races, refusal
+from dynamiccl.agent.checks.results.judge import claims
 from paths import ROOT
 
 FILED = ROOT / "envs" / "results"
@@ -105,10 +105,7 @@ def test_no_gain_on_a_gpu_is_claimed_that_the_rules_refuse():
             assert not re.search(r"\d %|speed-up \d|\d times faster", part), part
     runs = [Results.read(path.parent) for path in FILED.glob("*/run.json")]
     for run in runs:
-        others = [gain for other in runs if other is not run for gain in races(other)]
-        claimed = [
-            gain for gain in races(run) if not refusal(gain, [g for g in others if g.race == gain.race])
-        ]
+        claimed = [gain for gain, why in claims(run, runs) if not why]
         page = "".join(path.read_text("utf-8") for path in DOCUMENTS)
         assert all(run.folder.name in page for _ in claimed)
 

@@ -8,7 +8,7 @@ longer than two steps falls out of it. The test is the product's own
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,8 +129,42 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def refusal(gain: Gain, others: Sequence[Gain]) -> str:
-    """Why a gain must not be claimed, empty where it may be. ``others``: the same race of other runs."""
+def claims(results: Results, others: Sequence[Results] = ()) -> list[tuple[Gain, str]]:
+    """The races of a run, each with why its gain must not be claimed: empty where it may be. ``others``: further runs
+    that may agree."""
+    found = []
+    for gain in races(results):
+        same, unlike = [], []
+        for other in others:
+            its = [one for one in races(other) if one.race == gain.race]
+            if its and (why := _unlike(results.run, other.run)):
+                unlike.append(f"{other.folder} {why}")
+            else:
+                same += its
+        why = "emulated" if results.run.get("emulated") else refusal(gain, same, unlike)
+        found.append((gain, why))
+    return found
+
+
+#: What two runs have in common if one confirms the gain of the other.
+_ALIKE = ("device", "ranks", "nodes", "placement", "network")
+
+
+def _unlike(run: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Why the other run says nothing about this run's gains, empty where it does."""
+    if other.get("began") == run.get("began"):
+        return "is the same run"
+    if other.get("emulated"):
+        return "is emulated"
+    pairs = {name: (run.get(name), other.get(name)) for name in _ALIKE}
+    pairs["nccl"] = run.get("versions", {}).get("nccl"), other.get("versions", {}).get("nccl")
+    apart = [f"{name} {its}, not {mine}" for name, (mine, its) in pairs.items() if its != mine]
+    return f"has {', '.join(apart)}" if apart else ""
+
+
+def refusal(gain: Gain, others: Sequence[Gain], unlike: Sequence[str] = ()) -> str:
+    """Why a gain must not be claimed, empty where it may be. ``others``: the same race of other runs like this one;
+    ``unlike``: runs that cannot agree, in words."""
     if gain.baseline:
         return f"the baseline is not NCCL untouched: {gain.baseline}"
     if gain.steps < LEAST_STEPS:
@@ -138,7 +172,7 @@ def refusal(gain: Gain, others: Sequence[Gain]) -> str:
     if not gain.low > 0:
         return "the test does not exclude that there is no gain"
     if not any(other.low > 0 and not other.baseline and other.table == gain.table for other in others):
-        return "no second run agrees"
+        return "; ".join(["no second run agrees", *unlike])
     return ""
 
 

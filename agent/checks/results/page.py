@@ -12,7 +12,7 @@ import pandas as pd
 from ....envs.search.config import ALPHA
 from ....traces.records import format_range
 from .files import Results
-from .judge import LONG, Gain, noises, outside, races, refusal
+from .judge import LONG, Gain, claims, noises, outside
 
 
 def page(results: Results, others: Sequence[Results] = ()) -> str:
@@ -99,14 +99,11 @@ def _percent(gain: Gain) -> str:
 
 
 def _truth(results: Results, others: Sequence[Results]) -> Iterator[str]:
-    found = races(results)
+    found = claims(results, others)
     if not found:
         return
-    emulated = bool(results.run.get("emulated"))
     yield f"Truth: part of the step saved, against NCCL untouched, alternating at every step (level {ALPHA})"
-    for gain in found:
-        same = [other for one in others for other in races(one) if other.race == gain.race]
-        why = "emulated" if emulated else refusal(gain, same)
+    for gain, why in found:
         said = f"no claim: {why}" if why else "CLAIM"
         yield f"  {gain.race:<30}{_percent(gain)}, {gain.steps} steps; {said}"
         yield f"    {gain.table}"

@@ -146,7 +146,7 @@ def _of_run(source: Path) -> tuple[dict[str, Any], pd.DataFrame, pd.DataFrame]:
     steps = trace.steps
     under_default = steps["table_generation"] == 0
     steps = steps[under_default & (steps["rank"] == 0)]
-    steps = steps.sort_values("index")
+    steps = steps.sort_values("end_ns")  # not by number: a job that is started again counts from 0 again
     durations = {"default": steps["duration_ns"].to_numpy(float)}
     return header, _calls(trace), _relative(durations)
 

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from ....traces.files import Trace
+from ....traces.queries.lives import last_life
 from ....traces.records import MIXED
 from ..summary import RunSummary
 from ..verdict import DEFAULT, VERDICT, ms, side
@@ -71,7 +72,9 @@ class _Table:
 
 
 def course_of(trace: Trace, summary: RunSummary) -> Course:
-    """Returns the course of a run; without any step where the trace has none."""
+    """Returns the course of a run, of the job's last life; without any step where the trace has none."""
+    first_verdict = None if any(line["kind"] == VERDICT for line in trace.log) else summary.steps_to_verdict
+    trace = last_life(trace)
     steps = _of_one_rank(trace.steps)
     index = steps["index"].to_numpy(int)
     times = steps["duration_ns"].to_numpy(float) / 1e6
@@ -83,16 +86,14 @@ def course_of(trace: Trace, summary: RunSummary) -> Course:
     for place, number in enumerate(generation.tolist()):
         ran = names.get(number, _UNNAMED)
         on_trial[place] = ran != _current(bands, index[place])
-    marks = _marks(trace, summary, bands)
+    marks = _marks(trace, first_verdict, bands)
     return Course(index, times, on_trial, bands, marks)
 
 
 def _of_one_rank(steps: pd.DataFrame) -> pd.DataFrame:
-    """The lowest rank's steps in order. A rank that was started again took some steps twice: the last one counts."""
-    if steps.empty:
-        return steps
+    """The lowest rank's steps in order."""
     lowest = steps[steps["rank"] == steps["rank"].min()]
-    return lowest.drop_duplicates("index", keep="last").sort_values("index")
+    return lowest.sort_values("index")
 
 
 def _rules(table: Mapping[str, Any]) -> Rules:
@@ -153,15 +154,14 @@ def _current(bands: Sequence[Band], step: int) -> str:
     return bands[place - 1].table
 
 
-def _marks(trace: Trace, summary: RunSummary, bands: list[Band]) -> list[Mark]:
-    """Switches and verdicts, in the order of the steps."""
+def _marks(trace: Trace, first_verdict: int | None, bands: list[Band]) -> list[Mark]:
+    """Switches and verdicts, in the order of the steps. ``first_verdict``: of a trace whose log has none."""
     marks = []
     for band in bands[1:]:
         marks.append(Mark(band.first, f"switch to {side(band.table)}"))
     verdicts = [int(line["step"]) for line in trace.log if line["kind"] == VERDICT]
-    first = summary.steps_to_verdict
-    if not verdicts and first is not None:  # a trace of an earlier release
-        verdicts = [first]
+    if first_verdict is not None:  # a trace of an earlier release
+        verdicts = [first_verdict]
     for step in verdicts:
         marks.append(Mark(step, VERDICT, is_verdict=True))
     return sorted(marks, key=lambda mark: mark.step)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 import pandas as pd
 
 from ....traces.files import Trace
 from ....traces.queries.costs import Generations, typical_step
+from ....traces.queries.lives import last_life
 from ....traces.records import Slot, size_class
+from ..slow_rank import events_of_job
 from ..summary import RunSummary
 from ..verdict import OWN, ms, side
 from .page import legend
@@ -41,7 +43,8 @@ class Step:
 
 def timeline_figure(trace: Trace, which: Generations, s: RunSummary) -> str:
     """One default step above one tuned step: a bar per sampled collective; empty when none was sampled."""
-    steps = _steps(trace, which, s)
+    life = last_life(trace)
+    steps = _steps(replace(life, events=events_of_job(life)), which, s)
     if not steps:
         return ""
     bars = pd.concat([step.bars for step in steps])
@@ -59,7 +62,7 @@ def timeline_figure(trace: Trace, which: Generations, s: RunSummary) -> str:
 
 
 def _steps(trace: Trace, which: Generations, s: RunSummary) -> list[Step]:
-    """The default step and the tuned step that are drawn, as far as there are any."""
+    """The default step and the tuned step that are drawn, as far as there are any; ``trace`` has the job's ranks."""
     wanted = {OWN: which.default}
     wanted[side(s.compared or s.in_force or "table")] = which.tuned
     found = []
@@ -109,7 +112,6 @@ def _bars(trace: Trace, number: int) -> tuple[pd.DataFrame, float | None]:
     events = events[events["rank"].isin(ranks)].head(MAX_BARS)
     start = events["start_ns"].astype("int64")
     end = events["end_ns"].astype("int64")
-    # A rank that was started again took the same step twice: the last one counts.
     host = trace.steps[trace.steps["index"] == number]
     host = host.drop_duplicates("rank", keep="last").set_index("rank")
     zero = events["rank"].map(host["end_ns"] - host["duration_ns"])

@@ -15,6 +15,7 @@ from ....traces.files import Trace, TraceError
 from ....traces.here import pip_install
 from ....traces.outside import atomically
 from ....traces.queries.costs import generations, slot_costs
+from ....traces.queries.lives import last_life
 from .. import slow_rank
 from ..losses import Losses, loss_lines, read_losses
 from ..summary import RunSummary
@@ -68,7 +69,7 @@ def write_report(path: Path | str, summary: RunSummary, trace: Trace) -> Path:
     parts = [
         _masthead(s, trace, place),
         _headline(s, trace),
-        _missing(s, trace, costs),
+        _missing(s, replace(trace, warnings=last_life(trace).warnings), costs),
         _course(course, read_losses(trace)),
         _figure("Timeline of a step", _TIMELINE, timeline_figure(trace, which, s)),
         _why(s, trace),

@@ -66,7 +66,7 @@ def test_power_by_gpu_type_at_the_90th_percentile_of_its_noise(capsys):
 
 def claim(tmp_path, name, **options):
     rng = np.random.default_rng(sum(map(ord, name)))
-    return Results.read(folder(tmp_path / name, rng, **options))
+    return Results.read(folder(tmp_path / name, rng, **{"began": f"run {name}"} | options))
 
 
 def test_a_gain_is_claimed_only_against_untouched_nccl_and_where_a_second_run_agrees(tmp_path):
@@ -78,6 +78,27 @@ def test_a_gain_is_claimed_only_against_untouched_nccl_and_where_a_second_run_ag
     assert refusal(gain, races(claim(tmp_path, "none"))) == "no second run agrees"
     other = claim(tmp_path, "other table", gain=0.02, table="all_gather:8388608:ring/simple/8")
     assert refusal(gain, races(other)) == "no second run agrees"
+
+
+OTHER_RUNS = {
+    "is the same run": {"began": "run first"},
+    "is emulated": {"emulated": "dgx-h100-2x8"},
+    "has device NVIDIA A100-SXM4-40GB, not NVIDIA H100 80GB HBM3": {"device": "NVIDIA A100-SXM4-40GB"},
+    "has ranks 8, not 2, nodes 4, not 1": {"ranks": 8, "nodes": 4},
+    "has placement apart, not hosts": {"placement": "apart"},
+    "has network infiniband, not ethernet": {"network": "infiniband"},
+    "has nccl 2.30.7, not 2.28.9": {"versions": {"nccl": "2.30.7"}},
+}
+
+
+@pytest.mark.parametrize("why", OTHER_RUNS)
+def test_only_another_run_like_it_confirms_a_gain(tmp_path, why):
+    """Before: a folder that was given twice, another GPU and an emulated run confirmed it."""
+    first = claim(tmp_path, "first", gain=0.02)
+    second = claim(tmp_path, "second", gain=0.02, **OTHER_RUNS[why])
+    said = page(first, [second])
+    assert "CLAIM" not in said and f"no claim: no second run agrees; {second.folder} {why}\n" in said
+    assert "CLAIM" in page(first, [second, claim(tmp_path, "third", gain=0.02)])
 
 
 ANSWERED = {"truth": {"races": {"best table": {"asked_answered": {"untouched": [900, 3]}}}, "took_s": 1}}

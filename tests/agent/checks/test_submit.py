@@ -12,8 +12,10 @@ from check_results import main
 from command import invoke
 from dynamiccl.agent.checks.results.checked import faults
 from dynamiccl.agent.checks.results.submit import HEADER, MOST_BYTES, STEPS, SWEEP, build
+from dynamiccl.traces.writer import TraceWriter
 from gpu_results import folder
 from paths import DATA
+from restarted import restarted
 
 #: What must never leave: planted wherever a run could hold it.
 SECRETS = ("secret-host-17", "jane.doe", "/home/jane/model", "10.1.2.3", "GPU-1b2c3d4e", "0xdeadbeef")
@@ -73,6 +75,16 @@ def test_a_tuning_run_is_submitted_by_size_class(tmp_path):
     assert len(sweep) and all(size & (size - 1) == 0 for size in sweep["n_bytes"])
     assert faults(tmp_path / "out") == []
     assert main([tmp_path / "out"]) == 1  # the demo's times are emulated
+
+
+def test_steps_of_a_job_that_was_started_again_stay_in_order(tmp_path):
+    """Before: by their numbers, so that those of two lives took turns."""
+    trace = restarted(((40, 100, 40, 20), (40, 80, 40, 21)))
+    with TraceWriter(tmp_path / "trace", {"cluster": "h100-2x8", "emulated": True}) as writer:
+        writer.write(trace.events, trace.steps)
+    build(tmp_path, tmp_path / "out")
+    relative = pd.read_csv(tmp_path / "out" / STEPS)["relative"].to_numpy()
+    assert len(relative) == 80 and (relative[:40] > 1).all() and (relative[40:] < 1).all()
 
 
 def test_the_command_prints_what_is_in_it_and_sends_nothing(source, tmp_path, monkeypatch):

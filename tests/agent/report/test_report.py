@@ -4,16 +4,19 @@ import html
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pandas as pd
 import pytest
+from dynamiccl.agent.report.html.figures import timeline_figure
 from dynamiccl.agent.report.html.report import write_report
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.verdict import ms, verdict
 from dynamiccl.traces.files import Trace
 from dynamiccl.traces.queries.costs import generations, slot_costs, typical_step
 from dynamiccl.traces.writer import TraceWriter
+from restarted import LIVES, restarted
 from synthetic_trace import CALL_US, GATHER, LAYERS, SCATTER, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -113,6 +116,18 @@ def test_costs_are_those_of_the_job(run):
     assert gather["n_bytes"] == n_bytes and gather["n_default"] > 50
     text = text_of(path)
     assert "all_gather 5-8 MiB" in text and f"{gather['default_us']:.1f} us" in text
+
+
+def test_timeline_names_the_ranks_of_the_job():
+    """Two groups of two ranks. Before: a lane for each rank of a communicator, so rank 2 was drawn over rank 0."""
+    one = restarted(LIVES[:1])
+    events = pd.concat([one.events, one.events.assign(comm_id=2, pid=one.events["pid"] + 2)])
+    steps = pd.concat([one.steps, one.steps.assign(rank=one.steps["rank"] + 2, pid=one.steps["pid"] + 2)])
+    trace = replace(one, events=events.reset_index(drop=True), steps=steps)
+    drawn = timeline_figure(trace, generations(trace), RunSummary())
+    for rank in range(4):
+        assert drawn.count(f">rank {rank} AG<") == 2, "once in the default step, once in the tuned one"
+    assert drawn.count("<rect") == 2 * 4
 
 
 def test_timeline_shows_one_step_of_each_kind(run):

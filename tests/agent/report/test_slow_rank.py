@@ -62,8 +62,55 @@ def test_the_rank_is_the_jobs_and_not_its_communicators():
     pids = {0: fine.events["rank"], 1: 4 + slow.events["rank"]}
     parts = [part.events.assign(comm_id=n, pid=100 + pids[n]) for n, part in enumerate((fine, slow))]
     steps = pd.DataFrame({"pid": np.arange(100, 108), "rank": np.arange(8), "duration_ns": 1_000_000})
+    steps["end_ns"] = steps["duration_ns"]
     said = find(SimpleNamespace(header={}, events=pd.concat(parts), steps=steps))
     assert "wait for rank 6" in said
+
+
+def groups(waits, ranks=8):
+    """Groups of ``ranks`` ranks that run at the same time, in which rank 3 comes last by so many us."""
+    parts = []
+    for n, wait in enumerate(waits):
+        events = trace(wait, ranks=ranks, rank=3).events
+        parts.append(events.assign(comm_id=n, rank=events["rank"] + n * ranks))
+    return pd.concat(parts, ignore_index=True)
+
+
+def test_groups_that_wait_at_the_same_time_are_not_summed():
+    """Before: "ranks wait for each other in turn, 240% of the step"."""
+    said = find_in(groups([300.0] * 8), trace(0.0).steps)
+    assert said.startswith("the others wait for ranks 3, 11, 19, 27, 35, 43, 51, 59, 30% of the step: ")
+    many = find_in(groups([300.0] * 10, ranks=4), trace(0.0).steps)
+    assert "wait for ranks 3, 7, 11, 15, 19, 23, 27, 31 and 2 more, 30% of the step" in many
+
+
+def test_few_calls_of_each_rank_are_too_few_however_many_groups_there_are():
+    few = groups([300.0] * 8)
+    assert find_in(few[few["seq"] < LEAST_CALLS - 1], trace(0.0).steps) is None
+
+
+def test_waiting_of_many_groups_is_not_more_than_that_of_one():
+    """A step of 40 ms: 200 us in one group are not worth a word, and no more in eight. Before: "4% of the step"."""
+    steps = trace(0.0).steps.assign(duration_ns=40_000_000)
+    assert find_in(groups([200.0] * 8), steps) == ""
+
+
+def test_one_slow_rank_is_found_behind_those_that_it_delays():
+    """Rank 6 delays its shard group of four, each rank of which delays its peers in three others. Before: in turn."""
+    shards = groups([0.0, 300.0, 0.0, 0.0], ranks=4)
+    shards["rank"] = shards["rank"].replace({7: 6, 6: 7})
+    peers = []
+    for column in range(4):
+        events = trace(300.0, rank=1).events
+        peers.append(events.assign(comm_id=10 + column, func="all_reduce", rank=events["rank"] * 4 + column))
+    said = find_in(pd.concat([shards, *peers], ignore_index=True), trace(0.0).steps)
+    assert said.startswith("the others wait for rank 6, 30% of the step")
+
+
+def test_without_steps_no_part_of_a_step_is_told():
+    """Before: "nan% of the step"."""
+    made = trace(200.0)
+    assert find_in(made.events, made.steps[:0]).startswith("the others wait for rank 2: it is your fabric")
 
 
 def test_jitter_of_short_calls_in_a_long_step_is_not_worth_a_word():

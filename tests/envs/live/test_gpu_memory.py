@@ -1,5 +1,7 @@
 """A trial must not take the GPU's last memory: the first call of an algorithm on a communicator allocates."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -111,6 +113,17 @@ def test_the_fullest_gpu_counts_whichever_batch_of_records_told_of_it(folder):
     assert job.memory_free == GIB and job.memory_pressure == pytest.approx(79 / 80)
     job._note_memory(pd.DataFrame(columns | {"memory_used": [60 * GIB, 70 * GIB]}))
     assert job.memory_free == 10 * GIB
+
+
+def test_a_process_that_has_ended_holds_no_memory(folder, monkeypatch):
+    """Before: what the processes before an elastic restart had used counted for ever."""
+    job = Job(folder)
+    told = {"rank": [0], "memory_total": [80 * GIB]}
+    job._note_memory(pd.DataFrame(told | {"pid": [1], "memory_used": [79 * GIB]}))
+    rings = [SimpleNamespace(pid=1, is_alive=lambda: False), SimpleNamespace(pid=2, is_alive=lambda: True)]
+    monkeypatch.setattr(folder, "rings", lambda: rings)
+    job._note_memory(pd.DataFrame(told | {"pid": [2], "memory_used": [60 * GIB]}))
+    assert job.memory_free == 20 * GIB and job.memory_pressure == pytest.approx(60 / 80)
 
 
 @pytest.mark.parametrize("algo", sorted({algo for algo, _ in PAIRS}))

@@ -4,7 +4,6 @@ import os
 import time
 
 import numpy as np
-import pandas as pd
 import pytest
 from dynamiccl.envs.live import job as live
 from dynamiccl.envs.live import pauses, reader
@@ -122,21 +121,6 @@ def test_the_first_step_that_is_too_slow_is_the_last_however_many_come_at_once(w
     found = job.window(TRIAL, 8, discard=1, give_up_ms=15.0)
     assert found.durations_ms.tolist() == [40.0]
     assert decode_table(job.run.table.read()[1]).rules == ()
-
-
-def test_the_memory_of_processes_that_are_gone_counts_no_more(world):
-    """Before: a job that was started anew had no room for ever, if its first life had none."""
-    job, _, _ = world
-
-    def of(pid, rank, used):
-        return pd.DataFrame({"pid": [pid], "rank": [rank], "memory_used": [used], "memory_total": [80]})
-
-    for rank in (0, 1):
-        job._note_memory(of(100 + rank, rank, 79))
-    job._note_memory(of(200, 0, 40))
-    assert (job.memory_pressure, job.memory_free) == (0.5, 40)
-    job._note_memory(of(201, 1, 60))
-    assert (job.memory_pressure, job.memory_free) == (0.75, 20)
 
 
 def test_every_way_out_publishes_what_was_confirmed(world, folder):

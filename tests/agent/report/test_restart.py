@@ -1,0 +1,94 @@
+"""The report of a job that was started again shows its last life, and says so. Before: two lives by step number."""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+from dynamiccl.agent.commands.doctor import _slow_rank
+from dynamiccl.agent.commands.show import tell
+from dynamiccl.agent.daemon.tuner import LOOK_AGAIN, LookAgain
+from dynamiccl.agent.report import runs
+from dynamiccl.agent.report.html.course import Band, course_of
+from dynamiccl.agent.report.html.figures import timeline_figure
+from dynamiccl.agent.report.html.report import write_report
+from dynamiccl.agent.report.losses import read_losses
+from dynamiccl.agent.report.slow_rank import find
+from dynamiccl.agent.report.summary import RunSummary
+from dynamiccl.traces.queries.costs import generations
+from restarted import LIVES, VERDICT_STEP, restarted
+
+
+def test_the_course_is_that_of_the_last_life():
+    course = course_of(restarted(), RunSummary(steps_to_verdict=VERDICT_STEP))
+    assert course.bands == [Band(0, 4, "default"), Band(5, 39, "A")]
+    assert len(course.steps) == 40 and set(course.ms) == {80.0} and not course.on_trial.any()
+    assert [mark.text for mark in course.marks] == ["switch to A"], "the verdict was in another life"
+
+
+def test_the_timeline_is_that_of_the_last_life():
+    trace = restarted()
+    drawn = timeline_figure(trace, generations(trace, None), RunSummary())
+    assert drawn.count("<rect") == 2 * 2, "one call of two ranks, of two kinds of steps"
+    assert "80.0 ms" in drawn and "100.0 ms" not in drawn
+
+
+def test_losses_of_steps_that_were_taken_back_are_gone(tmp_path):
+    def line(step, **value):
+        return json.dumps({"step": step, **value}) + "\n"
+
+    log = [line(step, loss=5.0) for step in range(90)] + [line(80, held_out=4.0)]
+    log += [line(step, loss=3.0) for step in range(30, 40)]
+    (tmp_path / "job.jsonl").write_text("".join(log))
+    found = read_losses(restarted(folder=tmp_path / "trace"))
+    assert found.steps.tolist() == list(range(40)) and found.held_out == []
+    assert found.losses.tolist() == [5.0] * 30 + [3.0] * 10
+    assert found.tuned.tolist() == [step > LIVES[1][2] for step in range(40)]
+
+
+def test_a_slow_rank_is_looked_for_in_the_last_life():
+    """Rank 1 was late, in a process that has ended. Before: it was still named."""
+    trace = restarted(((60, 100, 60, 20), (60, 100, 60, 21)))
+    is_late = trace.events["pid"] == 11
+    trace.events.loc[is_late, "start_ns"] = trace.events["end_ns"] - 1_000_000
+    first = replace(trace, steps=trace.steps[trace.steps["pid"] < 20])
+    first = replace(first, events=trace.events[trace.events["pid"] < 20])
+    assert "wait for rank 1" in find(first)
+    assert find(trace) == "" and "no rank" in _slow_rank([trace])
+
+
+def test_show_counts_the_last_life_and_says_so():
+    story = tell(restarted(), RunSummary())
+    assert (story["steps"]["n"], story["steps"]["last"], story["steps"]["median_ms"]) == (40, 39, 80.0)
+    assert story["steps"]["memory_pressure"] == {"least": 0.5, "most": 0.5}
+    assert "started again: its 90 steps" in story["warnings"][0]
+
+
+def test_the_report_says_what_it_lacks(tmp_path):
+    html = write_report(tmp_path / "report.html", RunSummary(), restarted()).read_text()
+    assert "the job was started again: its 90 steps" in html
+    one_life = replace(restarted(LIVES[:1]), folder=tmp_path / "trace")
+    assert "started again" not in write_report(tmp_path / "one.html", RunSummary(), one_life).read_text()
+
+
+@pytest.mark.parametrize("is_summary_later", [False, True])
+def test_the_step_of_a_run_is_the_one_told_last(tmp_path, monkeypatch, is_summary_later):
+    """Before: the larger of the two, so that it stood still until the new processes had taken as many steps."""
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "header.json").write_text(json.dumps({"run": str(tmp_path / "run")}))
+    window, summary = tmp_path / "trace" / "windows.jsonl", tmp_path / "summary.json"
+    window.write_text(json.dumps({"kind": "window", "last_step": 35}) + "\n")
+    summary.write_text(json.dumps({"steps": 90}))
+    os.utime(window, (100, 100))
+    os.utime(summary, (101, 101) if is_summary_later else (99, 99))
+    monkeypatch.setattr(runs, "is_locked", lambda path: True)
+    assert runs.state(tmp_path)["step"] == (90 if is_summary_later else 35)
+
+
+def test_a_job_without_a_slot_is_looked_at_again_after_a_restart():
+    look = LookAgain()
+    look.put_off(1000)
+    assert not look.is_due(1000 + LOOK_AGAIN - 1) and look.is_due(1000 + LOOK_AGAIN)
+    assert not look.is_due(3) and look.is_due(3 + LOOK_AGAIN)
+    look.cancel()
+    assert not look.is_due(10**9)

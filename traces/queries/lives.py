@@ -1,0 +1,72 @@
+"""A job that is started again (an elastic restart) counts its steps from 0 again: what is of its last life?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+
+from ..files import Trace
+from ..records import MIXED
+
+
+def last_life(trace: Trace) -> Trace:
+    """The trace without the events, steps and waits of processes that had ended before the job was started again.
+
+    A warning says how many steps that leaves out. Of the log the verdicts of earlier lives go, as their steps are no
+    steps of this life; tables and windows stay, as generations of tables count on. The same trace if the job had one
+    life; a recording of another tool has one.
+    """
+    if "source" in trace.header:
+        return trace
+    earlier = _ended_before(trace.steps)
+    if earlier.empty:
+        return trace
+    gone = trace.steps[trace.steps["pid"].isin(earlier)]
+    lowest = gone["rank"].min()
+    n_steps = int((gone["rank"] == lowest).sum())
+    left_out = f"its {n_steps} steps before that are left out where steps are counted or drawn"
+    warning = f"the job was started again: {left_out}"
+    return replace(
+        trace,
+        events=_without(trace.events, earlier),
+        steps=_without(trace.steps, earlier),
+        waits=_without(trace.waits, earlier),
+        log=_without_verdicts(trace.log, gone),
+        warnings=[*trace.warnings, warning],
+    )
+
+
+def _ended_before(steps: pd.DataFrame) -> pd.Index[int]:
+    """Processes whose last step lies before the last life. The processes of a life take steps at the same time."""
+    start = steps["end_ns"] - steps["duration_ns"]
+    began = start.groupby(steps["pid"]).min()
+    began = began.sort_values()
+    if began.empty:
+        return began.index
+    ended = steps.groupby("pid")["end_ns"].max()
+    ended = ended[began.index]
+    reached = ended.cummax()
+    reached = reached.shift(fill_value=began.iloc[0])
+    is_first = began > reached
+    life = is_first.cumsum()
+    return began.index[life < life.max()]
+
+
+def _without(rows: pd.DataFrame, pids: pd.Index[int]) -> pd.DataFrame:
+    return rows[~rows["pid"].isin(pids)]
+
+
+def _without_verdicts(log: list[dict[str, Any]], gone: pd.DataFrame) -> list[dict[str, Any]]:
+    """The log without the verdicts of the steps that are gone: no newer table than theirs came before them."""
+    generation = gone["table_generation"]
+    newest = generation[generation != MIXED].max()
+    is_of_this_life = False
+    kept = []
+    for line in log:
+        if line["kind"] == "table" and line["table"]["generation"] > newest:
+            is_of_this_life = True
+        if is_of_this_life or line["kind"] != "verdict":
+            kept.append(line)
+    return kept
