@@ -79,6 +79,14 @@ def test_scripts_stay_short(script):
     assert len(script.read_text().splitlines()) <= 40
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=short)
+def test_each_rank_of_a_script_takes_its_own_gpu_first(script):
+    """Before: FSDP2 takes the current device, so all ranks of a node went to GPU 0."""
+    text = script.read_text()
+    if "dist.init_process_group(" in text:  # the other frameworks set the device themselves
+        assert 0 < text.find("torch.cuda.set_device(device)") < text.index("dist.init_process_group(")
+
+
 def test_the_batch_script_is_valid_shell_with_options_of_sbatch():
     script = EXAMPLES / "slurm" / "two_nodes.sbatch"
     assert subprocess.run(["bash", "-n", script], capture_output=True, check=False).returncode == 0
