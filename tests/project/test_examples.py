@@ -95,6 +95,16 @@ def test_the_batch_script_is_valid_shell_with_options_of_sbatch():
     assert set(options) == known
 
 
+def test_the_signal_of_the_batch_script_leaves_time_for_a_checkpoint():
+    """Before: SIGUSR1 ended torchrun at once, and the ranks heard nothing."""
+    from dynamiccl.agent.daemon.launcher import _HURRIED_S
+
+    text = (EXAMPLES / "slurm" / "two_nodes.sbatch").read_text()
+    numbers = r"--signal=TERM@(\d+)$.*SHUTDOWN_TIMEOUT=(\d+)$.*--kill-after (\d+) -- \\$.*torchrun"
+    warned_s, waits_s, kills_s = map(int, re.search(numbers, text, re.M | re.S).groups())
+    assert 30 < waits_s < kills_s < warned_s - _HURRIED_S
+
+
 def test_the_batch_script_shows_the_run_that_tuned(tmp_path, monkeypatch):
     """Before: it asked for a folder that no run has, for all nodes at once, and hid the error."""
     monkeypatch.chdir(tmp_path)
