@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from dynamiccl.agent.daemon.launcher import _HURRIED_S
 from dynamiccl.agent.report.outputs import claim
 from dynamiccl.agent.report.runs import METRICS
 from paths import DATA, ROOT
@@ -97,8 +98,6 @@ def test_the_batch_script_is_valid_shell_with_options_of_sbatch():
 
 def test_the_signal_of_the_batch_script_leaves_time_for_a_checkpoint():
     """Before: SIGUSR1 ended torchrun at once, and the ranks heard nothing."""
-    from dynamiccl.agent.daemon.launcher import _HURRIED_S
-
     text = (EXAMPLES / "slurm" / "two_nodes.sbatch").read_text()
     numbers = r"--signal=TERM@(\d+)$.*SHUTDOWN_TIMEOUT=(\d+)$.*--kill-after (\d+) -- \\$.*torchrun"
     warned_s, waits_s, kills_s = map(int, re.search(numbers, text, re.M | re.S).groups())
@@ -143,7 +142,11 @@ def test_a_manifest_has_what_the_tuner_needs(name):
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
         assert set(mounts.values()) <= volumes.keys()
-        assert pod["terminationGracePeriodSeconds"] > 0
+        told = {one["name"]: one.get("value") for one in container["env"]}
+        waits_s = int(
+            told["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+        )  # torchrun for its ranks; then the tuner sums up
+        assert 30 < waits_s < pod["terminationGracePeriodSeconds"] - _HURRIED_S
         # A second start must not take the folder of the first: `tune` deletes what it finds in --out.
         (out,) = re.findall(r"--out (.+?) --", " ".join([*container["command"], *container["args"]]))
         unique = {"Never": "$(POD_NAME)", "OnFailure": "$(date "}
