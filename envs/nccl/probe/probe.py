@@ -79,7 +79,9 @@ class Probe:
         elif world is None and not self._without_group and self._plugin is not None and self._plugin.tuners():
             self._without_group = True
             self._tell(AgreementState.SHUT, NotAgreeing.NO_GROUP())
-        is_beside = world is None and self._is_beside()
+        self._record(now, optimizer, world is None and self._is_beside())
+
+    def _record(self, now: int, optimizer: Any, is_beside: bool) -> None:
         if self._recorder is not None and not is_beside:
             self._recorder.ended(self._rank, now, optimizer)
 
