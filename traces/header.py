@@ -21,6 +21,13 @@ from .records import Decision, Slot, Table
 FORMAT = 2
 
 
+def files_of_trace(folder: Path) -> list[Path]:
+    """The files of a trace in ``folder``, and no others: what may be removed with it."""
+    names = ("header.json", "windows.jsonl", "*.tmp", "comms.parquet", "offers.parquet")
+    segments = ("events-*.parquet", "steps-*.parquet", "waits-*.parquet")
+    return [path for name in (*names, *segments) for path in folder.glob(name)]
+
+
 def new_header() -> dict[str, Any]:
     """What every trace says of itself: format, date (UTC), host, versions, the commit if in a checkout."""
     versions = {"python": platform.python_version()}

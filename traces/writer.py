@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from .assemble import Assembler
-from .header import FORMAT, masked, new_header, plain
+from .header import FORMAT, files_of_trace, masked, new_header, plain
 from .outside import atomically, parse_json
 from .segments import (
     SEGMENTED,
@@ -70,7 +70,7 @@ class TraceWriter:
             if existing == "resume":
                 old = read_header(self.folder)
             else:
-                for path in _own_files(self.folder):
+                for path in files_of_trace(self.folder):
                     path.unlink()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -208,10 +208,3 @@ class TraceWriter:
 
 def _without_secrets(header: dict[str, Any]) -> dict[str, Any]:
     return {key: masked(value) if isinstance(value, str) else value for key, value in header.items()}
-
-
-def _own_files(folder: Path) -> list[Path]:
-    patterns = ["header.json", "windows.jsonl", "*.tmp"]
-    patterns += [f"{kind}-*.parquet" for kind in SEGMENTED]
-    patterns += [f"{kind}.parquet" for kind in WHOLE]
-    return [path for pattern in patterns for path in folder.glob(pattern)]

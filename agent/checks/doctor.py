@@ -10,7 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...envs.nccl.plugin.build import PluginBuildError, compiler, configured, needs_compiler, takes_no_path
+from ...envs.nccl.plugin.build import (
+    PluginBuildError,
+    compiler,
+    configured,
+    load_fault,
+    needs_compiler,
+    takes_no_path,
+)
 from ...envs.nccl.plugin.installed import has_torch, in_sight, nccl_release
 from ...envs.nccl.run_folder import free_bytes
 from ...envs.nccl.site_switch import switched_off
@@ -146,6 +153,10 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
      "unset it, or call dynamiccl_autoload.autoload() after import torch", CHANGE),
     ("compiler", lambda f: not f.has_compiler,
      "no C compiler: the plugin cannot be built", "install gcc or clang, or set CC", CHANGE),
+    ("plugin", lambda f: f.plugin_fault,
+     "the plugin cannot be loaded here: {found}",
+     "build the wheel in the image of the jobs, or in one with an older C library; unset DYNAMICCL_PLUGIN if it is set",
+     CHANGE),
     ("shared memory", _little_shared_memory,
      "shared memory has {found[0]} MiB free; {found[1]} ranks need {found[2]} for whole rings: smaller ones lose "
      "records when the tuner is late", "give the container more (docker run --shm-size=1g)", NOTE),
@@ -160,7 +171,7 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
 )
 # fmt: on
 #: Traps that also hold for a job on the emulated cluster, in which NCCL has no part.
-WITHOUT_NCCL = ("autoload", "compiler", "shared memory", "switched off", "fixed table")
+WITHOUT_NCCL = ("autoload", "compiler", "plugin", "shared memory", "switched off", "fixed table")
 
 
 def examine(facts: Facts) -> list[Finding]:
@@ -193,7 +204,8 @@ def checked(facts: Facts) -> dict[str, str]:
     told = {"NCCL": _release_text(facts), "GPUs": str(facts.n_gpus or "none in sight")}
     told["PyTorch"] = "loads the probe" if has_torch() else "not among this Python's packages"
     built = "built at first use, a C compiler is here" if facts.has_compiler else "no C compiler"
-    told["plugin"] = built if needs_compiler() else "built, no compiler needed"
+    there = "built, but cannot be loaded" if facts.plugin_fault else "built, no compiler needed"
+    told["plugin"] = built if needs_compiler() else there
     told["variables"] = ", ".join(set_here) or "none of NCCL's or ours is set"
     told["shared memory"] = "none" if facts.shm_free is None else f"{facts.shm_free / 2**30:.1f} GiB free"
     return {
@@ -223,5 +235,7 @@ def gather(command: list[str] | None = None, table: Table | None = None) -> Fact
     n_gpus, shm_free = len(gpus()) or None, free_bytes()
     nccl = nccl_release(env)
     copies = tuple(map(str, in_sight(env)))
-    off = switched_off()
-    return Facts(env, nccl, n_gpus, ranks_per_node, shm_free, has_compiler, table, machine(), copies, off)
+    off, fault = switched_off(), load_fault()
+    return Facts(
+        env, nccl, n_gpus, ranks_per_node, shm_free, has_compiler, table, machine(), copies, off, fault
+    )

@@ -26,6 +26,7 @@ class Facts:
     machine: str | None = None  # x86_64, aarch64
     copies: tuple[str, ...] = ()  # every NCCL in sight, in words
     switched_off: str | None = None  # what turns the tuner off here, in words
+    plugin_fault: str = ""  # why the plugin that is there cannot be loaded, in the loader's words
 
     @property
     def narrowing(self) -> Narrowing:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..daemon.log import log
 from ..daemon.request import Request
 from ..report.runs import state
 
@@ -19,25 +22,49 @@ def current_results() -> Path | None:
 class Values:
     """The figures that callbacks log, read from the run's folder.
 
+    A job must not end by its logger: what fails is said once, and nothing is logged any more.
+
     Args:
-        every: optimizer steps between two logs.
+        every: optimizer steps between two logs, at least.
+
+    Raises:
+        ValueError: if ``every`` is below 1.
     """
 
     def __init__(self, every: int = 10) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1 step, not {every}")
         self.every = every
-        self.results = current_results()
+        self.results: Path | None = None
+        self._last = 0
+        with self._guarded():
+            self.results = current_results()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.results = None
+            log.warning("the tuner's figures are no longer logged: %s: %s", type(error).__name__, error)
+
+    def log(self, step: int, send: Callable[[dict[str, float]], object]) -> None:
+        """Give ``send`` what to log after ``step`` optimizer steps, if it is time to. Never raises."""
+        with self._guarded():
+            if values := self.at(step):
+                send(values)
 
     def at(self, step: int) -> dict[str, float]:
-        """What to log after ``step`` optimizer steps; {} if it is not the turn of this step, or there is no tuner.
+        """What to log after ``step`` optimizer steps; {} if the last log is too near, or there is no tuner.
 
         Keys: ``dynamiccl/step_ms`` (ms under the current table), ``dynamiccl/tuned`` (1 while a table is kept),
         ``dynamiccl/gain`` (share of the step that it saves), ``dynamiccl/verdict`` (1 once the search has ended).
         Unknown figures are left out.
         """
-        if self.results is None or step % self.every:
+        # A training that begins anew in this process counts from 0 again.
+        if self.results is None or 0 <= step - self._last < self.every:
             return {}
+        self._last = step
         status = state(self.results)
         found: dict[str, Any] = {
             "step_ms": status["step_ms"],

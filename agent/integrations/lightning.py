@@ -21,14 +21,14 @@ class DynamicclCallback(lightning.Callback):  # type: ignore[misc]
 
     def __init__(self, every: int = 10) -> None:
         self.values = Values(every)
-        self._last = 0
 
     def on_train_batch_end(self, trainer: Any, *unused: Any) -> None:
         """Called by the trainer after each batch; with accumulation several batches make one optimizer step."""
         step = trainer.global_step
-        if step == self._last or not trainer.is_global_zero:
-            return
-        self._last = step
-        if values := self.values.at(step):
+
+        def send(values: dict[str, float]) -> None:
             for logger in trainer.loggers:
                 logger.log_metrics(values, step)
+
+        if trainer.is_global_zero:
+            self.values.log(step, send)

@@ -16,8 +16,11 @@ from ...traces.outside import parse_json
 ROOT = Path("runs/tune")
 #: Says where the memory is; one of OFF: nowhere.
 VARIABLE, OFF = "DYNAMICCL_MEMORY", ("", "off", "none")
-#: Files of a run that the next run in the same folder removes.
-RESULTS = ("job.log", "job.jsonl", "tuner.log", "summary.json", "table.json", "report.html")
+#: Files of a run that the next run in the same folder removes, as its trace.
+RESULTS = (
+    *("job.log", "job.jsonl", "tuner.log", "tuner.log.1"),
+    *("summary.json", "table.json", "report.html", "steps.json"),
+)
 #: Who runs in a folder holds it. It stays, and names the Slurm step.
 LOCK = "lock"
 #: First words of a file that stands in for a link, and the most bytes that such a file has.
@@ -159,9 +162,22 @@ def _is_anothers(out: Path, fd: int, is_given: bool) -> bool:
 
 
 def _clear(out: Path, fd: int) -> None:
-    """Remove an earlier run's results, and leave the Slurm step of this run in the lock. Raises OSError."""
+    """Remove an earlier run's results, and leave the Slurm step of this run in the lock. Raises OSError.
+
+    The trace too: until the new tuner writes one, if it ever does, it would tell of the earlier job as of this one.
+    """
     for name in RESULTS:
         (out / name).unlink(missing_ok=True)
+    trace = out / "trace"
+    if trace.is_dir():
+        from ...traces.header import (
+            files_of_trace,
+        )  # numpy: the job's start waits for it only where there is a trace
+
+        for path in files_of_trace(trace):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # files of others are in it
+            trace.rmdir()
     with contextlib.suppress(OSError):  # a full disk does not keep a job from starting
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{'.'.join(_slurm_step())}\n".encode(), 0)

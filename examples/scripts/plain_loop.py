@@ -13,8 +13,10 @@ from torch import nn
 
 steps = int(sys.argv[1]) if sys.argv[1:] else 400
 gpu = torch.cuda.is_available()
-dist.init_process_group("nccl" if gpu else "gloo")
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+if gpu:
+    torch.cuda.set_device(device)
+dist.init_process_group("nccl" if gpu else "gloo")
 torch.manual_seed(0)
 width = 4096 if gpu else 128
 blocks = [

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from dynamiccl.agent.daemon.launcher import _HURRIED_S
 from dynamiccl.agent.report.outputs import claim
 from dynamiccl.agent.report.runs import METRICS
 from paths import DATA, ROOT
@@ -79,12 +80,28 @@ def test_scripts_stay_short(script):
     assert len(script.read_text().splitlines()) <= 40
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=short)
+def test_each_rank_of_a_script_takes_its_own_gpu_first(script):
+    """Before: FSDP2 takes the current device, so all ranks of a node went to GPU 0."""
+    text = script.read_text()
+    if "dist.init_process_group(" in text:  # the other frameworks set the device themselves
+        assert 0 < text.find("torch.cuda.set_device(device)") < text.index("dist.init_process_group(")
+
+
 def test_the_batch_script_is_valid_shell_with_options_of_sbatch():
     script = EXAMPLES / "slurm" / "two_nodes.sbatch"
     assert subprocess.run(["bash", "-n", script], capture_output=True, check=False).returncode == 0
     options = re.findall(r"^#SBATCH --([a-z-]+)=\S+$", script.read_text(), re.M)
     known = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "signal", "output"}
     assert set(options) == known
+
+
+def test_the_signal_of_the_batch_script_leaves_time_for_a_checkpoint():
+    """Before: SIGUSR1 ended torchrun at once, and the ranks heard nothing."""
+    text = (EXAMPLES / "slurm" / "two_nodes.sbatch").read_text()
+    numbers = r"--signal=TERM@(\d+)$.*SHUTDOWN_TIMEOUT=(\d+)$.*--kill-after (\d+) -- \\$.*torchrun"
+    warned_s, waits_s, kills_s = map(int, re.search(numbers, text, re.M | re.S).groups())
+    assert 30 < waits_s < kills_s < warned_s - _HURRIED_S
 
 
 def test_the_batch_script_shows_the_run_that_tuned(tmp_path, monkeypatch):
@@ -125,7 +142,11 @@ def test_a_manifest_has_what_the_tuner_needs(name):
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
         assert set(mounts.values()) <= volumes.keys()
-        assert pod["terminationGracePeriodSeconds"] > 0
+        told = {one["name"]: one.get("value") for one in container["env"]}
+        waits_s = int(
+            told["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+        )  # torchrun for its ranks; then the tuner sums up
+        assert 30 < waits_s < pod["terminationGracePeriodSeconds"] - _HURRIED_S
         # A second start must not take the folder of the first: `tune` deletes what it finds in --out.
         (out,) = re.findall(r"--out (.+?) --", " ".join([*container["command"], *container["args"]]))
         unique = {"Never": "$(POD_NAME)", "OnFailure": "$(date "}
@@ -196,3 +217,5 @@ def test_the_image_is_built_from_a_wheel_and_starts_the_launcher():
     assert set(instructions) <= {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENTRYPOINT", "CMD"}
     (entry,) = re.findall(r"^ENTRYPOINT (.*)$", text, re.M)
     assert json.loads(entry) == ["dynamiccl", "tune", "--"]
+    # Before: an image with a newer C library compiled the plugin, and the jobs' image could not load it.
+    assert set(re.findall(r"^FROM (\S+)", text, re.M)) == {"${BASE}"}

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
-from dynamiccl.zero_workload.job import launch
+from dynamiccl.zero_workload.job import launch, train
+from dynamiccl.zero_workload.job.options import is_rank
 from job_log import read_log
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -22,6 +24,42 @@ SMALL = ["--layers", "2", "--width", "32", "--heads", "2", "--seq", "32", "--qui
 def job(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "dynamiccl.zero_workload", *SMALL, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **env})
+
+
+class Ranks:
+    """In place of the launcher's processes: keeps the environment of each, and all end well."""
+
+    made: ClassVar[list[Ranks]] = []
+
+    def __init__(
+        self, name: str, program: str, command: object, envs: dict[int, dict[str, str]], logs: object
+    ):
+        self.envs = envs
+        self.made.append(self)
+
+    def start(self) -> None: ...
+    def wait(self, period: float) -> None: ...
+    def close(self, death_sig: signal.Signals) -> None: ...
+
+
+@pytest.mark.parametrize("of_the_pod", [{}, {"RANK": "1", "WORLD_SIZE": "4"}])
+def test_the_job_starts_its_own_ranks_whatever_started_it(
+    monkeypatch: pytest.MonkeyPatch, of_the_pod: dict[str, str]
+) -> None:
+    """Before: as one of four in a pod whose operator sets RANK and WORLD_SIZE; and where torchrun had started the pod's
+    program nobody served the store of the ranks."""
+    monkeypatch.setattr(Ranks, "made", [])
+    monkeypatch.setattr(launch, "_Ranks", Ranks)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**of_the_pod, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    assert train.main([*SMALL, "--ranks", "3", "--hsdp", "3", "--stage", "3"]) == 0
+    (ranks,) = Ranks.made
+    for rank, env in ranks.envs.items():
+        seen = {**os.environ, **env}
+        assert (seen["RANK"], seen["WORLD_SIZE"]) == (str(rank), "3")
+        assert seen["TORCHELASTIC_USE_AGENT_STORE"] == "False" and is_rank(seen)
 
 
 @pytest.mark.slow

@@ -56,6 +56,7 @@ def launch(n_ranks: int, arguments: Sequence[str]) -> int:
     env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), LAUNCHER: str(os.getpid())}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     env |= {"WORLD_SIZE": str(n_ranks), "LOCAL_WORLD_SIZE": str(n_ranks)}
+    env["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # rank 0 serves the store, whatever started this process
     command = dict.fromkeys(range(n_ranks), ("-m", "dynamiccl.zero_workload", *arguments))
     envs = {rank: env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(n_ranks)}
     with tempfile.TemporaryDirectory(prefix="zero-workload-") as folder:

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -136,10 +136,18 @@ def _left(add: Callable[..., object]) -> None:
     add("--quiet", action="store_true", help="print nothing but errors")
 
 
+def is_rank(env: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process as a rank.
+
+    The variables of a pod or a node may name a RANK and a WORLD_SIZE too, but no LOCAL_RANK.
+    """
+    return {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= env.keys()
+
+
 def check(args: argparse.Namespace) -> None:
     """Complete the command line and say what is wrong with it before any process starts. Raises ValueError."""
     _check_device(args)
-    ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
+    ranks = int(os.environ["WORLD_SIZE"]) if is_rank(os.environ) else args.ranks
     require_fit(ranks, args.hsdp or 0, args.tensor_parallel)
     if args.hsdp and args.hsdp < ranks // args.tensor_parallel and args.stage < 2:
         raise ValueError(f"--hsdp replicates shards of gradients: take stage 2 or 3, not {args.stage}")

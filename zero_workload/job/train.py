@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..engine import Engine, zero
 from .launch import LAUNCHER, launch, report
 from .model import Transformer
-from .options import check, parser
+from .options import check, is_rank, parser
 from .parallel import groups
 from .recompute import Checkpoints
 from .tensor import cut_matrices
@@ -30,8 +30,7 @@ HELD_OUT_BATCHES = 4
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; returns the exit code: 0, 1 (it failed), 2 (bad input), 128 + signal."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    under_launcher = "WORLD_SIZE" in os.environ
-    rank = int(os.environ.get("RANK", "-1")) if under_launcher else -1
+    rank = int(os.environ["RANK"]) if is_rank(os.environ) else -1
     try:
         args = parser().parse_args(arguments)
         check(args)

@@ -7,14 +7,24 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 _CONTROL = "nvidia-cuda-mps-control"
 _PR_SET_PDEATHSIG = 1
-#: Seconds that MPS has to come up.
-_PATIENCE_S = 5.0
+#: Seconds that MPS has to come up, and that its first client has: a server starts for it.
+_PATIENCE_S, _CLIENT_S = 5.0, 15.0
+#: A client: it makes a context on a GPU.
+_CLIENT = """
+import ctypes, sys
+cuda = ctypes.CDLL("libcuda.so.1")
+device, context = ctypes.c_int(), ctypes.c_void_p()
+error = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0)
+error = error or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+sys.exit(f"CUDA error {error}" if error else 0)
+"""
 
 
 def with_parent() -> None:
@@ -25,7 +35,8 @@ def with_parent() -> None:
 class Mps:
     """Our own MPS in a private pipe folder, so that it meets no other; ``env`` is for the ranks.
 
-    It is ours to stop. Where the environment names an MPS already, that one is used and left alone.
+    It is ours to stop. Where the environment names an MPS already, that one is used and left alone. Ours is used only
+    if a client can connect: without MPS the check is slower, and with one that takes no clients it could not run.
     """
 
     def __init__(self, ranks_per_gpu: int) -> None:
@@ -57,11 +68,32 @@ class Mps:
         while time.monotonic() < end and self._server.poll() is None:
             if (self._folder / "control").exists():
                 self.env = {**folders, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": share}
-                self.state = "own"
-                return
+                fault = self._fault_of_a_client()
+                self.state = f"none: no client can use it ({fault})" if fault else "own"
+                break
             time.sleep(0.05)
-        self.state = f"none: it did not start within {_PATIENCE_S:.0f} s"
-        self.stop()
+        else:
+            self.state = f"none: it did not start within {_PATIENCE_S:.0f} s"
+        if self.state != "own":
+            self.stop()
+            self.env = {}
+
+    def _fault_of_a_client(self) -> str:
+        """Why a process cannot use our MPS; '' if it can."""
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", "-S", "-c", _CLIENT],
+                env={**os.environ, **self.env},
+                capture_output=True,
+                text=True,
+                timeout=_CLIENT_S,
+                check=False,
+                preexec_fn=with_parent,
+            )
+        except subprocess.TimeoutExpired:
+            return f"it hangs for {_CLIENT_S:.0f} s"
+        last = done.stderr.strip().rpartition("\n")[2]
+        return (last or f"status {done.returncode}") if done.returncode else ""
 
     def stop(self) -> None:
         """Stop the server that we started, and remove its folder."""

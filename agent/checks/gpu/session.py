@@ -37,8 +37,12 @@ class PartFailed(RuntimeError):
 
 
 def session_env(kind: str, machine: Machine, run: Path | None, base: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment of a session's ranks. ``run``: the run folder of a session with the tuner."""
+    """The whole environment of a session's ranks. ``run``: the run folder of a session with the tuner.
+
+    If torchrun started the check, its variables are not for these ranks: rank 0 serves their store, and not torchrun.
+    """
     env = {name: value for name, value in base.items() if not is_ours(name, value)}
+    env = {name: value for name, value in env.items() if not name.startswith("TORCHELASTIC_")}
     env |= machine.env()
     if machine.emulated:
         env["DYNAMICCL_BYTES_SCALE"] = "1"

@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -41,6 +42,14 @@ _LIBRARIES = {
 _NOWHERE = f"-ffile-prefix-map={HERE}=."
 #: Variables of these names count as not set where they are empty.
 _CLEARED = ("NCCL_", "DYNAMICCL_")
+#: Loads a library; the loader's words on stderr if it cannot be.
+_LOAD = """
+import ctypes, sys
+try:
+    ctypes.CDLL(sys.argv[1])
+except OSError as error:
+    sys.exit(str(error))
+"""
 _LONGEST = 254  # characters of a name or path that every release of NCCL takes whole
 
 
@@ -169,6 +178,22 @@ def plugin_path() -> Path:
 def needs_compiler() -> bool:
     """Whether the plugin has still to be compiled on this machine, or may have to be."""
     return not os.environ.get("DYNAMICCL_PLUGIN") and _installed(LIBRARY) is None
+
+
+def load_fault() -> str:
+    """Why the plugin that is there cannot be loaded on this machine, as the loader says; '' if it can be.
+
+    Also '' where it has still to be compiled. NCCL takes no notice of a plugin that it cannot load.
+    """
+    if needs_compiler():
+        return ""
+    # A child loads it: our own process stays as it is, also where the library is damaged.
+    command = [sys.executable, "-I", "-S", "-c", _LOAD, str(plugin_path())]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):  # nothing is known
+        return ""
+    return done.stderr.strip() or f"exit status {done.returncode}" if done.returncode else ""
 
 
 def configured() -> dict[str, str]:

@@ -57,7 +57,7 @@ class Probe:
             return
         try:
             if self._steps.stepped(optimizer):
-                self._step_ended()
+                self._step_ended(optimizer)
         except Exception as error:
             self._breaks(error)
 
@@ -66,7 +66,7 @@ class Probe:
         self._off = True
         say(f"probe off: {type(error).__name__}: {error}")
 
-    def _step_ended(self) -> None:
+    def _step_ended(self, optimizer: Any) -> None:
         world = _default_group()
         if self._torch is None and not self._begins(world):
             return
@@ -79,11 +79,11 @@ class Probe:
         elif world is None and not self._without_group and self._plugin is not None and self._plugin.tuners():
             self._without_group = True
             self._tell(AgreementState.SHUT, NotAgreeing.NO_GROUP())
-        self._record(now, world is None and self._is_beside())
+        self._record(now, optimizer, world is None and self._is_beside())
 
-    def _record(self, now: int, is_beside: bool) -> None:
+    def _record(self, now: int, optimizer: Any, is_beside: bool) -> None:
         if self._recorder is not None and not is_beside:
-            self._recorder.ended(self._rank, now)
+            self._recorder.ended(self._rank, now, optimizer)
 
     def _begins(self, world: Any) -> bool:
         """The first step. False in the child of a fork that trains with its parent's group: it is no rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import time
@@ -34,20 +35,25 @@ class Ended(NamedTuple):
 class CudaClock:
     """Step times from CUDA events at the boundaries, read when the GPU has passed them: no synchronisation."""
 
-    def __init__(self, cuda: Any, plugin: Plugin, sampling: Sampling) -> None:
-        self._cuda, self._plugin, self._sampling = cuda, plugin, sampling
+    def __init__(self, cuda: Any, device: int, plugin: Plugin, sampling: Sampling) -> None:
+        self._cuda, self._device, self._plugin, self._sampling = cuda, device, plugin, sampling
         self._marks: deque[tuple[Any, Ended | None]] = deque()
         self._free: list[Any] = []
 
     def mark(self, ended: Ended | None) -> None:
         """A boundary, and the step that ends with it."""
-        event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append((event, ended))
-        self.settle()
+        with self._cuda.device(self._device):
+            event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((event, ended))
+            self._settle()
 
     def settle(self) -> None:
         """Write the records of the steps whose ends the GPU has passed."""
+        with self._cuda.device(self._device):
+            self._settle()
+
+    def _settle(self) -> None:
         while len(self._marks) > 1 and self._marks[1][0].query():
             begin, _ = self._marks.popleft()
             end, ended = self._marks[0]
@@ -58,18 +64,36 @@ class CudaClock:
             self._free.append(begin)
 
 
+def device_of(optimizer: Any, cuda: Any) -> int | None:
+    """The GPU that a step of ``optimizer`` ends on; None: none is known. ``cuda`` is torch.cuda, initialised.
+
+    The current device need not be the rank's: programs that name their device may never set it. To touch device 0 then
+    makes each rank a context there, of hundreds of MB.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.is_cuda:
+                return int(parameter.device.index)
+    # The optimizer's part is on the host: the current device, if the process has tensors there. An allocator of the
+    # job's own may not say.
+    with contextlib.suppress(Exception):
+        current = int(cuda.current_device())
+        return current if cuda.memory_reserved(current) else None
+    return None
+
+
 #: Seconds between two looks at the GPU's memory: one takes some tens of microseconds.
 EVERY_S = 2.0
 
 
 class Memory:
-    """How full the current CUDA device's memory is, as the driver says; ``cuda`` is torch.cuda, initialised.
+    """How full a GPU's memory is, as the driver says; ``cuda`` is torch.cuda, initialised.
 
     It looks in the thread that calls: from another one it could break a graph's capture.
     """
 
-    def __init__(self, cuda: Any) -> None:
-        self._cuda = cuda
+    def __init__(self, cuda: Any, device: int) -> None:
+        self._cuda, self._device = cuda, device
         self._last, self._looked = (0, 0), float("-inf")
 
     def latest(self) -> tuple[int, int]:
@@ -81,7 +105,7 @@ class Memory:
         if now - self._looked > EVERY_S:
             self._looked = now
             try:
-                free, total = self._cuda.mem_get_info()
+                free, total = self._cuda.mem_get_info(self._device)
                 self._last = total - free, total
             except Exception:
                 self._last, self._looked = (0, 0), float("inf")
@@ -102,23 +126,30 @@ class StepRecorder:
         self._last_ns = 0
         self._works = True
 
-    def ended(self, rank: int, now: int) -> None:
-        """A step of ``rank`` has ended at ``now``, nanoseconds."""
+    def ended(self, rank: int, now: int, optimizer: Any) -> None:
+        """A step of ``rank`` has ended at ``now``, nanoseconds, with a step of ``optimizer``."""
         record = None
         if self._works:
             try:
+                self._find_gpu(optimizer)
                 record = self._record(rank, now)
             except Exception as error:
                 self._works = self._sampled = False
                 say(f"steps are no longer measured: {type(error).__name__}: {error}")
         self._plugin.boundary(record, self.step, self._sampled)
 
+    def _find_gpu(self, optimizer: Any) -> None:
+        """From the first step on whose GPU is known, that GPU's clock counts. The host's does until then."""
+        if self._clock is not None or not self._cuda.is_initialized():
+            return
+        device = device_of(optimizer, self._cuda)
+        if device is not None:
+            self._clock = CudaClock(self._cuda, device, self._plugin, self._sampling)
+            self._memory = Memory(self._cuda, device)
+            self._last_ns = 0
+
     def _record(self, rank: int, now: int) -> bytes | None:
         """The record of the step that has ended, None if it is not known (yet); decides on the next step."""
-        if self._clock is None and self._cuda.is_initialized():
-            self._clock = CudaClock(self._cuda, self._plugin, self._sampling)
-            self._memory = Memory(self._cuda)
-            self._last_ns = 0
         memory = self._memory.latest() if self._memory else (0, 0)
         record, end = None, self._plugin.ended()
         if self._last_ns:

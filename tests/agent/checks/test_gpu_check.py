@@ -259,13 +259,13 @@ def test_the_whole_script_ends_by_its_plan(tmp_path):
 
 @pytest.mark.slow
 def test_several_nodes_run_it_together(tmp_path):
-    """Two starts by torchrun's variables, one rank each: node 0 has the results, both the same parts."""
-    port = "23517"
+    """Two starts by torchrun, one rank each: node 0 has the results, both the same parts."""
     nodes = []
     for number in range(2):
-        where = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(number), "MASTER_PORT": port}
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+        torchrun += ["--node-rank", str(number), "--master-addr", "127.0.0.1", "--master-port", "23517"]
         command = [sys.executable, "-c", RUN, str(tmp_path / str(number)), str(Path(__file__).parent)]
-        nodes.append(subprocess.Popen(command, env=ENV | where | {"MASTER_ADDR": "127.0.0.1"}))
+        nodes.append(subprocess.Popen([*torchrun, "--no-python", *command], env=ENV))
     assert [node.wait(300) for node in nodes] == [0, 0]
     first, second = (Results.read(next((tmp_path / str(number)).glob("*"))) for number in range(2))
     assert first.run["ok"] and first.run["nodes"] == 2 and len(first.tables["steps"]) > 100

@@ -7,9 +7,10 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from dynamiccl.agent.checks.gpu import mps as mps_module
 from dynamiccl.agent.checks.gpu.machine import Machine, Nodes, network, placement
 from dynamiccl.agent.checks.gpu.mps import Mps
-from dynamiccl.agent.checks.gpu.session import rank_env
+from dynamiccl.agent.checks.gpu.session import rank_env, session_env
 from dynamiccl.envs.nccl.steps.nvml import Gpu, visible
 from paths import TOOLS
 
@@ -66,6 +67,13 @@ def test_nodes_are_read_from_torchruns_variables():
         Nodes.of({"WORLD_SIZE": "2"})
 
 
+def test_ranks_of_a_session_meet_at_a_store_of_their_own():
+    """Before: each rank was told that torchrun serves the store, so nobody served the one of the check."""
+    base = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7", "NCCL_NET": "z"}
+    env = session_env("none", Machine("a GPU", 1, "apart", {}), None, base)
+    assert env["NCCL_NET"] == "z" and not any(name.startswith("TORCHELASTIC_") for name in env)
+
+
 FAKE_MPS = """#!{python}
 import os, signal, sys, time
 folder = os.environ["CUDA_MPS_PIPE_DIRECTORY"]
@@ -78,12 +86,24 @@ log.write(f"told {{sys.stdin.read().strip()}} in {{folder}}\\n")
 """
 
 
-def test_mps_is_started_in_a_folder_of_its_own_and_stopped(tmp_path, monkeypatch):
+#: A client that finds the pipe of the stand-in.
+CLIENT = "import os; open(os.environ['CUDA_MPS_PIPE_DIRECTORY'] + '/control')"
+
+
+@pytest.fixture
+def mps_log(tmp_path, monkeypatch):
+    """MPS is installed, and clients can use it; returns the file of what it is told."""
     control, log = tmp_path / "nvidia-cuda-mps-control", tmp_path / "log"
     control.write_text(FAKE_MPS.format(python=sys.executable, log=str(log)))
     control.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "none"))
+    monkeypatch.setattr(mps_module, "_CLIENT", CLIENT)
+    return log
+
+
+def test_mps_is_started_in_a_folder_of_its_own_and_stopped(tmp_path, mps_log):
+    log = mps_log
     mps = Mps(2)
     folder = mps.env["CUDA_MPS_PIPE_DIRECTORY"]
     assert mps.state == "own" and mps.env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
@@ -96,6 +116,25 @@ def test_mps_is_started_in_a_folder_of_its_own_and_stopped(tmp_path, monkeypatch
     assert theirs.env == {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"} and "ran before" in theirs.state
     theirs.stop()
     assert len(log.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("client", "why"),
+    [
+        ("import sys; sys.exit('CUDA error 805')", "CUDA error 805"),
+        ("import time; time.sleep(60)", "it hangs for 0 s"),
+        ("import ctypes; ctypes.CDLL('no-such-library.so')", "OSError: no-such-library.so: cannot open"),
+    ],
+)
+def test_mps_is_left_where_no_client_can_use_it(mps_log, monkeypatch, client, why):
+    """Before: it was used once its pipe was there, and if no rank could connect nearly nothing was measured."""
+    monkeypatch.setattr(mps_module, "_CLIENT", client)
+    if "hangs" in why:
+        monkeypatch.setattr(mps_module, "_CLIENT_S", 0.2)
+    mps = Mps(4)
+    assert mps.env == {} and mps.state.startswith(f"none: no client can use it ({why}")
+    assert mps_log.read_text().splitlines()[-1].startswith("told quit in ")
+    mps.stop()
 
 
 def test_the_network_is_named_by_its_class_alone(tmp_path):

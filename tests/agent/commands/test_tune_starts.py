@@ -13,9 +13,11 @@ from cli_process import DYNAMICCL, ENV, run
 from command import invoke
 from dynamiccl.agent.daemon.request import Request
 from dynamiccl.agent.report.outputs import ROOT, begin, claim
+from dynamiccl.agent.report.runs import has_measured, state
 from dynamiccl.envs.live.locks import Busy, lock
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.sim.emulated.settings import Emulated
+from synthetic_trace import write_run
 
 
 @pytest.mark.parametrize(
@@ -231,6 +233,20 @@ def test_a_step_of_a_slurm_job_does_not_delete_another_steps_results(
         assert len(said) == 1 and said[0].endswith(f"those of this step go to {found}")
     else:
         assert (found, said) == (out, [])
+
+
+def test_a_folder_that_is_used_again_says_nothing_of_the_earlier_job(tmp_path, monkeypatch):
+    """Before: its trace stayed until the new tuner wrote one, and callbacks logged the old times into the new job."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    out, fresh = tmp_path / "x", tmp_path / "fresh"
+    write_run(out / "trace", search=4, final=6)
+    (out / "steps.json").write_text('{"step_ms": [123.4]}')
+    (out / "trace" / "notes.txt").write_text("of the user")
+    assert state(out)["step"] and state(out)["step_times_ms"] and has_measured(out)
+    for folder in (out, fresh):
+        os.close(begin(folder, pytest.fail)[1])
+    assert state(out) == state(fresh) | {"run": str(out)} and not has_measured(out)
+    assert [path.name for path in (out / "trace").iterdir()] == ["notes.txt"]
 
 
 def test_a_task_of_slurm_has_one_folder(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Callbacks in the real frameworks, and loggers with their real packages, offline."""
 
 import json
+import logging
 import math
 import os
 import re
@@ -37,7 +38,8 @@ def is_right(values):
 def test_values_are_those_of_the_run_every_so_many_steps(tuned):
     values = Values(every=5)
     assert values.results == tuned and is_right(values.at(5))
-    assert values.at(6) == {}
+    assert values.at(9) == {} and is_right(values.at(11))
+    assert is_right(values.at(1)), "a training that begins anew"
     with pytest.raises(ValueError, match="at least 1 step"):
         Values(every=0)
 
@@ -48,20 +50,64 @@ def test_without_a_tuner_nothing_is_logged(monkeypatch):
     assert Values(every=1).at(1) == {}
 
 
-def test_the_trainer_of_hugging_face_logs_them(tuned, tmp_path):
+def hugging_face(tmp_path, monkeypatch, **arguments):
+    """A trainer, what its reporters are told, and the steps at which it gathers the loss from all ranks."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    from dynamiccl.agent.integrations.huggingface import watch
+    told, gathered = [], []
+
+    class Reporter(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **more):
+            told.append(dict(logs))
 
     config = transformers.GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=16, n_positions=8)
     arguments = transformers.TrainingArguments(
-        str(tmp_path / "hf"), max_steps=4, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no"
+        str(tmp_path / "hf"),
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        per_device_train_batch_size=2,
+        **arguments,
     )
-    data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
-    trainer = transformers.Trainer(transformers.GPT2LMHeadModel(config), arguments, train_dataset=data)
+    data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 16
+    model = transformers.GPT2LMHeadModel(config)
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=data, eval_dataset=data, callbacks=[Reporter()]
+    )
+    gather = transformers.trainer.nested_gather
+
+    def nested_gather(*given, **more):
+        gathered.append(trainer.state.global_step)
+        return gather(*given, **more)
+
+    monkeypatch.setattr(transformers.trainer, "nested_gather", nested_gather)
+    return trainer, told, gathered
+
+
+def test_the_trainer_of_hugging_face_logs_them_with_its_loss(tuned, tmp_path, monkeypatch):
+    """Before: rank 0 skipped the log of the loss, with its all-gather, at steps where our figures were due."""
+    trainer, told, gathered = hugging_face(tmp_path, monkeypatch, max_steps=6, logging_steps=2)
+    from dynamiccl.agent.integrations.huggingface import watch
+
     watch(trainer, every=2)
+    watch(trainer, every=4)
     trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "dynamiccl/step_ms" in entry]
-    assert [entry["step"] for entry in logged] == [2, 4] and all(map(is_right, logged))
+    assert gathered == [2, 4, 6]
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in logged] == [2, 4, 6]
+    for entries in (logged, [entry for entry in told if "loss" in entry]):
+        assert ["dynamiccl/step_ms" in entry for entry in entries] == [False, True, False]
+        assert is_right(entries[1])
+
+
+def test_results_of_hugging_face_stay_as_they_are(tuned, tmp_path, monkeypatch):
+    """A search of hyperparameters sums what an evaluation returns."""
+    trainer, _, _ = hugging_face(tmp_path, monkeypatch, max_steps=2, logging_steps=1)
+    from dynamiccl.agent.integrations.huggingface import watch
+
+    watch(trainer, every=1)
+    found = trainer.train().metrics | trainer.evaluate()
+    assert "eval_loss" in found and not any(name.startswith("dynamiccl/") for name in found)
 
 
 def test_the_trainer_of_lightning_logs_them(tuned, tmp_path):
@@ -89,24 +135,36 @@ def test_the_trainer_of_lightning_logs_them(tuned, tmp_path):
     assert [step for step, _ in ours] == [2, 4] and all(is_right(values) for _, values in ours)
 
 
-def test_accelerate_logs_them(tuned, tmp_path):
+def accelerated():
+    """An accelerator with one tracker, and what is logged to it: pairs (step, values)."""
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     from accelerate.tracking import GeneralTracker
-    from dynamiccl.agent.integrations.accelerate import watch
 
     logged = []
 
     class Kept(GeneralTracker):
         name, requires_logging_directory, tracker = "kept", False, None
 
-        def store_init_configuration(self, values):
-            pass
-
         def log(self, values, step=None, **more):
             logged.append((step, values))
 
     accelerator = accelerate.Accelerator(cpu=True, log_with=[Kept()])
     accelerator.init_trackers("project")
+    return accelerator, logged
+
+
+def take_steps(number):
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for _ in range(number):
+        optimizer.step()
+
+
+def test_accelerate_logs_them(tuned):
+    accelerator, logged = accelerated()
+    from dynamiccl.agent.integrations.accelerate import watch
+
     watch(accelerator, every=2)
     model = torch.nn.Linear(2, 2)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -114,23 +172,69 @@ def test_accelerate_logs_them(tuned, tmp_path):
         accelerator.backward(model(torch.ones(1, 2)).sum())
         optimizer.step()
         optimizer.zero_grad()
+    accelerator.end_training()
     assert [step for step, _ in logged] == [2, 4] and all(is_right(values) for _, values in logged)
+
+
+def test_accelerate_logs_once_and_until_the_training_ends(tuned):
+    """Before: twice after a second call, and into trackers that had ended."""
+    accelerator, logged = accelerated()
+    from dynamiccl.agent.integrations.accelerate import watch
+
+    watch(accelerator, every=2)
+    watch(accelerator, every=3)
+    take_steps(4)
+    accelerator.end_training()
+    take_steps(4)
+    assert [step for step, _ in logged] == [3]
 
 
 def test_accelerate_leaves_the_step_of_wandb_to_the_job(tuned):
     """Before: W&B dropped what the job logged at steps below the one that we had logged last."""
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerator, _ = accelerated()
     from dynamiccl.agent.integrations.accelerate import watch
 
     logged = []
-    wandb = SimpleNamespace(name="wandb", log=lambda values, **how: logged.append((values, how)))
-    watch(SimpleNamespace(is_main_process=True, trackers=[wandb]), every=2)
-    parameter = torch.nn.Parameter(torch.ones(1))
-    parameter.grad = torch.ones(1)
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    for _ in range(4):
-        optimizer.step()
+    wandb = SimpleNamespace(
+        name="wandb", log=lambda values, **how: logged.append((values, how)), finish=lambda: None
+    )
+    accelerator.trackers = [wandb]
+    watch(accelerator, every=2)
+    take_steps(4)
+    accelerator.end_training()
     assert [how for _, how in logged] == [{"commit": False}] * 2 and is_right(logged[0][0])
+
+
+@pytest.fixture
+def said(monkeypatch, caplog):
+    """What the logger of dynamiccl says. A tuner that ran in this process keeps it from the root's handlers."""
+    monkeypatch.setattr(logging.getLogger("dynamiccl"), "propagate", True)
+    return caplog
+
+
+def test_a_tracker_that_fails_ends_no_job(tuned, said):
+    """Before: its error came out of ``optimizer.step()``."""
+    accelerator, _ = accelerated()
+    from dynamiccl.agent.integrations.accelerate import watch
+
+    calls = []
+
+    def fails(values, step):
+        calls.append(step)
+        raise ConnectionError("no server")
+
+    accelerator.trackers = [SimpleNamespace(name="mlflow", log=fails, finish=lambda: None)]
+    watch(accelerator, every=1)
+    take_steps(3)
+    accelerator.end_training()
+    assert calls == [1]
+    assert said.messages == ["the tuner's figures are no longer logged: ConnectionError: no server"]
+
+
+def test_a_damaged_run_folder_ends_no_job(tuned, said):
+    (tuned.parent / "run" / "request.json").write_text("{")
+    values = Values()
+    assert values.at(10) == {} and "is damaged" in said.text
 
 
 class Kept:

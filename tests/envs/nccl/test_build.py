@@ -28,6 +28,21 @@ def test_the_installed_plugin_is_taken_where_it_is_of_these_sources(tmp_path, mo
         build.plugin_path()
 
 
+def test_a_plugin_that_cannot_be_loaded_is_told_by_the_loader_s_words(tmp_path, monkeypatch):
+    """Before: "plugin built, no compiler needed", of one that needs a newer C library than the machine's."""
+    monkeypatch.delenv("DYNAMICCL_PLUGIN", raising=False)
+    monkeypatch.setattr(build, "INSTALLED", tmp_path)
+    cached = plugin_path()
+    assert build.load_fault() == "", "it is compiled at first use"
+    (tmp_path / f"{LIBRARY}.build").write_text(build.build_of())
+    (tmp_path / LIBRARY).write_bytes(b"of another machine")
+    assert build.load_fault().startswith(f"{tmp_path / LIBRARY}: ")
+    (tmp_path / LIBRARY).write_bytes(cached.read_bytes())
+    assert build.load_fault() == ""
+    monkeypatch.setenv("DYNAMICCL_PLUGIN", str(tmp_path / "gone.so"))
+    assert "gone.so" in build.load_fault()
+
+
 def test_a_linker_that_knows_no_optimization_of_the_whole_still_builds_the_plugin(tmp_path, monkeypatch):
     """clang without lld, say."""
     (cc := tmp_path / "cc").write_text(

@@ -123,6 +123,7 @@ SEEDED = {
     "ranks on a GPU": Facts(nccl=(2, 29, 7), n_gpus=1, ranks_per_node=2),
     "autoload": Facts({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
     "compiler": Facts(has_compiler=False),
+    "plugin": Facts(plugin_fault="version `GLIBC_2.38' not found"),
     "shared memory": Facts(n_gpus=8, shm_free=64 * 2**20),
     "switched off": Facts(switched_off="/etc/dynamiccl/off"),
     "fixed table": Facts({"DYNAMICCL_TABLE": "x", "DYNAMICCL_RUN": "/y"}),
@@ -213,6 +214,16 @@ def test_doctor_says_what_it_looked_at():
     assert told["variables"] == "NCCL_DEBUG" and told["traps"].endswith(" 1 here")
     assert {"PyTorch", "plugin"} < checked(Facts()).keys() and checked(Facts())["NCCL"].startswith("none")
     assert checked(Facts(has_compiler=False))["plugin"] == "no C compiler"
+
+
+def test_doctor_loads_the_plugin_that_is_there(tmp_path):
+    """Before: "plugin built, no compiler needed" and status 0, of a library that the machine's loader refuses."""
+    (broken := tmp_path / "broken.so").write_bytes(b"of another machine")
+    done = run("doctor", "--json", DYNAMICCL_PLUGIN=str(broken))
+    told = json.loads(done.stdout)
+    assert done.returncode == 1 and told["checked"]["plugin"] == "built, but cannot be loaded"
+    (found,) = (one for one in told["findings"] if one["name"] == "plugin")
+    assert str(broken) in found["what"]
 
 
 def test_doctor_reads_the_environment_and_the_configuration_file(tmp_path):
