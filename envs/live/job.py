@@ -207,11 +207,7 @@ class Job(Reader):
             cut = self._attempt(chosen, n_steps, discard, give_up_ms, one_of, counted)
             generation = self.generation
             if cut is None:
-                disobeyed = self.obedience.verdict(generation, self.assembler.comms)
-                durations = np.array([*counted.values()])
-                if chosen != self.confirmed and durations[-1] > give_up_ms:
-                    self.publish(self.confirmed)  # who asks may think for long before the next window
-                return Window(generation, np.array([*counted]), durations, disobeyed)
+                return self._whole(chosen, counted, give_up_ms)
             is_pause = cut.took_ms > 0
             pauses += is_pause
             is_barren = is_pause and len(counted) == before
@@ -225,6 +221,16 @@ class Job(Reader):
             if chosen and not self.rhythm.has_pauses:
                 counted.clear()
             self._say_again(counted, cut)
+
+    def _whole(self, chosen: Decisions, counted: dict[int, float], give_up_ms: float) -> Window:
+        """The window of steps that were counted. One that a too slow step has ended ends its table as well: who asked
+        for it may think for long before the next window."""
+        generation = self.generation
+        disobeyed = self.obedience.verdict(generation, self.assembler.comms)
+        durations_ms = np.array([*counted.values()])
+        if chosen != self.confirmed and durations_ms[-1] > give_up_ms:
+            self.publish(self.confirmed)
+        return Window(generation, np.array([*counted]), durations_ms, disobeyed)
 
     def _say_again(self, counted: dict[int, float], cut: Cut) -> None:
         """What becomes of a window that was cut short."""
