@@ -25,7 +25,7 @@ from ...envs.search.belief.effects import LOG_RANGE
 from ...envs.search.belief.prior import Prior
 from ...traces.files import Trace, TraceError
 from ...traces.importers.recording import read_recording, recording_files
-from ...traces.queries.exposed import exposed_parts_of
+from ...traces.queries.exposed import exposed_ms, exposed_parts_of
 from ...traces.records import Decision, Slot
 from ...traces.spaces import decision_of
 from ..report.terminal import terminal
@@ -173,6 +173,7 @@ class Advice:
         parts = [seen.get(slot, np.nan) for slot in self.tasks.slots]
         self.exposed = np.array(parts)
         tell(belief, self.exposed)
+        self.exposed_ms = exposed_ms(trace, default_generations(trace))
         self.gains = Gains(belief)
         self.configs = self.gains.best()
 
@@ -235,9 +236,8 @@ class Advice:
         p = self.tasks.profiles[i]
         alone = np.zeros(len(self.configs), int)
         alone[i] = self.configs[i]
-        bare = saves = None
-        if np.isfinite(self.exposed[i]):
-            bare = float(self.exposed[i]) * p.share
+        saves = None
+        bare_ms = self.exposed_ms.get(p.slot)
         if found and self.configs[i]:
             saves = _interval(*self.gains.interval(alone, LEVEL))
         slot = p.slot
@@ -252,7 +252,7 @@ class Advice:
             "timed_by": p.timed_by,
             "share": p.share,
             "advice": str(decision_of(self.configs[i])),
-            "exposed_share": bare,
+            "exposed_share": None if bare_ms is None else min(1.0, bare_ms / self.tasks.default_ms),
             "own": p.own,
             "saves": saves,
         }

@@ -60,7 +60,7 @@ def outside_the_offer(events: pd.DataFrame, offers: Mapping[tuple[int, str, int]
     tuned = tuned[(tuned["n_ranks"] > 0) & (tuned["asked"] > 0)]
     found = {}
     for key, group in tuned.groupby(["n_ranks", "n_nodes", "func", "size_class"]):
-        slot = _slot(key)
+        slot = slot_of(key)
         outside = Counter[str]()
         for kind, count in group.groupby(["comm_id", "asked", "algo", "proto"]).size().items():
             comm_id, asked, algo, proto = cast(tuple[int, int, str, str], kind)
@@ -117,7 +117,7 @@ def find_slots(
     channels = channels_of(tuned)
     profiles = []
     for key, everyone in tuned.groupby(["n_ranks", "n_nodes", "func", "size_class"]):
-        slot = _slot(key)
+        slot = slot_of(key)
         pid = _busiest(everyone)
         group = everyone[everyone["pid"] == pid]
         comm_id, n_bytes = _largest_message(group)
@@ -175,7 +175,8 @@ def _one(value: float) -> Array:
     return np.array([float(value)])
 
 
-def _slot(key: Any) -> Slot:
+def slot_of(key: Any) -> Slot:
+    """The slot of a group by ``n_ranks``, ``n_nodes``, ``func`` and ``size_class``."""
     n_ranks, n_nodes, func, klass = key
     return Slot(int(n_ranks), int(n_nodes), func, int(klass))
 
