@@ -29,7 +29,8 @@ def advise(
     ] = None,
     out: Annotated[Path | None, Option(help="Write the table to this file, for `dynamiccl apply`.")] = None,
     ranks_per_node: Annotated[
-        int | None, Option(help="Ranks per node. Default: from the recording, else the cluster.")
+        int | None,
+        Option(help="Ranks per node, where the recording does not say it. Default: the cluster's."),
     ] = None,
     json: Json = False,
 ) -> None:

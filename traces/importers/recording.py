@@ -16,6 +16,7 @@ from ..assemble import COMM_COLUMNS, COMPUTE_COLUMNS, OFFER_COLUMNS, empty, join
 from ..files import Trace, TraceError
 from .formats import KINETO, Format, detect, readable, refusal
 from .found import Found
+from .json_stream import many
 
 
 def recording_files(paths: list[Path]) -> list[Path]:
@@ -138,6 +139,8 @@ def _read(known: Format, files: list[Path], ranks_per_node: int | None) -> tuple
             raise TraceError(
                 f"{names}: {left_out.calls} calls of NCCL, and none says which collective it is: {found.gaps.calls}"
             )
+        if not found.events and found.outside:
+            raise TraceError(f"{names}: no step holds a call of NCCL: record whole steps")
         if not found.events:
             raise TraceError(f"{names}: no collective in it that NCCL runs, nothing to import")
         events = found.event_frame(ranks_per_node)
@@ -161,6 +164,7 @@ def _note_gaps(found: Found, events: pd.DataFrame) -> None:
             f"{left_out.calls} of {total} calls of NCCL{left_out.share()} do not say which collective they are, "
             f"and are left out: {found.gaps.calls}",
         )
+    found.notes += [text.format(many(n, "call")) for text, n in found.outside.items()]
     is_missing = {
         found.gaps.times: not events["start_ns"].notna().any(),
         found.gaps.compute: not found.computes,

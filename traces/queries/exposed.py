@@ -16,19 +16,21 @@ from .costs import of_whole_steps
 from .skew import covered_ns, exposed_ns
 from .slots import slot_of, with_sizes
 
+Frame = pd.DataFrame
+
 _KEYS = ["n_ranks", "n_nodes", "func", "size_class"]
 #: A slot is on the critical path if this part of its time is exposed, and that takes this part of the step.
 CRITICAL, CRITICAL_OF_STEP = 0.25, 0.01
 
 
-def bare_ns(events: pd.DataFrame, compute: pd.DataFrame, waits: pd.DataFrame) -> pd.Series[float]:
+def bare_ns(events: Frame, compute: Frame, waits: Frame) -> pd.Series[float]:
     """Of each event the ns in which it is exposed; NaN where the recording does not show it."""
     if len(compute):
         return exposed_ns(events, compute)
     return covered_ns(events, waits, "pid")
 
 
-def exposed_parts(events: pd.DataFrame, compute: pd.DataFrame, waits: pd.DataFrame) -> dict[Slot, float]:
+def exposed_parts(events: Frame, compute: Frame, waits: Frame) -> dict[Slot, float]:
     """Exposed part of the time of each slot, 0 to 1; empty if the recording does not show it.
 
     Args: events: those of default steps, EVENT_COLUMNS. compute: COMPUTE_COLUMNS. waits: WAIT_COLUMNS.
@@ -73,7 +75,7 @@ def exposed_ms(trace: Trace, generations: set[int]) -> dict[Slot, float]:
     return found
 
 
-def _tuned(events: pd.DataFrame, compute: pd.DataFrame, waits: pd.DataFrame) -> pd.DataFrame:
+def _tuned(events: Frame, compute: Frame, waits: Frame) -> Frame:
     """The calls of slots with ``bare``, the ns in which each is exposed."""
     bare = bare_ns(events, compute, waits)
     rows = with_sizes(events).assign(bare=bare)
@@ -83,7 +85,8 @@ def _tuned(events: pd.DataFrame, compute: pd.DataFrame, waits: pd.DataFrame) -> 
 
 def is_critical(exposed: float, share: float) -> bool:
     """Whether a slot is on the critical path. ``share``: its part of the step."""
-    return exposed >= CRITICAL and exposed * share >= CRITICAL_OF_STEP
+    of_step = exposed * share
+    return exposed >= CRITICAL and of_step >= CRITICAL_OF_STEP
 
 
 def exposed_text(exposed: float) -> str:
