@@ -19,7 +19,7 @@ from ...envs.nccl_model.arms import distinct
 from ...envs.nccl_model.clusters import Cluster, ClusterArrays
 from ...envs.replay.decisions import default_generations, load
 from ...envs.replay.predicted import cluster_of
-from ...envs.replay.recordings import named, of_size, on_cluster
+from ...envs.replay.recordings import cluster_in, named, of_size, on_cluster
 from ...envs.search.belief.belief import Belief
 from ...envs.search.belief.effects import LOG_RANGE
 from ...envs.search.belief.prior import Prior
@@ -160,10 +160,11 @@ class Advice:
         self.notes = [str(note) for note in notes]
         self.tasks = load(trace, min_share=0.0)
         first = self.tasks.slots[0]
-        given = cluster or cluster_of(trace, first.n_ranks, first.n_nodes)
+        named_there = cluster_in(trace.header)
+        given = cluster or named_there or cluster_of(trace, first.n_ranks, first.n_nodes)
         places = self._places(given)
         self.cluster = max(places, key=lambda place: place.n_ranks)
-        self.n_steps = int(trace.steps["index"].nunique())
+        self.n_steps = self.tasks.n_steps
         self._note_size(given)
         fingerprint = self.tasks.fingerprint
         arms = distinct(fingerprint, ClusterArrays.of(places).release)
@@ -268,6 +269,8 @@ class Advice:
     def _unknown(self) -> list[str]:
         """What the recording does not say, each once."""
         notes = list(self.notes)
+        for slot, ran in self.tasks.outside.items():
+            notes.append(f"what a table changes of {slot}: NCCL runs {ran} there, which no table reaches")
         if self.n_steps < LEAST_STEPS:
             notes.append(
                 f"what a table gains: {self.n_steps} steps are too few to say, {LEAST_STEPS} are needed"

@@ -19,6 +19,7 @@ from ...traces.header import plain
 from ...traces.queries.exposed import bare_ns
 from ...traces.queries.skew import busy_ns, covered_ns, merged
 from ...traces.queries.slots import with_sizes
+from ...traces.queries.steps import in_steps, without_first
 from ...traces.records import format_range
 
 #: Steps follow each other: with the lag-1 correlations measured in jobs (0.55 to 0.87) the standard error of a median
@@ -48,12 +49,12 @@ class Figures:
 
 def compare(before: Trace, after: Trace) -> dict[str, Any]:
     """Everything, for JSON and for people; unknown values are None. Raises TraceError where no rank is in both."""
-    ranks = set(before.events["rank"]) & set(after.events["rank"])
+    ranks = _ranks(before) & _ranks(after)
     if not ranks:
         raise TraceError(
             f"no rank is in both {before.folder} and {after.folder}: to advise on one recording give its files"
         )
-    rank = int(min(ranks))
+    rank = max(sorted(ranks), key=lambda rank: min(_n_steps(before, rank), _n_steps(after, rank)))
     old, new = figures(before, rank), figures(after, rank)
     change = _difference(old.step_ms, new.step_ms)
     noise = math.hypot(old.error_ms, new.error_ms)
@@ -78,15 +79,24 @@ def compare(before: Trace, after: Trace) -> dict[str, Any]:
     return found
 
 
+def _ranks(trace: Trace) -> set[int]:
+    """The ranks whose steps were recorded; without steps those of the calls, which may be ranks in a group."""
+    told = trace.events if trace.steps.empty else trace.steps
+    return set(map(int, told["rank"]))
+
+
+def _n_steps(trace: Trace, rank: int) -> int:
+    return int((trace.steps["rank"] == rank).sum())
+
+
 def figures(trace: Trace, rank: int) -> Figures:
     """What a recording says of a rank under NCCL's own choice."""
     default = default_generations(trace)
     steps = trace.steps[(trace.steps["rank"] == rank) & trace.steps["table_generation"].isin(default)]
-    events = trace.events[(trace.events["rank"] == rank) & trace.events["table_generation"].isin(default)]
-    if not is_imported(trace) and len(steps) > 1:
-        steps = steps[steps["index"] > steps["index"].min()]  # a job's first step holds its set-up
-    if len(steps):
-        events = events[events["step"].isin(steps["index"])]
+    events = trace.events[trace.events["table_generation"].isin(default)]
+    if not is_imported(trace):
+        steps = without_first(steps, "index")
+    events = in_steps(events, steps) if len(steps) else events[events["rank"] == rank]
     n_steps = len(steps)
     durations = steps["duration_ns"].to_numpy(float) / 1e6
     rows = with_sizes(events)
@@ -106,7 +116,7 @@ def figures(trace: Trace, rank: int) -> Figures:
 
 def _told_steps(trace: Trace, events: pd.DataFrame, n_steps: int) -> int:
     """How many steps told of their calls: of a long run's trace some steps stay whose events do not."""
-    return max(n_steps if is_imported(trace) else int(events["step"].nunique()), 1)
+    return max(n_steps if is_imported(trace) else len(events[["pid", "step"]].drop_duplicates()), 1)
 
 
 def _together(trace: Trace, rank: int, rows: pd.DataFrame, ms: float) -> tuple[float, float | None]:

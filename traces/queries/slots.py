@@ -118,7 +118,7 @@ def find_slots(
     profiles = []
     for key, everyone in tuned.groupby(["n_ranks", "n_nodes", "func", "size_class"]):
         slot = slot_of(key)
-        pid = _busiest(everyone)
+        pid = _busiest(everyone, n_steps)
         group = everyone[everyone["pid"] == pid]
         comm_id, n_bytes = _largest_message(group)
         offer = offers.get((comm_id, slot.func, n_bytes))
@@ -214,9 +214,11 @@ def channels_of(events: pd.DataFrame) -> dict[tuple[int, int], float]:
     return found
 
 
-def _busiest(events: pd.DataFrame) -> int:
-    """The process that these events move most bytes for; of equals the one of the lowest rank."""
+def _busiest(events: pd.DataFrame, n_steps: pd.Series[int]) -> int:
+    """The process that these events move most bytes a step for; of equals the one of the lowest rank. ``n_steps``: of
+    each process, which may have recorded fewer than another."""
     processes = events.groupby("pid")
     sums = processes.agg(n_bytes=("n_bytes", "sum"), rank=("rank", "min"))
+    sums["n_bytes"] /= n_steps[sums.index]
     sums = sums.sort_values(["n_bytes", "rank"], ascending=[False, True], kind="stable")
     return int(sums.index[0])
