@@ -24,7 +24,7 @@ from ...envs.search.belief.belief import Belief
 from ...envs.search.belief.effects import LOG_RANGE
 from ...envs.search.belief.prior import Prior
 from ...traces.files import Trace, TraceError
-from ...traces.importers.recording import read_recording, recording_files
+from ...traces.importers.recording import read_recording, recording_files, trace_folder
 from ...traces.queries.exposed import exposed_ms, exposed_parts_of
 from ...traces.records import Decision, Slot
 from ...traces.spaces import decision_of
@@ -39,7 +39,7 @@ LEVEL = 0.8
 UNSEEN = 0.01
 #: A tuning run is worth its price where the best table should save this part of the step.
 WORTH = 0.01
-#: Of fewer recorded steps no gain of a table is told.
+#: Of fewer recorded steps under NCCL's own choice no table is advised.
 LEAST_STEPS = 30
 #: A slot's gain below this part of the step is not worth a row; a loss above this is one.
 LEAST, LOSS = 0.001, 0.01
@@ -64,8 +64,10 @@ def read(
     c = named(cluster, nccl) if cluster else None
     if ranks_per_node is None and c is not None:
         ranks_per_node = c.gpus_per_node
-    sizes = [path.stat().st_size for path in recording_files(paths)]
-    total = sum(sizes)
+    total = 0
+    if not any(map(trace_folder, paths)):
+        files = recording_files(paths)
+        total = sum(file.stat().st_size for file in files)
     with terminal(stderr=True).status(f"reading {total / 1e6:,.0f} MB"):
         trace = read_recording(paths, ranks_per_node)
     if trace.steps.empty:
@@ -176,7 +178,10 @@ class Advice:
         tell(belief, self.exposed)
         self.exposed_ms = exposed_ms(trace, default_generations(trace))
         self.gains = Gains(belief)
-        self.configs = self.gains.best()
+        self.is_long = self.n_steps >= LEAST_STEPS
+        self.configs = np.zeros(len(arms), int)
+        if self.is_long:
+            self.configs = self.gains.best()
 
     def _places(self, given: Cluster) -> list[Cluster]:
         """The cluster in the size of each slot's communicator. Raises TraceError where one does not fit."""
@@ -206,7 +211,6 @@ class Advice:
         """Everything, for JSON and for people; unknown values are None."""
         header = self.trace.header
         found = bool(self.configs.any())
-        found &= self.n_steps >= LEAST_STEPS
         risk = self.gains.risk(self.configs) if found else None
         shares = sum(p.share for p in self.tasks.profiles)
         told = {
@@ -271,7 +275,7 @@ class Advice:
         notes = list(self.notes)
         for slot, ran in self.tasks.outside.items():
             notes.append(f"what a table changes of {slot}: NCCL runs {ran} there, which no table reaches")
-        if self.n_steps < LEAST_STEPS:
+        if not self.is_long:
             notes.append(
                 f"what a table gains: {self.n_steps} steps are too few to say, {LEAST_STEPS} are needed"
             )

@@ -62,6 +62,8 @@ def read_recording(paths: list[Path], ranks_per_node: int | None = None) -> Trac
     files, and where no collective is in them.
     """
     ours = [path for path in paths if trace_folder(path)]
+    if ours and len(paths) > 1:
+        raise TraceError(f"{ours[0]} is the folder of a run: give it alone, or two folders to compare them")
     if ours:
         return Trace.read(ours[0])
     if ranks_per_node is not None and ranks_per_node < 1:
