@@ -119,3 +119,17 @@ def test_numbers_of_steps_that_come_again_are_further_steps(tmp_path):
     trace = read_recording([path])
     assert trace.steps["index"].tolist() == [*range(made.N_STEPS)]
     assert trace.events.groupby("step").size().tolist() == [len(made.STEP)] * made.N_STEPS
+
+
+def test_symmetric_kernels_of_an_export_are_told_apart(tmp_path):
+    """NCCL asks no tuner about them, and their time is not that of an algorithm that it offers."""
+    path = made.nsys(tmp_path / "rank0.sqlite", ranks=(0,))
+    with closing(sqlite3.connect(path)) as base:
+        base.execute(
+            "UPDATE StringIds SET value = 'ncclSymkDevKernel_AllGather_LL' WHERE value LIKE 'ncclDevKernel%'"
+        )
+        base.commit()
+    trace = read_recording([path])
+    assert set(trace.events["algo"]) == {"symmetric"}
+    n = made.N_STEPS * len(made.STEP)
+    assert f"{n} calls ran symmetric kernels, which no table reaches" in trace.header["notes"]

@@ -156,4 +156,5 @@ def typical_step(trace: Trace, wanted: Collection[int]) -> int | None:
     best = sampled.index[sampled >= 0.9 * sampled.max()]
     durations = duration[duration.index.isin(best)]
     distance = (durations - durations.median()).abs()
-    return int(distance.idxmin())
+    nearest: Any = distance.idxmin()
+    return int(nearest)
