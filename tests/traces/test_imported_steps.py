@@ -61,6 +61,12 @@ def test_optimizers_that_step_in_turn_tell_no_steps(tmp_path):
     )
 
 
+def test_a_single_mark_of_an_optimizer_divides_nothing(tmp_path):
+    trace = read_recording([optimizers(tmp_path / "rank0.json", ends=(5000,), n_steps=1)])
+    assert trace.steps.empty and len(trace.events) == 1
+    assert not any("several optimizers" in note for note in trace.header["notes"])
+
+
 def without_marks(path, *steps):
     """The made export of Nsight Systems without the ranges of these steps."""
     made.nsys(path, ranks=(0,))

@@ -69,6 +69,7 @@ class _File:
         self.asked: dict[Any, _Span] = {}  # External id -> operator
         self.kernels: list[_Span] = []  # NCCL's
         self.compute = array("d")  # begin and duration of every other kernel, in turn
+        self.in_turn = False  # the optimizers' marks are of several, and tell no steps
         self.symmetric = 0  # kernels that NCCL runs without asking a tuner
         self.is_fsdp2 = False
         self.unsaid = 0  # operators that do not say which collective they ask for
@@ -134,7 +135,8 @@ class _File:
         if self.marks or not self.optimizers:
             return self.marks
         ends = min(map(self._step_ends, self.optimizers.values()), key=len)
-        if _at_two_distances(ends):
+        self.in_turn = _at_two_distances(ends)
+        if self.in_turn:
             return {}
         return {i: (begin, end - begin) for i, (begin, end) in enumerate(pairwise(ends), 1)}
 
@@ -190,7 +192,7 @@ def _read_one(file: Path, alone: bool, found: Found) -> None:
         found.notes.append(f"{file.name} does not say which rank it is of: taken to be rank 0")
     base = _whole(about.get("baseTimeNanoseconds")) or 0
     steps = seen.steps()
-    if seen.optimizers and not steps:
+    if seen.in_turn:
         found.notes.append(f"{file.name}: the marks of several optimizers do not tell its steps")
     marks = Marks((_ns(base, begin), _ns(0, lasts), index) for index, (begin, lasts) in steps.items())
     found.claim(file, rank, marks.steps)
