@@ -19,13 +19,13 @@ from ...envs.nccl_model.arms import distinct
 from ...envs.nccl_model.clusters import Cluster, ClusterArrays
 from ...envs.replay.decisions import default_generations, load
 from ...envs.replay.predicted import cluster_of
-from ...envs.replay.recordings import named, of_size, on_cluster
+from ...envs.replay.recordings import cluster_in, named, of_size, on_cluster
 from ...envs.search.belief.belief import Belief
 from ...envs.search.belief.effects import LOG_RANGE
 from ...envs.search.belief.prior import Prior
 from ...traces.files import Trace, TraceError
-from ...traces.importers.recording import read_recording, recording_files
-from ...traces.queries.exposed import exposed_parts_of
+from ...traces.importers.recording import read_recording, recording_files, trace_folder
+from ...traces.queries.exposed import exposed_ms, exposed_parts_of
 from ...traces.records import Decision, Slot
 from ...traces.spaces import decision_of
 from ..report.terminal import terminal
@@ -39,7 +39,7 @@ LEVEL = 0.8
 UNSEEN = 0.01
 #: A tuning run is worth its price where the best table should save this part of the step.
 WORTH = 0.01
-#: Of fewer recorded steps no gain of a table is told.
+#: Of fewer recorded steps under NCCL's own choice no table is advised.
 LEAST_STEPS = 30
 #: A slot's gain below this part of the step is not worth a row; a loss above this is one.
 LEAST, LOSS = 0.001, 0.01
@@ -64,8 +64,10 @@ def read(
     c = named(cluster, nccl) if cluster else None
     if ranks_per_node is None and c is not None:
         ranks_per_node = c.gpus_per_node
-    sizes = [path.stat().st_size for path in recording_files(paths)]
-    total = sum(sizes)
+    total = 0
+    if not any(map(trace_folder, paths)):
+        files = recording_files(paths)
+        total = sum(file.stat().st_size for file in files)
     with terminal(stderr=True).status(f"reading {total / 1e6:,.0f} MB"):
         trace = read_recording(paths, ranks_per_node)
     if trace.steps.empty:
@@ -160,10 +162,11 @@ class Advice:
         self.notes = [str(note) for note in notes]
         self.tasks = load(trace, min_share=0.0)
         first = self.tasks.slots[0]
-        given = cluster or cluster_of(trace, first.n_ranks, first.n_nodes)
+        named_there = cluster_in(trace.header)
+        given = cluster or named_there or cluster_of(trace, first.n_ranks, first.n_nodes)
         places = self._places(given)
         self.cluster = max(places, key=lambda place: place.n_ranks)
-        self.n_steps = int(trace.steps["index"].nunique())
+        self.n_steps = self.tasks.n_steps
         self._note_size(given)
         fingerprint = self.tasks.fingerprint
         arms = distinct(fingerprint, ClusterArrays.of(places).release)
@@ -173,8 +176,12 @@ class Advice:
         parts = [seen.get(slot, np.nan) for slot in self.tasks.slots]
         self.exposed = np.array(parts)
         tell(belief, self.exposed)
+        self.exposed_ms = exposed_ms(trace, default_generations(trace))
         self.gains = Gains(belief)
-        self.configs = self.gains.best()
+        self.is_long = self.n_steps >= LEAST_STEPS
+        self.configs = np.zeros(len(arms), int)
+        if self.is_long:
+            self.configs = self.gains.best()
 
     def _places(self, given: Cluster) -> list[Cluster]:
         """The cluster in the size of each slot's communicator. Raises TraceError where one does not fit."""
@@ -204,7 +211,6 @@ class Advice:
         """Everything, for JSON and for people; unknown values are None."""
         header = self.trace.header
         found = bool(self.configs.any())
-        found &= self.n_steps >= LEAST_STEPS
         risk = self.gains.risk(self.configs) if found else None
         shares = sum(p.share for p in self.tasks.profiles)
         told = {
@@ -235,9 +241,8 @@ class Advice:
         p = self.tasks.profiles[i]
         alone = np.zeros(len(self.configs), int)
         alone[i] = self.configs[i]
-        bare = saves = None
-        if np.isfinite(self.exposed[i]):
-            bare = float(self.exposed[i]) * p.share
+        saves = None
+        bare_ms = self.exposed_ms.get(p.slot)
         if found and self.configs[i]:
             saves = _interval(*self.gains.interval(alone, LEVEL))
         slot = p.slot
@@ -252,7 +257,7 @@ class Advice:
             "timed_by": p.timed_by,
             "share": p.share,
             "advice": str(decision_of(self.configs[i])),
-            "exposed_share": bare,
+            "exposed_share": None if bare_ms is None else min(1.0, bare_ms / self.tasks.default_ms),
             "own": p.own,
             "saves": saves,
         }
@@ -268,7 +273,9 @@ class Advice:
     def _unknown(self) -> list[str]:
         """What the recording does not say, each once."""
         notes = list(self.notes)
-        if self.n_steps < LEAST_STEPS:
+        for slot, ran in self.tasks.outside.items():
+            notes.append(f"what a table changes of {slot}: NCCL runs {ran} there, which no table reaches")
+        if not self.is_long:
             notes.append(
                 f"what a table gains: {self.n_steps} steps are too few to say, {LEAST_STEPS} are needed"
             )

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
 
-from ...envs.replay.decisions import default_generations
+from ...envs.replay.decisions import default_generations, is_imported
 from ...traces.files import Trace, TraceError
 from ...traces.header import plain
-from ...traces.queries.skew import busy_ns, exposed_ns
+from ...traces.queries.exposed import bare_ns
+from ...traces.queries.skew import busy_ns, covered_ns, merged
 from ...traces.queries.slots import with_sizes
+from ...traces.queries.steps import in_steps, without_first
 from ...traces.records import format_range
 
 #: Steps follow each other: with the lag-1 correlations measured in jobs (0.55 to 0.87) the standard error of a median
@@ -47,12 +49,12 @@ class Figures:
 
 def compare(before: Trace, after: Trace) -> dict[str, Any]:
     """Everything, for JSON and for people; unknown values are None. Raises TraceError where no rank is in both."""
-    ranks = set(before.events["rank"]) & set(after.events["rank"])
+    ranks = _ranks(before) & _ranks(after)
     if not ranks:
         raise TraceError(
             f"no rank is in both {before.folder} and {after.folder}: to advise on one recording give its files"
         )
-    rank = int(min(ranks))
+    rank = max(sorted(ranks), key=lambda rank: min(_n_steps(before, rank), _n_steps(after, rank)))
     old, new = figures(before, rank), figures(after, rank)
     change = _difference(old.step_ms, new.step_ms)
     noise = math.hypot(old.error_ms, new.error_ms)
@@ -77,32 +79,64 @@ def compare(before: Trace, after: Trace) -> dict[str, Any]:
     return found
 
 
+def _ranks(trace: Trace) -> set[int]:
+    """The ranks whose steps were recorded; without steps those of the calls, which may be ranks in a group."""
+    told = trace.events if trace.steps.empty else trace.steps
+    return set(map(int, told["rank"]))
+
+
+def _n_steps(trace: Trace, rank: int) -> int:
+    return int((trace.steps["rank"] == rank).sum())
+
+
 def figures(trace: Trace, rank: int) -> Figures:
     """What a recording says of a rank under NCCL's own choice."""
     default = default_generations(trace)
     steps = trace.steps[(trace.steps["rank"] == rank) & trace.steps["table_generation"].isin(default)]
-    events = trace.events[(trace.events["rank"] == rank) & trace.events["table_generation"].isin(default)]
-    if "source" not in trace.header and len(steps) > 1:
-        steps = steps[steps["index"] > steps["index"].min()]  # a job's first step holds its set-up
-    if len(steps):
-        events = events[events["step"].isin(steps["index"])]
+    events = trace.events[trace.events["table_generation"].isin(default)]
+    if not is_imported(trace):
+        steps = without_first(steps, "index")
+    events = in_steps(events, steps) if len(steps) else events[events["rank"] == rank]
     n_steps = len(steps)
     durations = steps["duration_ns"].to_numpy(float) / 1e6
     rows = with_sizes(events)
-    bare = exposed_ns(events, trace.compute)
-    per_step = max(n_steps, 1)
-    timed = bool(len(rows)) and bool(rows["us"].notna().any())
-    is_exposed = n_steps > 0 and bool(bare.notna().any())
-    compute = trace.compute[trace.compute["rank"] == rank]
+    slots = _slot_table(rows, _told_steps(trace, events, n_steps))
+    known = n_steps > 0 and bool(rows["us"].notna().any())
+    calls_ms, exposed_ms = _together(trace, rank, rows, float(slots["ms"].sum())) if known else (None, None)
     return Figures(
         step_ms=float(np.median(durations)) if n_steps else None,
         error_ms=_error(durations),
         n_steps=n_steps,
-        calls_ms=float(rows["us"].sum()) / 1e3 / per_step if timed and n_steps else None,
-        exposed_ms=float(bare.sum()) / 1e6 / per_step if is_exposed else None,
-        compute_ms=busy_ns(compute) / 1e6 / per_step if is_exposed else None,
-        slots=_slot_table(rows, per_step),
+        calls_ms=calls_ms,
+        exposed_ms=exposed_ms,
+        compute_ms=_compute_ms(trace, rank, steps),
+        slots=slots,
     )
+
+
+def _told_steps(trace: Trace, events: pd.DataFrame, n_steps: int) -> int:
+    """How many steps told of their calls: of a long run's trace some steps stay whose events do not."""
+    return max(n_steps if is_imported(trace) else len(events[["pid", "step"]].drop_duplicates()), 1)
+
+
+def _together(trace: Trace, rank: int, rows: pd.DataFrame, ms: float) -> tuple[float, float | None]:
+    """Ms a step in which calls run, without the wait for the last rank, and in which they run exposed (None: not
+    known). ``ms``: of all calls one after the other. What overlaps counts once; calls that were not timed are taken to
+    be like those that were."""
+    timed = rows[rows["us"].notna()]
+    per_step = ms / max(float(timed["us"].sum()) * 1e3, 1.0)
+    begins = timed["end_ns"] - (timed["us"] * 1e3).round().astype("int64")
+    calls_ms = busy_ns(timed.assign(start_ns=begins)) * per_step
+    parts = [merged(mine).assign(rank=rank, pid=cast(int, pid)) for pid, mine in timed.groupby("pid")]
+    exposed = bare_ns(pd.concat(parts, ignore_index=True), trace.compute, trace.waits)
+    return calls_ms, float(exposed.sum()) * per_step if exposed.notna().any() else None
+
+
+def _compute_ms(trace: Trace, rank: int, steps: pd.DataFrame) -> float | None:
+    """Ms a step in which other kernels run, within the steps; None where the recording does not show it."""
+    begins = steps["end_ns"] - steps["duration_ns"]
+    covered = covered_ns(merged(steps.assign(start_ns=begins)).assign(rank=rank), trace.compute, "rank")
+    return float(covered.sum()) / 1e6 / len(steps) if covered.notna().any() else None
 
 
 def _error(durations: Any) -> float:
@@ -113,12 +147,13 @@ def _error(durations: Any) -> float:
     return CORRELATED * 1.2533 * spread / math.sqrt(len(durations))
 
 
-def _slot_table(rows: pd.DataFrame, per_step: int) -> pd.DataFrame:
-    """By _KEYS: ``calls`` a step, ``us`` of a call in the median, ``ms`` a step."""
+def _slot_table(rows: pd.DataFrame, n_steps: int) -> pd.DataFrame:
+    """By _KEYS: ``calls`` a step, ``us`` of a call in the median, ``ms`` a step: its calls times their mean. Kernels
+    are timed in one step of several, so times are no sums over all steps."""
     slots = rows.groupby(_KEYS)
-    table = slots.agg(calls=("us", "size"), us=("us", "median"), ms=("us", "sum"))
-    table["calls"] /= per_step
-    table["ms"] = (table["ms"] / 1e3 / per_step).where(table["us"].notna())
+    table = slots.agg(calls=("us", "size"), us=("us", "median"), ms=("us", "mean"))
+    table["calls"] /= n_steps
+    table["ms"] *= table["calls"] / 1e3
     return table
 
 

@@ -42,7 +42,8 @@ def inventory(trace: Trace) -> dict[str, Any]:
 
 
 def _slot(key: Any, calls: pd.DataFrame) -> dict[str, Any]:
-    """What one slot's calls say; ``calls`` are those of one rank in the whole recording."""
+    """What one slot's calls say; ``calls`` are those of one process in the whole recording: a rank may be one of its
+    communicator, which another process has in another."""
     n_ranks, n_nodes, func, klass = key
     timed = calls[calls["us"].notna()]
     known = calls[calls["algo"] != "unknown"]
@@ -53,7 +54,7 @@ def _slot(key: Any, calls: pd.DataFrame) -> dict[str, Any]:
         "n_ranks": int(n_ranks),
         "n_nodes": int(n_nodes),
         "n_bytes": int(calls["n_bytes"].mode().iloc[0]),
-        "calls": len(calls) / calls["rank"].nunique(),
+        "calls": len(calls) / calls["pid"].nunique(),
         "call_us": float(timed["us"].median()) if len(timed) else None,
         "timed_by": label(timed["timed_by"]) if len(timed) else None,
         "own": str(choices.mode().iloc[0]) if len(choices) else None,

@@ -9,7 +9,7 @@ from typing import Any
 from rich import box
 
 from ..report.terminal import grid, wide_terminal
-from .advise import text
+from .advise import LEAST_STEPS, text
 from .alignment import Misaligned
 
 #: A slot of a smaller part of the step gets no row, unless something is advised for it.
@@ -28,7 +28,8 @@ def show_advice(a: dict[str, Any]) -> None:
     )
     slots = [slot for slot in a["slots"] if slot["share"] >= LEAST_SHARE or slot["advice"] != "auto"]
     heads = ("recorded", "calls", "one call", "of the step", "exposed", "NCCL's choice", "try", "should save")
-    _print_table(heads, [_advice_row(slot) for slot in slots], ("NCCL's choice", "try", "recorded"))
+    untold = "as it is" if a["steps"] >= LEAST_STEPS else "?"
+    _print_table(heads, [_advice_row(slot, untold) for slot in slots], ("NCCL's choice", "try", "recorded"))
     if a["gain"]:
         print(f"predicted: this table saves {text(a['gain'])} of the step ({a['level']:.0%} interval)")
         print(f"  it makes steps over 1 % longer with a probability of {a['risk']:.0%}")
@@ -70,11 +71,11 @@ def show_comparison(a: dict[str, Any]) -> None:
     _print_list("not known, or assumed", a["unknown"])
 
 
-def _advice_row(slot: dict[str, Any]) -> list[Any]:
-    """A slot's row."""
+def _advice_row(slot: dict[str, Any], untold: str) -> list[Any]:
+    """A slot's row; ``untold``: what to say where nothing is advised."""
     exposed = "?" if slot["exposed_share"] is None else f"{slot['exposed_share']:.1%}"
     figures = [f"{slot['calls']:.0f}", _ms(slot["call_us"]), f"{slot['share']:.1%}", exposed]
-    advice = "as it is" if slot["advice"] == "auto" else slot["advice"]
+    advice = untold if slot["advice"] == "auto" else slot["advice"]
     saves = "" if slot["saves"] is None else text(slot["saves"])
     return [slot["slot"], *figures, slot["own"], advice, saves]
 

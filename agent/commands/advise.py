@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,9 +28,15 @@ def advise(
     nccl: Annotated[
         str | None, Option(help="NCCL release, e.g. 2.28.9. Default: from the recording, else the cluster.")
     ] = None,
-    out: Annotated[Path | None, Option(help="Write the table to this file, for `dynamiccl apply`.")] = None,
+    out: Annotated[
+        Path | None,
+        Option(
+            help="Write the table to this file, for `dynamiccl apply`. A line says if there is none to write."
+        ),
+    ] = None,
     ranks_per_node: Annotated[
-        int | None, Option(help="Ranks per node. Default: from the recording, else the cluster.")
+        int | None,
+        Option(help="Ranks per node, where the recording does not say it. Default: the cluster's."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -37,7 +44,7 @@ def advise(
 
     All gains are predictions. They come from the model that a search starts with, before it has measured anything.
     In simulated jobs about 8 of 10 intervals contain the true gain; nobody has checked this on GPUs. Below 30 recorded
-    steps no gain of a table is predicted. The columns "of the step" and "exposed" are measured. For a finished run of
+    default steps no table is advised. The columns "of the step" and "exposed" are measured. For a finished run of
     `dynamiccl tune` you see the measured verdict instead.
 
     One file is enough. docs/your-job.md lists the presets of --cluster. It says how to record a profile, and what each
@@ -73,6 +80,7 @@ def advise(
 
             before, after = (read_recording([path], ranks_per_node) for path in recording)
             _tell(compare(before, after), json, show_comparison)
+            _no_table(out, "two recordings are compared")
             return
         _advise_on_one(recording, cluster, nccl, out, ranks_per_node, json)
 
@@ -98,9 +106,11 @@ def _advise_on_one(
     measured = RunSummary.read(trace.folder, trace.folder.parent)
     if measured.speedup is not None:
         _tell_measured(measured, json)
+        _no_table(out, "the run has measured tables itself")
         return
     if trace.steps.empty and "source" in trace.header:
         _tell(inventory(trace), json, show_inventory)
+        _no_table(out, "the recording has no steps")
         return
     place = named(cluster, nccl, trace.header.get("nccl")) if cluster else None
     advice = Advice(trace, place)
@@ -109,6 +119,20 @@ def _advise_on_one(
         out.write_text(to_json(Table.of(1, advice.decisions)))
         told["table"] = str(out)
     _tell(told, json, show_advice)
+    if not advice.decisions:
+        few = f"{advice.n_steps} steps are too few to say what to try"
+        _no_table(out, "nothing to try" if advice.is_long else few)
+
+
+def _no_table(out: Path | None, why: str) -> None:
+    """Say that the file of ``--out`` was not written. Where there is one already the command fails: `apply` would take
+    its table for this job's."""
+    if out is None:
+        return
+    before = "; the file that is there is not of this recording" if out.exists() else ""
+    print(f"no table written to {out}: {why}{before}", file=sys.stderr)
+    if before:
+        raise SystemExit(1)
 
 
 def _tell(told: dict[str, Any], json: bool, show: Callable[[dict[str, Any]], None]) -> None:

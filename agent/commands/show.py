@@ -103,16 +103,18 @@ def _slot(cost: dict[Any, Any], rules: frozenset[tuple[str, int, int, str]]) -> 
 
 
 def _steps(steps: pd.DataFrame) -> dict[str, Any]:
-    """Returns number, range and median time of the optimizer steps."""
+    """Returns number, range and median time of the optimizer steps, of one rank."""
+    from ...traces.queries.steps import of_one_rank
+
     if steps.empty:
         return {"n": 0}
-    first = steps[steps["rank"] == steps["rank"].min()]
+    mine = of_one_rank(steps)
     return {
-        "n": len(first),
-        "first": int(first["index"].min()),
-        "last": int(first["index"].max()),
+        "n": len(mine),
+        "first": int(mine["index"].min()),
+        "last": int(mine["index"].max()),
         "ranks": int(steps["rank"].nunique()),
-        "median_ms": float(first["duration_ns"].median()) / 1e6,
+        "median_ms": float(mine["duration_ns"].median()) / 1e6,
         "memory_pressure": _pressure(steps),
     }
 

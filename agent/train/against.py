@@ -54,17 +54,23 @@ class AgainstBaseline(gym.Wrapper[Array, np.int64, Array, np.int64]):
         """A turn. With the last one the baseline plays its episode, and the difference is paid."""
         observation, reward, ended, cut, info = self.env.step(action)
         self.own += float(reward)
-        if not (ended or cut):
-            return observation, 0.0, ended, cut, info
-        is_done, steps = self._baseline_plays()
-        at = max(steps, info["steps"])
-        if ended:
-            self.own += self.own_env.settle(at)
+        paid = 0.0
+        if ended or cut:
+            steps = info["steps"]
+            paid = self._paid(steps, ended)
+        return observation, paid, ended, cut, info
+
+    def _paid(self, steps: int, is_done: bool) -> float:
+        """For an episode of the policy that has taken so many steps; ``is_done``: it is to be settled."""
+        is_baseline_done, its_steps = self._baseline_plays()
+        at = max(steps, its_steps)
         if is_done:
+            self.own += self.own_env.settle(at)
+        if is_baseline_done:
             self.earned += self.beside.settle(at)
         beyond = self.own - self.earned
-        paid = float(np.clip(beyond, -self.most, self.most))
-        return observation, paid, ended, cut, info
+        at_least = max(beyond, -self.most)
+        return min(at_least, self.most)
 
     def _baseline_plays(self) -> tuple[bool, int]:
         """The baseline's episode, until it is to be settled: whether it is, and its steps."""

@@ -271,14 +271,29 @@ def _read(path: Path) -> Cluster:
 def resize(c: Cluster, n_nodes: int | None = None, nccl: str | None = None) -> Cluster:
     """The same kind of cluster with another number of nodes or another NCCL release.
 
-    A one-node preset grown to several nodes takes the graphs of its kind's two-node preset, where there is one.
+    A one-node preset grown to several nodes takes the graphs of its kind's two-node preset, where there is one. The
+    cluster of a file keeps its own, whatever its name.
     """
     if n_nodes is not None and n_nodes != c.n_nodes:
-        kind, _, _ = c.name.rpartition("-")
-        pair = f"{kind}-{'1' if n_nodes == 1 else '2'}x{c.gpus_per_node}"
-        base = cluster(pair) if pair in _tables() and (n_nodes == 1) != (c.n_nodes == 1) else c
+        kind = c.name.removesuffix(f"-{c.n_nodes}x{c.gpus_per_node}")
+        pair = _of_kind(kind, n_nodes, c.gpus_per_node)
+        is_other = (n_nodes == 1) != (c.n_nodes == 1)
+        base = cluster(pair) if is_other and pair in _tables() and _is_preset(c, kind) else c
         c = replace(base, n_nodes=n_nodes, nccl=c.nccl, name=f"{kind}-{n_nodes}x{c.gpus_per_node}")
     return replace(c, nccl=nccl) if nccl is not None else c
+
+
+def _of_kind(kind: str, n_nodes: int, per_node: int) -> str:
+    """Name of the preset of a kind whose graphs hold for so many nodes."""
+    return f"{kind}-{'1' if n_nodes == 1 else '2'}x{per_node}"
+
+
+def _is_preset(c: Cluster, kind: str) -> bool:
+    """Whether a cluster is the preset of its name, or one of its kind in another size; the release may be any."""
+    for name in (c.name, _of_kind(kind, c.n_nodes, c.gpus_per_node)):
+        if name in _tables() and replace(cluster(name), name=c.name, n_nodes=c.n_nodes, nccl=c.nccl) == c:
+            return True
+    return False
 
 
 def find(name: str, n_nodes: int | None = None) -> Cluster:

@@ -19,9 +19,11 @@ from ...traces.assemble import Offer
 from ...traces.files import Trace, TraceError
 from ...traces.fingerprint import Fingerprint
 from ...traces.queries.costs import of_whole_steps
-from ...traces.queries.slots import SlotProfile, channels_of, find_slots
+from ...traces.queries.slots import SlotProfile, channels_of, find_slots, outside_the_offer
+from ...traces.queries.steps import in_steps, of_one_rank, without_first
 from ...traces.records import MIXED, N_ALGOS, N_PROTOS, TUNED_FUNCS, Slot, decision_from
-from .predicted import Times, predict
+from .predicted import Times, cluster_of, predict
+from .recordings import is_placed
 
 Array = np.ndarray[Any, Any]
 
@@ -42,6 +44,8 @@ class Recorded:
     measured: Array  # (n, N_CONFIGS) bool: from windows of the trace
     share: Array  # (n,)
     default_ms: float
+    n_steps: int  # of the default, that default_ms is of
+    outside: dict[Slot, str]  # slots that no table reaches -> what NCCL runs there
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -61,7 +65,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class SteadyWindow:
-    """Consecutive steps of one table: rank 0's durations in ms, the first step left out."""
+    """Consecutive steps of one table: one rank's durations in ms, the first step left out."""
 
     generation: int
     ms: float
@@ -71,14 +75,13 @@ class SteadyWindow:
 def load(trace: Trace, min_share: float = 0.01) -> Recorded:
     """The tasks of a trace. Raises TraceError when it holds no steps or no slot that a tuner can reach."""
     windows = windows_of(trace)
-    durations_ms = [w.ms for w in default_windows(trace)]
-    default_ms = float(np.median(durations_ms))
+    by_default = default_windows(trace)
+    default_ms = float(np.median([w.ms for w in by_default]))
     step_us = default_ms * 1e3
     events = trace.events
     if not is_imported(trace):
-        first = events["step"].min()
-        events = events[events["step"] > first]
-    profiles = _profiles(trace, events, default_ms, min_share)
+        events = without_first(events, "step")
+    profiles, outside = _profiles(trace, events, default_ms, min_share)
     effects = _effects(windows, trace.tables, profiles)
     share = np.array([p.share for p in profiles])
     actions = [spaces.action_mask(p.fingerprint) for p in profiles]
@@ -97,12 +100,17 @@ def load(trace: Trace, min_share: float = 0.01) -> Recorded:
         truth[i, 0] = 0.0
         seen = [config for config in configs if may_run[config]]
         measured[i, seen] = True
-    return Recorded(profiles, truth, measured, share, default_ms)
+    n_steps = sum(w.n_steps for w in by_default)
+    return Recorded(profiles, truth, measured, share, default_ms, n_steps, outside)
 
 
-def _profiles(trace: Trace, events: pd.DataFrame, default_ms: float, min_share: float) -> list[SlotProfile]:
-    """The slots under NCCL's own choice. Raises TraceError where there is none."""
-    quiet = of_whole_steps(events, default_generations(trace))
+def _profiles(
+    trace: Trace, events: pd.DataFrame, default_ms: float, min_share: float
+) -> tuple[list[SlotProfile], dict[Slot, str]]:
+    """The slots under NCCL's own choice that a table reaches, and the others with what NCCL runs there. Raises
+    TraceError where there is none of the first."""
+    whole = in_steps(events, trace.steps)
+    quiet = of_whole_steps(whole, default_generations(trace))
     steps = trace.steps
     known = steps[steps["memory_total"] > 0]
     pressure = 0.0
@@ -110,7 +118,9 @@ def _profiles(trace: Trace, events: pd.DataFrame, default_ms: float, min_share: 
         used = known["memory_used"] / known["memory_total"]
         pressure = float(used.mean())
     offers = offers_of(trace)
-    every = find_slots(quiet, offers, default_ms * 1e3, pressure)
+    outside = outside_the_offer(quiet, offers)
+    found = find_slots(quiet, offers, default_ms * 1e3, pressure)
+    every = [p for p in found if p.slot not in outside]
     profiles = [p for p in every if p.share >= min_share]
     if not profiles:
         n = int(events["func"].isin(TUNED_FUNCS).sum())
@@ -120,17 +130,23 @@ def _profiles(trace: Trace, events: pd.DataFrame, default_ms: float, min_share: 
                 f"{trace.folder} holds {n} calls to tune, but not what NCCL offers for them: {cure}"
             )
         small = f"; the largest takes {every[0].share:.2%} of the step" if every else ""
+        runs = f"; NCCL runs {next(iter(outside.values()))} for {next(iter(outside))}" if outside else ""
         raise TraceError(
-            f"{trace.folder} holds no all_gather or reduce_scatter that a tuner can reach{small}"
+            f"{trace.folder} holds no all_gather or reduce_scatter that a tuner can reach{small}{runs}"
         )
     most = channels_of(events)  # tables may have asked for more than NCCL's own choice
-    # Of an imported recording the cluster says how many there are.
-    told = float(trace.header.get("comm_channels") or 0)
     for p in profiles:
-        sizes = p.slot.n_ranks, p.slot.n_nodes
-        n_channels = max(most[sizes], told)
+        n_channels = max(most[p.slot.n_ranks, p.slot.n_nodes], _told_channels(trace, p.slot))
         p.fingerprint.comm_channels = np.array([n_channels])
-    return profiles
+    return profiles, outside
+
+
+def _told_channels(trace: Trace, slot: Slot) -> float:
+    """How many channels a slot's communicators have as the cluster says that another tool's recording was placed on; 0
+    of other recordings, which show it."""
+    if not is_placed(trace):
+        return 0.0
+    return float(cluster_of(trace, slot.n_ranks, slot.n_nodes).comm_channels)
 
 
 def is_imported(trace: Trace) -> bool:
@@ -154,19 +170,16 @@ def default_windows(trace: Trace) -> list[SteadyWindow]:
 
 def windows_of(trace: Trace) -> list[SteadyWindow]:
     """All windows in order. Raises TraceError when there are none."""
-    steps = trace.steps
-    if not len(steps):
+    if not len(trace.steps):
         raise TraceError(f"{trace.folder} holds no steps: record a run with at least a few optimizer steps")
-    first_rank = steps["rank"].min()
-    steps = steps[steps["rank"] == first_rank].sort_values("index")
+    steps = of_one_rank(trace.steps)
     imported = is_imported(trace)
     if not imported:
-        first = steps["index"].min()
-        steps = steps[steps["index"] > first]  # the job's first step holds its set-up
+        steps = without_first(steps, "index")
     found = []
     steps = steps[steps["table_generation"] != MIXED]
-    table = steps["table_generation"]
-    is_change = table != table.shift()
+    state = steps[["table_generation", "pid"]]
+    is_change = (state != state.shift()).any(axis=1)
     for _, group in steps.groupby(is_change.cumsum()):
         durations_ns = group["duration_ns"].to_numpy()
         if not imported:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ..nccl_model.clusters import Cluster, ClusterArrays
 from ..sim.fabric.fabric import Fabric
 from ..sim.fabric.params import nominal
 from .measured import Measured
+from .recordings import cluster_in, of_size
 
 Array = np.ndarray[Any, Any]
 
@@ -131,18 +133,19 @@ def _sampled(events: pd.DataFrame) -> pd.DataFrame:
 
 
 def cluster_of(trace: Trace, n_ranks: int, n_nodes: int) -> Cluster:
-    """The header's preset where it names one, else an H100-like cluster of that shape."""
-    try:
-        return clusters.cluster(str(trace.header["cluster"]))
-    except (KeyError, ValueError):
-        nodes = max(n_nodes, 1)
-        per_node = max(n_ranks // nodes, 1)
-        kind = f"dgx-h100-{'1' if n_nodes == 1 else '2'}x8"
-        if per_node == 1:
-            kind = "one-gpu-per-node-8x1"
-        fewest = 2 if n_nodes <= 1 else 1
-        like = {"like": kind, "n_nodes": nodes, "gpus_per_node": max(per_node, fewest)}
-        return clusters.from_mapping("trace", like)
+    """The cluster that the header names in the size of a communicator, else an H100-like one of that shape."""
+    named = cluster_in(trace.header)
+    if named is not None:
+        with contextlib.suppress(ValueError):
+            return of_size(named, n_ranks, n_nodes)
+    nodes = max(n_nodes, 1)
+    per_node = max(n_ranks // nodes, 1)
+    kind = f"dgx-h100-{'1' if n_nodes == 1 else '2'}x8"
+    if per_node == 1:
+        kind = "one-gpu-per-node-8x1"
+    fewest = 2 if n_nodes <= 1 else 1
+    like = {"like": kind, "n_nodes": nodes, "gpus_per_node": max(per_node, fewest)}
+    return clusters.from_mapping("trace", like)
 
 
 def predict(

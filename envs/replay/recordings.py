@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import pandas as pd
 
 from ...traces.assemble import EVENT_COLUMNS, OFFER_COLUMNS, complete
 from ...traces.files import Trace, TraceError
-from ...traces.records import PAIRS, TUNED_FUNCS
+from ...traces.records import TUNED_FUNCS
 from ..nccl_model import clusters, cost_model
 from ..nccl_model.clusters import Cluster
+
+#: Key of a header for all that is known of its cluster: a file that described it may be gone, and so is ``--nccl``.
+_VALUES = "cluster_values"
 
 
 def named(text: str, nccl: str | None = None, recorded: Any = None) -> Cluster:
@@ -46,6 +50,22 @@ def of_size(c: Cluster, n_ranks: int, n_nodes: int = 0) -> Cluster:
     return replace(grown, gpus_per_node=per_node, name=f"{c.name}[{n_ranks} ranks on {n_nodes} nodes]")
 
 
+def is_placed(trace: Trace) -> bool:
+    """The recording was placed on a cluster by :func:`on_cluster`."""
+    return _VALUES in trace.header
+
+
+def cluster_in(header: Mapping[str, Any]) -> Cluster | None:
+    """The cluster that a header names: the one that :func:`on_cluster` kept in it, else the preset; None: neither."""
+    name = str(header.get("cluster"))
+    try:
+        if _VALUES in header:
+            return clusters.from_mapping(name, header[_VALUES])
+        return clusters.cluster(name)
+    except ValueError:
+        return None
+
+
 def on_cluster(trace: Trace, c: Cluster) -> Trace:
     """``trace`` with NCCL's offers for every message, by the cost model of ``c``, unless it holds offers already.
 
@@ -59,7 +79,7 @@ def on_cluster(trace: Trace, c: Cluster) -> Trace:
         _modelled(trace.events, c, notes), "left", ["n_ranks", "n_nodes", "func", "n_bytes"]
     )
     placed, priced = events["ranks"].notna(), events["model_algo"].notna()
-    unknown = priced & ~events["algo"].isin([algo for algo, _ in PAIRS])
+    unknown = priced & (events["algo"] == "unknown")
     no_count = priced & (events["n_channels"] == 0)
     for rows, names in (
         (placed, {"n_ranks": "ranks", "n_nodes": "nodes"}),
@@ -79,8 +99,8 @@ def on_cluster(trace: Trace, c: Cluster) -> Trace:
     header = {
         **trace.header,
         "cluster": c.name,
+        _VALUES: {key: value for key, value in asdict(c).items() if key != "name"},
         "nccl_model": c.nccl,
-        "comm_channels": c.comm_channels,
         "notes": notes,
     }
     return replace(

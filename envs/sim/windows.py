@@ -121,11 +121,13 @@ class SimWindows:
         self.waited, waited_us = self._wait(is_new)
         most = longest(counted)
         arms = turns.arms(most)
-        limit_us = np.full((n, most), np.inf)
+        shape = n, most
+        limit_us = np.full(shape, np.inf)
         for row, plan in zip(rows, plans, strict=True):
             is_own = arms[row] == 1
             is_own[: plan.discard] = False
-            limit_us[row, is_own] = 1e3 * plan.limit_ms
+            own_us = 1e3 * plan.limit_ms
+            limit_us[row, is_own] = own_us
         steps_us, calls_us = self.jobs.window(configs, counted, self.rng, few, turns, limit_us)
         self.running = after
         self.few = few
@@ -148,7 +150,9 @@ class SimWindows:
             ran = arms[row, is_taken]
             taken = len(step_ms)
             last = taken - 1
-            is_cut = bool(step_us[last] > limit_us[row, last])
+            last_us = step_us[last]
+            most_us = limit_us[row, last]
+            is_cut = bool(last_us > most_us)
             n_slots = len(plan.configs)
             call_us = calls_us[row, :n_slots].copy()
             seen = self._told_of(plan, step_ms, ran, call_us, is_cut)

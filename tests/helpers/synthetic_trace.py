@@ -87,7 +87,7 @@ class Job:
         duration = self.now - began
         for rank in (0, 1):
             memory = (11 << 30, 80 << 30)
-            row = (self.index, rank, self.now, duration, table.generation, *memory, 0.7, 410.0, 1000 + rank)
+            row = (self.index, rank, self.now, duration, table.generation, *memory, 1000 + rank, timed, 2)
             self.steps.append(row)
         self.index += 1
         return duration / 1e6

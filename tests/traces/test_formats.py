@@ -58,7 +58,9 @@ def test_each_format_is_read_as_the_job_was(tmp_path, name):
         if "channels" in knows:
             assert set(one["n_channels"]) == {made.CHANNELS}
     assert len(trace.steps) == (2 * made.N_STEPS if "steps" in knows else 0)
-    assert ("no" in " ".join(trace.header["notes"])) == ("steps" not in knows)  # what is missing is said
+    assert ("no steps" in " ".join(trace.header["notes"])) == (
+        "steps" not in knows
+    )  # what is missing is said
 
 
 @pytest.mark.parametrize("name", [name for name in MADE if "steps" not in MADE[name][2]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ import pandas as pd
 from ..assemble import COMPUTE_COLUMNS, EVENT_COLUMNS, STEP_COLUMNS, complete, empty
 from ..files import TraceError
 from ..names import ALGOS, DTYPE_BYTES, PROTOS
+from .json_stream import many
 
 #: PyTorch's names of types that are not ours.
 _ALIASES = {"char": "int8", "byte": "uint8", "bool": "uint8", "int": "int32", "long": "int64"}
@@ -52,6 +54,10 @@ _BELOW = {
 #: Collectives by the begin of their names, the longer of two first.
 _FUNCS = ("reduce_scatter", "all_gather", "all_reduce", "send_recv", "broadcast", "reduce", "send", "recv")
 _RANK_IN_NAME = re.compile(r"rank[-_.]?(\d+)|^r(\d+)[-_.]", re.IGNORECASE)
+#: What to say of calls that no marked step holds.
+OUTSIDE = "left out: {} that no marked step holds"
+#: The algorithm of a call that ran one of NCCL's symmetric kernels: no tuner is asked about it.
+SYMMETRIC = "symmetric"
 #: Messages of these are given per rank by NCCL's own tools; a trace holds the bytes of all ranks.
 PER_RANK = ("all_gather", "reduce_scatter")
 
@@ -92,8 +98,8 @@ class Gaps:
 class Found:
     """What the files of a job hold: rows of EVENT_COLUMNS and STEP_COLUMNS, facts for the header, notes for people.
 
-    An event needs ``comm_id``, ``rank``, ``n_ranks``, ``func``, ``n_bytes``, ``enqueue_ns`` and ``pid``. An event
-    without a ``seq`` gets one by counting.
+    An event needs ``comm_id``, ``rank``, ``n_ranks``, ``func``, ``n_bytes``, ``enqueue_ns`` and ``pid``, which is of
+    one process among all hosts: see :func:`process_of`. An event without a ``seq`` gets one by counting.
     """
 
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -105,6 +111,9 @@ class Found:
     left_out: LeftOut = field(default_factory=LeftOut)
     gaps: Gaps = field(default_factory=Gaps)
     owners: dict[int, list[_Owner]] = field(default_factory=dict)  # by rank
+    outside: Counter[str] = field(
+        default_factory=Counter
+    )  # what to say of calls that no step holds -> how many
 
     def claim(self, file: Path, rank: int, steps: Collection[int]) -> None:
         """Note that a file holds these steps of a rank.
@@ -133,10 +142,16 @@ class Found:
         else:
             self.left_out.calls += 1
 
-    def add_steps(self, rank: int, pid: int, marks: Marks) -> None:
-        """Add the steps of a rank."""
+    def add_symmetric(self, n_calls: int) -> None:
+        """Say that calls ran symmetric kernels."""
+        if n_calls:
+            kernels = "a symmetric kernel" if n_calls == 1 else "symmetric kernels"
+            self.notes.append(f"{many(n_calls, 'call')} ran {kernels}, which no table reaches")
+
+    def add_steps(self, rank: int, marks: Marks) -> None:
+        """Add the steps of a rank, which also stands for its process: process ids repeat on other hosts."""
         for begin, lasts, step in marks.marks:
-            row = {"rank": rank, "pid": pid, "index": step}
+            row = {"rank": rank, "pid": rank, "index": step}
             self.steps.append({**row, "end_ns": begin + lasts, "duration_ns": lasts})
 
     def add_compute(self, rank: int, start_ns: Any, end_ns: Any) -> None:
@@ -154,16 +169,25 @@ class Found:
         counted = events.groupby(["rank", "pid", "comm_id", "func"], sort=False).cumcount()
         events["seq"] = events["seq"].where(events["seq"].notna(), counted)
         if ranks_per_node:
-            events["n_nodes"] = events["comm_id"].map(self._nodes(events, ranks_per_node))
+            is_open = events["n_nodes"] == 0
+            nodes = self._nodes(events[is_open], ranks_per_node)
+            events["n_nodes"] = events["n_nodes"].where(~is_open, events["comm_id"].map(nodes))
         return complete(events, EVENT_COLUMNS)
 
     def _nodes(self, events: pd.DataFrame, ranks_per_node: int) -> dict[int, int]:
-        """comm_id -> number of nodes that its ranks lie on."""
+        """comm_id -> number of nodes that its ranks lie on; a note where these are not told."""
         nodes = {}
         comms = events[["comm_id", "n_ranks"]].drop_duplicates("comm_id")
+        untold = []
         for comm_id, n_ranks in comms.to_numpy():
             ranks = self.groups.get(comm_id) or range(n_ranks)
             nodes[comm_id] = len({rank // ranks_per_node for rank in ranks})
+            if comm_id not in self.groups or not self.groups[comm_id]:
+                untold.append(n_ranks)
+        if any(n_ranks > 1 for n_ranks in untold):
+            self.notes.append(
+                "on which nodes the ranks of a group lie: assumed packed on as few as hold them"
+            )
         return nodes
 
     def step_frame(self) -> pd.DataFrame:
@@ -173,6 +197,11 @@ class Found:
         rows = pd.DataFrame(self.steps).assign(**_NOT_RECORDED)
         steps = complete(rows, STEP_COLUMNS)
         return steps.sort_values(["index", "rank"], ignore_index=True)
+
+
+def algo_in_kernel(name: str) -> str:
+    """The algorithm that a kernel's name tells for sure: SYMMETRIC or 'unknown'."""
+    return SYMMETRIC if "Symk" in name else "unknown"
 
 
 def func_of(name: str) -> str | None:
@@ -218,6 +247,11 @@ def comm_id_of(*parts: Any) -> int:
     return int.from_bytes(digest, "little")
 
 
+def process_of(host: Any, pid: int) -> int:
+    """An id for a process among those of all hosts: process ids repeat on other hosts, in containers always."""
+    return comm_id_of("process", host, pid) % _BELOW["pid"]
+
+
 def whole_bytes(func: str, n_bytes: int, n_ranks: int) -> int:
     """Bytes of all ranks of a message that NCCL's tools give per rank."""
     return n_bytes * n_ranks if func in PER_RANK and n_ranks > 0 else n_bytes
@@ -244,16 +278,10 @@ class Marks:
         """The steps' numbers."""
         return [step for _, _, step in self.marks]
 
-    def step_at(self, ns: int) -> int:
-        """The step that ran at a time; before the first mark the step before it, 0 without marks."""
-        at = bisect.bisect_right(self._begins, ns) - 1
-        if at >= 0:
-            return self.marks[at][2]
-        return max(0, self.marks[0][2] - 1) if self.marks else 0
-
-    def hold(self, ns: int) -> bool:
-        """True from the first step's begin to the last step's end."""
+    def step_at(self, ns: int) -> int | None:
+        """The step that ran at a time, None where none did; 0 without marks."""
         if not self.marks:
-            return False
-        begin, lasts, _ = self.marks[-1]
-        return self._begins[0] <= ns < begin + lasts
+            return 0
+        at = bisect.bisect_right(self._begins, ns) - 1
+        begin, lasts, step = self.marks[at]
+        return step if begin <= ns < begin + lasts else None

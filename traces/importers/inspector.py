@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from ..files import TraceError
-from .found import Found, Gaps, func_of, whole_bytes
+from .found import Found, Gaps, func_of, process_of, whole_bytes
 from .json_stream import lines, many
 
 _WRONG = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
@@ -59,7 +59,7 @@ class _Log:
             "rank": rank,
             "n_ranks": n_ranks,
             "n_nodes": int(header.get("nnodes") or 0),
-            "pid": int(metadata.get("pid") or rank),
+            "pid": process_of(metadata.get("hostname"), int(metadata.get("pid") or rank)),
             "func": func,
             "n_bytes": whole_bytes(func, int(perf["coll_msg_size_bytes"]), n_ranks),
             "seq": seq,

@@ -8,6 +8,7 @@ NCCL's dispatcher names one kernel for many: they stay unknown.
 
 from __future__ import annotations
 
+import bisect
 import math
 import re
 from array import array
@@ -20,7 +21,20 @@ import numpy as np
 
 from ..files import TraceError
 from ..names import DTYPE_BYTES
-from .found import MOST_RANKS, Found, Gaps, Marks, NoRankError, comm_id_of, dtype_of, func_of, rank_in_name
+from .found import (
+    MOST_RANKS,
+    OUTSIDE,
+    SYMMETRIC,
+    Found,
+    Gaps,
+    Marks,
+    NoRankError,
+    algo_in_kernel,
+    comm_id_of,
+    dtype_of,
+    func_of,
+    rank_in_name,
+)
 from .json_stream import Faults, many, read_elements
 
 GAPS = Gaps(
@@ -31,6 +45,14 @@ GAPS = Gaps(
 )
 _MARK = re.compile(r"ProfilerStep#(\d+)")
 _OPTIMIZER = "Optimizer.step#"
+_OUTSIDE_OPTIMIZERS = (
+    "steps are told by Optimizer.step marks: {} before the first and after the last are left out"
+)
+#: Marks of the optimizer at two distances, of which one is so many times the other and either is so frequent, are of
+#: several optimizers.
+_APART, _FREQUENT = 1.5, 1 / 3
+#: What we add to a kernel's arguments.
+_ALGO = "algorithm in the kernel's name"
 #: What reading a field of a type that PyTorch does not write there raises.
 _ODD = (KeyError, TypeError, ValueError, OverflowError, IndexError)
 
@@ -47,6 +69,7 @@ class _File:
         self.asked: dict[Any, _Span] = {}  # External id -> operator
         self.kernels: list[_Span] = []  # NCCL's
         self.compute = array("d")  # begin and duration of every other kernel, in turn
+        self.in_turn = False  # the optimizers' marks are of several, and tell no steps
         self.symmetric = 0  # kernels that NCCL runs without asking a tuner
         self.is_fsdp2 = False
         self.unsaid = 0  # operators that do not say which collective they ask for
@@ -66,8 +89,10 @@ class _File:
         kind, name = event.get("cat"), event.get("name")
         if kind == "kernel":
             if name[:4].lower() == "nccl":  # type: ignore[index]
-                self.kernels.append(_span(event))
-                self.symmetric += "Symk" in name  # type: ignore[operator]
+                begin, duration, args = _span(event)
+                algo = algo_in_kernel(str(name))
+                self.kernels.append((begin, duration, {**args, _ALGO: algo}))
+                self.symmetric += algo == SYMMETRIC
             else:
                 self.compute.extend(_span(event)[:2])
         elif name == "record_param_comms":
@@ -104,12 +129,36 @@ class _File:
     def steps(self) -> dict[int, tuple[float, float]]:
         """Number of the step -> begin, duration.
 
-        With the optimizer's marks alone a step lasts from the end of one mark to the end of the next.
+        With the optimizers' marks alone a step lasts from the end of one mark to the end of the next, of the optimizer
+        that steps least often. Empty where these lie at two distances in turn: what a step is they do not tell.
         """
         if self.marks or not self.optimizers:
             return self.marks
-        ends = sorted(next(iter(self.optimizers.values())))
+        ends = min(map(self._step_ends, self.optimizers.values()), key=len)
+        self.in_turn = _at_two_distances(ends)
+        if self.in_turn:
+            return {}
         return {i: (begin, end - begin) for i, (begin, end) in enumerate(pairwise(ends), 1)}
+
+    def _step_ends(self, ends: list[float]) -> list[float]:
+        """Of an optimizer's ends those that a call follows before the next: several optimizers of one class, which step
+        one after the other, have marks of one name."""
+        ends = sorted(ends)
+        calls = sorted(begin for begin, _, _ in self.asked.values() or self.kernels)
+        before = [bisect.bisect_left(calls, end) for end in ends]
+        nexts = [*before[1:], -1]
+        return [end for end, n, following in zip(ends, before, nexts, strict=True) if n != following]
+
+
+def _at_two_distances(ends: list[float]) -> bool:
+    """Whether times lie so far from the next in turn that two things have happened in turn."""
+    gaps = np.sort(np.diff(ends))
+    if len(gaps) < 4:
+        return False
+    ratios = gaps[1:] / np.maximum(gaps[:-1], 1e-3)
+    n_short = int(ratios.argmax()) + 1
+    rarer = min(n_short, len(gaps) - n_short)
+    return bool(ratios.max() >= _APART) and rarer >= _FREQUENT * len(gaps)
 
 
 def read(files: list[Path], found: Found) -> None:
@@ -142,12 +191,13 @@ def _read_one(file: Path, alone: bool, found: Found) -> None:
         rank = 0
         found.notes.append(f"{file.name} does not say which rank it is of: taken to be rank 0")
     base = _whole(about.get("baseTimeNanoseconds")) or 0
-    who = {"rank": rank, "pid": _whole(info.get("pid")) or rank}
-    steps = seen.steps().items()
-    marks = Marks((_ns(base, begin), _ns(0, lasts), index) for index, (begin, lasts) in steps)
+    steps = seen.steps()
+    if seen.in_turn:
+        found.notes.append(f"{file.name}: the marks of several optimizers do not tell its steps")
+    marks = Marks((_ns(base, begin), _ns(0, lasts), index) for index, (begin, lasts) in steps.items())
     found.claim(file, rank, marks.steps)
-    found.add_steps(rank, who["pid"], marks)
-    _add_calls(seen, who, marks, base, found)
+    found.add_steps(rank, marks)
+    _add_calls(seen, rank, marks, base, found)
     if len(seen.compute):
         begin, lasts = np.rint(1000 * np.asarray(seen.compute).reshape(-1, 2).T).astype(np.int64)
         found.add_compute(rank, base + begin, base + begin + lasts)
@@ -162,20 +212,18 @@ def _add_notes(file: Path, seen: _File, faults: Faults, info: dict[str, Any], fo
         found.header["nccl"] = str(info["nccl_version"])
     if seen.is_fsdp2:
         found.header["framework"] = "FSDP2"
-    if seen.symmetric:
-        kernels = "a symmetric kernel" if seen.symmetric == 1 else "symmetric kernels"
-        found.notes.append(f"{many(seen.symmetric, 'call')} ran {kernels}, which no table reaches")
+    found.add_symmetric(seen.symmetric)
 
 
-def _add_calls(seen: _File, who: dict[str, int], marks: Marks, base: int, found: Found) -> None:
-    """Add a file's collectives; what no step holds of those that only optimizer marks divide is left out."""
-    outside = 0
-    is_open = bool(marks.marks) and not seen.marks
+def _add_calls(seen: _File, rank: int, marks: Marks, base: int, found: Found) -> None:
+    """Add a file's collectives; what no step holds is left out."""
+    outside = OUTSIDE if seen.marks else _OUTSIDE_OPTIMIZERS
     for asked, args, kernel in seen.calls():
         lasts = _ns(0, kernel[1]) if kernel else 0
         at = _ns(base, asked)
-        if is_open and not marks.hold(at):
-            outside += 1
+        step = marks.step_at(at)
+        if step is None:
+            found.outside[outside] += 1
             continue
         try:
             call = _call(args, found)
@@ -189,13 +237,9 @@ def _add_calls(seen: _File, who: dict[str, int], marks: Marks, base: int, found:
             call["start_ns"] = _ns(base, kernel[0])
             call["end_ns"] = call["start_ns"] + lasts
             found.left_out.read_ns += lasts
-        found.add({**call, **who, "step": marks.step_at(at), "enqueue_ns": at})
+        found.add({**call, "rank": rank, "pid": rank, "step": step, "enqueue_ns": at})
     if not seen.kernels:
         found.left_out.calls += seen.unsaid
-    if outside:
-        found.notes.append(
-            f"steps are told by Optimizer.step marks: {outside} calls before the first and after the last are left out"
-        )
 
 
 def _call(args: dict[str, Any], found: Found) -> dict[str, Any] | None:
@@ -218,6 +262,7 @@ def _call(args: dict[str, Any], found: Found) -> dict[str, Any] | None:
         "n_ranks": n_ranks,
         "func": func,
         "dtype": dtype,
+        "algo": args.get(_ALGO, "unknown"),
         "n_bytes": elements * DTYPE_BYTES.get(dtype, 1),
         "n_channels": int(grid[0]) if isinstance(grid, list) and grid else 0,
         "seq": int(args["Seq"]) if "Seq" in args else None,
@@ -232,8 +277,10 @@ def _members(args: dict[str, Any]) -> tuple[int, ...]:
     text = str(args.get("Process Group Ranks", ""))
     if "..." not in text and (listed := tuple(map(int, re.findall(r"\d+", text)))):
         return listed
-    stride, first = int(args.get("Global rank stride") or 0), int(args.get("Global rank start") or 0)
     size = int(args.get("Group size") or 0)
+    if args.get("Process Group Description") == "default_pg" and 0 < size <= MOST_RANKS:
+        return tuple(range(size))
+    stride, first = int(args.get("Global rank stride") or 0), int(args.get("Global rank start") or 0)
     if stride <= 0 or not 0 < size <= MOST_RANKS:
         return ()
     return tuple(range(first, first + stride * size, stride))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..files import TraceError
 from ..names import DTYPE_BYTES, DTYPES
-from .found import Found, Gaps, algo_of, comm_id_of, func_of, proto_of, whole_bytes
+from .found import Found, Gaps, algo_of, comm_id_of, func_of, process_of, proto_of, whole_bytes
 from .json_stream import lines
 
 SUBSYSTEMS = "log with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,COLL,TUNING"
@@ -47,8 +47,9 @@ class _Line(NamedTuple):
 class _Process:
     """What one process has said so far."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
+    def __init__(self, host: str, pid: int) -> None:
+        self.name = f"{pid} of {host}"
+        self.pid = process_of(host, pid)
         self.comms: dict[str, tuple[int, int]] = {}  # address -> (id, rank)
         self.waiting: dict[int, deque[dict[str, Any]]] = {}  # bytes -> calls whose choice was not told yet
         self.asked: tuple[str | None, int] | None = None  # what the cost model was last asked
@@ -59,7 +60,7 @@ class _Log:
 
     def __init__(self, found: Found) -> None:
         self.found = found
-        self.processes: dict[str, _Process] = {}
+        self.processes: dict[tuple[str, int], _Process] = {}
         self.calls: dict[
             tuple[int, str, str, str], Path
         ] = {}  # a call of a process -> the file that holds it
@@ -69,7 +70,8 @@ class _Log:
 
     def take(self, line: _Line) -> None:
         """Take in one line. Raises TraceError for a call that is in another file too."""
-        process = self.processes.setdefault(f"{line.host}:{line.pid}", _Process(line.pid))
+        who = line.host, line.pid
+        process = self.processes.setdefault(who, _Process(*who))
         self._announce(process, line.text)
         if call := _COLL.match(line.text):
             self._call(process, line, call)
@@ -105,7 +107,7 @@ class _Log:
         other = self.calls.setdefault(key, line.file)
         if other != line.file:
             raise TraceError(
-                f"{other} and {line.file} both hold calls of process {process.pid}: give each log once"
+                f"{other} and {line.file} both hold calls of process {process.name}: give each log once"
             )
         n_ranks = int(size)
         comm_id, rank = process.comms.get(address, (comm_id_of("not announced", n_ranks), line.device))
@@ -153,7 +155,8 @@ def read(files: list[Path], found: Found) -> None:
                 found.header["nccl"] = version[1]
             if said := _LINE.search(text):
                 host, pid, _, device, rest = said.groups()
-                log.take(_Line(file, host, int(pid), int(device or 0), rest))
+                number = int(device or 0)
+                log.take(_Line(file, host, int(pid), number, rest))
     for event in found.events:
         event["n_nodes"] = log.nodes.get(event["comm_id"], 0)
     if log.unmatched:

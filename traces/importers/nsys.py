@@ -9,18 +9,32 @@ tell ranks. Kernels are matched to ranges by the launch that the range holds. St
 from __future__ import annotations
 
 import bisect
+import functools
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import pandas as pd
 
 from ..files import TraceError
 from ..outside import parse_json
-from .found import Found, Gaps, Marks, comm_id_of, func_of, rank_in_name, whole_bytes
+from .found import (
+    OUTSIDE,
+    SYMMETRIC,
+    Found,
+    Gaps,
+    Marks,
+    algo_in_kernel,
+    comm_id_of,
+    func_of,
+    rank_in_name,
+    whole_bytes,
+)
+
+_T = TypeVar("_T")
 
 #: The cure for ranges without a payload.
 PAYLOADS = "profile with --trace cuda,nvtx, then nsys export --type sqlite --include-json true"
@@ -37,7 +51,7 @@ _SIZE, _RANKS, _RANK, _COMM = "Message size [bytes]", "No. of ranks", "Rank", "N
 _RANGES = """SELECT n.start, n.end, n.globalTid AS tid, n.globalTid >> 24 AS pid,
                     COALESCE(n.text, s.value) AS name, COALESCE({payload}, '') AS payload
              FROM NVTX_EVENTS n LEFT JOIN StringIds s ON s.id = n.textId
-             WHERE n.end >= n.start AND COALESCE(n.text, s.value) IS NOT NULL ORDER BY n.start"""
+             WHERE n.end >= n.start AND COALESCE(n.text, s.value) LIKE ? ORDER BY n.start"""
 #: With each kernel the thread and the time of its launch, its own begin where that is not known.
 _KERNELS = """SELECT k.start, k.end, k.globalPid >> 24 AS pid, k.deviceId AS device, COALESCE(s.value, '') AS name,
                      k.gridX * k.gridY * k.gridZ AS blocks,
@@ -56,49 +70,70 @@ class _Comm(NamedTuple):
     rank: int
 
 
+#: Communicators of each process: pid -> id -> how the process made it.
+_Comms = dict[int, dict[int, _Comm]]
+
+
 def read(files: list[Path], found: Found) -> None:
     """Read exports into ``found``. Raises TraceError for other databases and for two files of one step."""
     found.gaps = GAPS
+    job = _job_comm([_from(file, _told_comms) for file in files])
     for file in files:
-        uri = f"{file.resolve().as_uri()}?mode=ro&immutable=1"
-        try:
-            with closing(sqlite3.connect(uri, uri=True)) as base:
-                _read_one(file, len(files) == 1, base, found)
-        except (sqlite3.Error, pd.errors.DatabaseError) as error:
-            reason = str(error).splitlines()[-1]
-            raise TraceError(
-                f"{file} is no whole SQLite export ({reason}): nsys export --type sqlite"
-            ) from None
+        reader = functools.partial(_read_one, file, len(files) == 1, job, found)
+        _from(file, reader)
 
 
-def _read_one(file: Path, alone: bool, base: sqlite3.Connection, found: Found) -> None:
-    tables = {name for (name,) in base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if not tables >= _TABLES:
-        raise TraceError(f"{file} holds no kernels or no NVTX ranges: nsys profile --trace cuda,nvtx")
-    columns = {row[1] for row in base.execute("PRAGMA table_info(NVTX_EVENTS)")}
-    payload = "n.jsonText" if "jsonText" in columns else "NULL"
-    ranges = pd.read_sql_query(_RANGES.format(payload=payload), base)
+def _from(file: Path, reader: Callable[[sqlite3.Connection], _T]) -> _T:
+    """What a reader finds in an export. Raises TraceError where that is none."""
+    uri = f"{file.resolve().as_uri()}?mode=ro&immutable=1"
+    try:
+        with closing(sqlite3.connect(uri, uri=True)) as base:
+            tables = {name for (name,) in base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if not tables >= _TABLES:
+                raise TraceError(f"{file} holds no kernels or no NVTX ranges: nsys profile --trace cuda,nvtx")
+            return reader(base)
+    except (sqlite3.Error, pd.errors.DatabaseError) as error:
+        reason = str(error).splitlines()[-1]
+        raise TraceError(f"{file} is no whole SQLite export ({reason}): nsys export --type sqlite") from None
+
+
+def _read_one(file: Path, alone: bool, job: int | None, found: Found, base: sqlite3.Connection) -> None:
+    ranges = _ranges(base)
     kernels = pd.read_sql_query(_KERNELS, base)
     comms = _communicators(ranges)
     devices = kernels.groupby("pid")["device"].nunique()
     if (devices > 1).any():
         raise TraceError(f"{file}: a process uses several GPUs, so its ranks cannot be told: start one a GPU")
-    for place, (_, mine) in enumerate(kernels.groupby(["pid", "device"], sort=True)):
-        pid = int(mine["pid"].iloc[0])
-        rank = _rank_of(file, alone, place, comms.get(pid, {}), found)
+    named = rank_in_name(file) if len(devices) == 1 else None
+    for place, (pid, mine) in enumerate(kernels.groupby("pid", sort=True)):
+        made = comms.get(cast(int, pid), {})
+        rank = named if named is not None else _rank_in(made, job)
+        if rank is None:
+            rank = _rank_by_place(file, alone, place, found)
         marks = _marks(ranges[ranges["pid"] == pid])
         found.claim(file, rank, marks.steps)
-        found.add_steps(rank, pid, marks)
+        found.add_steps(rank, marks)
         of_nccl = mine["name"].str.lower().str.startswith("nccl").astype(bool)
         others = mine[~of_nccl]
         found.add_compute(rank, others["start"].to_numpy(), others["end"].to_numpy())
-        who = {"rank": rank, "pid": pid}
-        _add_calls(mine[of_nccl], ranges, comms.get(pid, {}), marks, who, found)
+        _add_calls(mine[of_nccl], ranges, made, marks, rank, found)
 
 
-def _communicators(ranges: pd.DataFrame) -> dict[int, dict[int, _Comm]]:
+def _ranges(base: sqlite3.Connection, only: str = "") -> pd.DataFrame:
+    """The ranges, of all names or of those that begin with ``only``."""
+    columns = {row[1] for row in base.execute("PRAGMA table_info(NVTX_EVENTS)")}
+    payload = "n.jsonText" if "jsonText" in columns else "NULL"
+    return pd.read_sql_query(_RANGES.format(payload=payload), base, params=[f"{only}%"])
+
+
+def _told_comms(base: sqlite3.Connection) -> _Comms:
+    """The communicators of an export's processes."""
+    return _communicators(_ranges(base, "ncclCommInit"))
+
+
+def _communicators(ranges: pd.DataFrame) -> _Comms:
     """pid -> communicator's id -> its size and this process's rank in it, from the ranges that made them."""
-    made: dict[int, dict[int, _Comm]] = {}
+    made: _Comms = {}
     for row in _rows(ranges[ranges["name"].str.startswith("ncclCommInit")]):
         told = _payload(row.payload)
         if all(type(told.get(name)) is int for name in (_COMM, _RANKS, _RANK)):
@@ -106,17 +141,30 @@ def _communicators(ranges: pd.DataFrame) -> dict[int, dict[int, _Comm]]:
     return made
 
 
-def _rank_of(file: Path, alone: bool, place: int, comms: dict[int, _Comm], found: Found) -> int:
-    """The rank of a file's process number ``place``: in its largest communicator, else as the file's name says."""
-    if comms:
-        return max(comms.values()).rank
-    named = rank_in_name(file)
-    if named is not None and place == 0:
-        return named
+def _job_comm(exports: list[_Comms]) -> int | None:
+    """The communicator of the whole job: the widest of all, if all processes (two at least) have part in it."""
+    processes = [made for comms in exports for made in comms.values()]
+    widest = max((comm.n_ranks for made in processes for comm in made.values()), default=0)
+    of_each = [{number for number, comm in made.items() if comm.n_ranks == widest} for made in processes]
+    shared = set.intersection(*of_each) if len(of_each) > 1 else set()
+    return min(shared, default=None)
+
+
+def _rank_in(made: dict[int, _Comm], job: int | None) -> int | None:
+    """The rank of a process: in the job's communicator, else the one that it has in all of its communicators. In a job
+    of several groups it has another rank in each."""
+    if job is not None:
+        return made[job].rank
+    ranks = {comm.rank for comm in made.values()}
+    return ranks.pop() if len(ranks) == 1 else None
+
+
+def _rank_by_place(file: Path, alone: bool, place: int, found: Found) -> int:
+    """The rank of a file's process number ``place``, of which nothing tells it."""
     if not alone:
         raise TraceError(
             f"{file} does not say which ranks it is of: name the files rank0.sqlite, rank1.sqlite ..., "
-            f"or {PAYLOADS}"
+            f"one a process, or {PAYLOADS}"
         )
     note = f"{file.name} does not say which ranks it is of: they are numbered in the order of its processes"
     if note not in found.notes:
@@ -125,13 +173,20 @@ def _rank_of(file: Path, alone: bool, place: int, comms: dict[int, _Comm], found
 
 
 def _marks(ranges: pd.DataFrame) -> Marks:
-    """The steps that a process's ranges mark; of a step's ranges the first counts."""
-    marks: dict[int, tuple[int, int, int]] = {}
+    """The steps that a process's ranges mark; of ranges of one number at the same time the first counts.
+
+    Numbers that come again (each epoch counts anew) are further steps: all are then counted through."""
+    marks: list[tuple[int, int, int]] = []
+    ends: dict[int, int] = {}
     for row in _rows(ranges):
-        if named := _STEP.fullmatch(str(row.name)):
+        named = _STEP.fullmatch(str(row.name))
+        if named and ends.get(int(named[1]), row.start) <= row.start:
             step = int(named[1])
-            marks.setdefault(step, (int(row.start), int(row.end) - int(row.start), step))
-    return Marks(marks.values())
+            ends[step] = row.end
+            marks.append((int(row.start), int(row.end) - int(row.start), step))
+    if len(ends) < len(marks):
+        marks = [(begin, lasts, number) for number, (begin, lasts, _) in enumerate(marks)]
+    return Marks(marks)
 
 
 def _add_calls(
@@ -139,12 +194,17 @@ def _add_calls(
     ranges: pd.DataFrame,
     comms: dict[int, _Comm],
     marks: Marks,
-    who: dict[str, int],
+    rank: int,
     found: Found,
 ) -> None:
     """Each of NCCL's kernels with the call that launched it: the last of NCCL's ranges around the launch."""
+    symmetric = 0
     for kernel, call in _launched(kernels, ranges):
         start, end = int(kernel.start), int(kernel.end)
+        step = marks.step_at(int(kernel.launched if call is None else call.start))
+        if step is None:
+            found.outside[OUTSIDE] += 1
+            continue
         told = _payload(call.payload) if call is not None else {}
         size = told.get(_SIZE)
         if call is None or type(size) is not int or end < start:
@@ -156,21 +216,25 @@ def _add_calls(
         n_ranks = comms[number].n_ranks if number in comms else 0
         n_ranks = told.get(_RANKS, n_ranks)
         func = str(func_of(call.name.removeprefix("nccl")))
-        begin = int(call.start)
+        algo = algo_in_kernel(kernel.name)
+        symmetric += algo == SYMMETRIC
         found.add(
             {
-                **who,
+                "rank": rank,
+                "pid": rank,
                 "comm_id": comm_id_of(number, n_ranks),
                 "n_ranks": n_ranks,
                 "func": func,
+                "algo": algo,
                 "n_bytes": whole_bytes(func, size, n_ranks),
                 "n_channels": int(kernel.blocks),
                 "start_ns": start,
                 "end_ns": end,
-                "enqueue_ns": begin,
-                "step": marks.step_at(begin),
+                "enqueue_ns": int(call.start),
+                "step": step,
             }
         )
+    found.add_symmetric(symmetric)
 
 
 def _launched(kernels: pd.DataFrame, ranges: pd.DataFrame) -> Iterator[tuple[Any, Any]]:

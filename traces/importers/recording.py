@@ -16,6 +16,7 @@ from ..assemble import COMM_COLUMNS, COMPUTE_COLUMNS, OFFER_COLUMNS, empty, join
 from ..files import Trace, TraceError
 from .formats import KINETO, Format, detect, readable, refusal
 from .found import Found
+from .json_stream import many
 
 
 def recording_files(paths: list[Path]) -> list[Path]:
@@ -61,6 +62,8 @@ def read_recording(paths: list[Path], ranks_per_node: int | None = None) -> Trac
     files, and where no collective is in them.
     """
     ours = [path for path in paths if trace_folder(path)]
+    if ours and len(paths) > 1:
+        raise TraceError(f"{ours[0]} is the folder of a run: give it alone, or two folders to compare them")
     if ours:
         return Trace.read(ours[0])
     if ranks_per_node is not None and ranks_per_node < 1:
@@ -138,6 +141,8 @@ def _read(known: Format, files: list[Path], ranks_per_node: int | None) -> tuple
             raise TraceError(
                 f"{names}: {left_out.calls} calls of NCCL, and none says which collective it is: {found.gaps.calls}"
             )
+        if not found.events and found.outside:
+            raise TraceError(f"{names}: no step holds a call of NCCL: record whole steps")
         if not found.events:
             raise TraceError(f"{names}: no collective in it that NCCL runs, nothing to import")
         events = found.event_frame(ranks_per_node)
@@ -161,6 +166,7 @@ def _note_gaps(found: Found, events: pd.DataFrame) -> None:
             f"{left_out.calls} of {total} calls of NCCL{left_out.share()} do not say which collective they are, "
             f"and are left out: {found.gaps.calls}",
         )
+    found.notes += [text.format(many(n, "call")) for text, n in found.outside.items()]
     is_missing = {
         found.gaps.times: not events["start_ns"].notna().any(),
         found.gaps.compute: not found.computes,

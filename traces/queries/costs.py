@@ -12,6 +12,7 @@ from ..files import Trace
 from ..records import Slot, decided
 from .skew import OWN, label
 from .slots import with_sizes
+from .steps import of_one_rank, without_first
 
 #: A rule as text: (func, min_bytes, max_bytes, decision).
 RuleKey = tuple[str, int, int, str]
@@ -87,10 +88,10 @@ def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection
     Columns: ``n_ranks, n_nodes, func, size_class, slot`` (text), ``n_bytes`` (of most calls), ``calls`` (a step, of
     one process), ``own`` and ``ran`` (algo/proto/channels of most calls, default and tuned; None if never seen),
     ``default_us`` and ``tuned_us`` (median GPU time of one call over all ranks, NaN where never sampled),
-    ``n_default`` and ``n_tuned`` (sampled calls), ``timed_by`` (see skew.py). The job's first step is left out: it
-    holds the set-up.
+    ``n_default`` and ``n_tuned`` (sampled calls), ``timed_by`` (see skew.py). Each process's first step is left
+    out: it holds the set-up.
     """
-    rows = with_sizes(_without_first_step(events))
+    rows = with_sizes(without_first(events, "step"))
     rows["config"] = rows["algo"] + "/" + rows["proto"] + "/" + rows["n_channels"].astype("str")
     before = of_whole_steps(rows, default)
     after = rows[rows["table_generation"].isin(tuned)]
@@ -119,14 +120,6 @@ _COLUMNS = [*_KEYS, "slot", "n_bytes", "calls", "own", "ran", "default_us", "tun
 _COLUMNS += ["n_default", "n_tuned", "timed_by"]
 
 
-def _without_first_step(events: pd.DataFrame) -> pd.DataFrame:
-    """The events after the job's first step, which holds its set-up; all where there is but one step."""
-    steps = events["step"]
-    if steps.nunique() <= 1:
-        return events
-    return events[steps > steps.min()]
-
-
 def _own_costs(before: pd.DataFrame) -> pd.DataFrame:
     """By slot what its calls cost in default steps, and how many of them a step of one process has."""
     slots = before.groupby(_KEYS)
@@ -148,8 +141,7 @@ def _most(values: pd.Series[Any]) -> Any:
 
 def typical_step(trace: Trace, wanted: Collection[int]) -> int | None:
     """The step of these generations to look at: among the best sampled, the one nearest the median time."""
-    steps = trace.steps
-    steps = steps[steps["rank"] == steps["rank"].min()]
+    steps = of_one_rank(trace.steps)
     duration = steps.set_index("index")["duration_ns"]
     events = trace.events
     right = events["table_generation"].isin(wanted)
@@ -164,4 +156,5 @@ def typical_step(trace: Trace, wanted: Collection[int]) -> int | None:
     best = sampled.index[sampled >= 0.9 * sampled.max()]
     durations = duration[duration.index.isin(best)]
     distance = (durations - durations.median()).abs()
-    return int(distance.idxmin())
+    nearest: Any = distance.idxmin()
+    return int(nearest)

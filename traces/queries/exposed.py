@@ -12,45 +12,81 @@ import pandas as pd
 
 from ..files import Trace
 from ..records import TUNED_FUNCS, Slot
+from .costs import of_whole_steps
 from .skew import covered_ns, exposed_ns
-from .slots import with_sizes
+from .slots import slot_of, with_sizes
 
+Frame = pd.DataFrame
+
+_KEYS = ["n_ranks", "n_nodes", "func", "size_class"]
 #: A slot is on the critical path if this part of its time is exposed, and that takes this part of the step.
 CRITICAL, CRITICAL_OF_STEP = 0.25, 0.01
 
 
-def exposed_parts(events: pd.DataFrame, compute: pd.DataFrame, waits: pd.DataFrame) -> dict[Slot, float]:
+def bare_ns(events: Frame, compute: Frame, waits: Frame) -> pd.Series[float]:
+    """Of each event the ns in which it is exposed; NaN where the recording does not show it."""
+    if len(compute):
+        return exposed_ns(events, compute)
+    return covered_ns(events, waits, "pid")
+
+
+def exposed_parts(events: Frame, compute: Frame, waits: Frame) -> dict[Slot, float]:
     """Exposed part of the time of each slot, 0 to 1; empty if the recording does not show it.
 
     Args: events: those of default steps, EVENT_COLUMNS. compute: COMPUTE_COLUMNS. waits: WAIT_COLUMNS.
     """
-    if len(compute):
-        bare = exposed_ns(events, compute)
-    elif len(waits):
-        bare = covered_ns(events, waits, "pid")
-    else:
-        return {}
-    rows = with_sizes(events).assign(bare=bare)
-    rows = rows[rows["func"].isin(TUNED_FUNCS)].dropna(subset="bare")
+    rows = _tuned(events, compute, waits)
+    rows = rows.dropna(subset="bare")
     rows["lasts"] = (rows["end_ns"] - rows["start_ns"]).astype(float)
     found = {}
-    for key, of_slot in rows.groupby(["n_ranks", "n_nodes", "func", "size_class"]):
-        n_ranks, n_nodes, func, klass = cast(tuple[int, int, str, int], key)
-        part = float(of_slot["bare"].sum()) / max(float(of_slot["lasts"].sum()), 1.0)
-        found[Slot(int(n_ranks), int(n_nodes), func, int(klass))] = part
+    for key, of_slot in rows.groupby(_KEYS):
+        slot = slot_of(key)
+        bare = float(of_slot["bare"].sum())
+        lasts = float(of_slot["lasts"].sum())
+        found[slot] = bare / max(lasts, 1.0)
     return found
 
 
 def exposed_parts_of(trace: Trace, generations: set[int]) -> dict[Slot, float]:
     """:func:`exposed_parts` of a trace's steps under tables of these generations."""
     events = trace.events
-    mine = events[events["table_generation"].isin(generations)]
+    is_mine = events["table_generation"].isin(generations)
+    mine = events[is_mine]
     return exposed_parts(mine, trace.compute, trace.waits)
+
+
+def exposed_ms(trace: Trace, generations: set[int]) -> dict[Slot, float]:
+    """Ms a step in which each slot is exposed, on the rank where that takes longest: that one may wait for the others.
+
+    Its calls a step times the mean of those that were timed, in whole steps under tables of these generations.
+    """
+    events = of_whole_steps(trace.events, generations)
+    n_steps = events.groupby("pid")["step"].nunique()
+    rows = _tuned(events, trace.compute, trace.waits)
+    found = dict[Slot, float]()
+    for key, calls in rows.groupby([*_KEYS, "pid"]):
+        *of_slot, pid = cast(tuple[Any, ...], key)
+        slot = slot_of(of_slot)
+        call_ns = float(calls["bare"].mean())
+        if call_ns >= 0:  # not NaN
+            step_ns = call_ns * len(calls) / n_steps[pid]
+            longest = found.get(slot, 0.0)
+            found[slot] = max(step_ns / 1e6, longest)
+    return found
+
+
+def _tuned(events: Frame, compute: Frame, waits: Frame) -> Frame:
+    """The calls of slots with ``bare``, the ns in which each is exposed."""
+    bare = bare_ns(events, compute, waits)
+    rows = with_sizes(events).assign(bare=bare)
+    is_tuned = rows["func"].isin(TUNED_FUNCS)
+    return rows[is_tuned]
 
 
 def is_critical(exposed: float, share: float) -> bool:
     """Whether a slot is on the critical path. ``share``: its part of the step."""
-    return exposed >= CRITICAL and exposed * share >= CRITICAL_OF_STEP
+    of_step = exposed * share
+    return exposed >= CRITICAL and of_step >= CRITICAL_OF_STEP
 
 
 def exposed_text(exposed: float) -> str:

@@ -83,12 +83,20 @@ def covered_ns(events: pd.DataFrame, stretches: pd.DataFrame, by: str) -> pd.Ser
     return found
 
 
-def busy_ns(kernels: pd.DataFrame) -> int:
-    """The ns in which one of these kernels runs; they are rows of COMPUTE_COLUMNS, of one rank."""
-    if kernels.empty:
-        return 0
-    begins, ends = _union(kernels)
-    return int((ends - begins).sum())
+def merged(stretches: pd.DataFrame) -> pd.DataFrame:
+    """The ``start_ns`` and ``end_ns`` that stretches of one rank cover together: what overlaps counts once."""
+    found = stretches[["start_ns", "end_ns"]]
+    if len(found):
+        begins, ends = _union(found)
+        found = pd.DataFrame({"start_ns": begins, "end_ns": ends})
+    return found
+
+
+def busy_ns(stretches: pd.DataFrame) -> int:
+    """The ns in which one of these stretches runs; they are of one rank."""
+    alone = merged(stretches)
+    lasts = alone["end_ns"] - alone["start_ns"]
+    return int(lasts.sum())
 
 
 def _union(rows: pd.DataFrame) -> tuple[Array, Array]:

@@ -60,7 +60,7 @@ def outside_the_offer(events: pd.DataFrame, offers: Mapping[tuple[int, str, int]
     tuned = tuned[(tuned["n_ranks"] > 0) & (tuned["asked"] > 0)]
     found = {}
     for key, group in tuned.groupby(["n_ranks", "n_nodes", "func", "size_class"]):
-        slot = _slot(key)
+        slot = slot_of(key)
         outside = Counter[str]()
         for kind, count in group.groupby(["comm_id", "asked", "algo", "proto"]).size().items():
             comm_id, asked, algo, proto = cast(tuple[int, int, str, str], kind)
@@ -117,8 +117,8 @@ def find_slots(
     channels = channels_of(tuned)
     profiles = []
     for key, everyone in tuned.groupby(["n_ranks", "n_nodes", "func", "size_class"]):
-        slot = _slot(key)
-        pid = _busiest(everyone)
+        slot = slot_of(key)
+        pid = _busiest(everyone, n_steps)
         group = everyone[everyone["pid"] == pid]
         comm_id, n_bytes = _largest_message(group)
         offer = offers.get((comm_id, slot.func, n_bytes))
@@ -175,7 +175,8 @@ def _one(value: float) -> Array:
     return np.array([float(value)])
 
 
-def _slot(key: Any) -> Slot:
+def slot_of(key: Any) -> Slot:
+    """The slot of a group by ``n_ranks``, ``n_nodes``, ``func`` and ``size_class``."""
     n_ranks, n_nodes, func, klass = key
     return Slot(int(n_ranks), int(n_nodes), func, int(klass))
 
@@ -213,9 +214,11 @@ def channels_of(events: pd.DataFrame) -> dict[tuple[int, int], float]:
     return found
 
 
-def _busiest(events: pd.DataFrame) -> int:
-    """The process that these events move most bytes for; of equals the one of the lowest rank."""
+def _busiest(events: pd.DataFrame, n_steps: pd.Series[int]) -> int:
+    """The process that these events move most bytes a step for; of equals the one of the lowest rank. ``n_steps``: of
+    each process, which may have recorded fewer than another."""
     processes = events.groupby("pid")
     sums = processes.agg(n_bytes=("n_bytes", "sum"), rank=("rank", "min"))
+    sums["n_bytes"] /= n_steps[sums.index]
     sums = sums.sort_values(["n_bytes", "rank"], ascending=[False, True], kind="stable")
     return int(sums.index[0])

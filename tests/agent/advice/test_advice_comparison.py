@@ -2,9 +2,12 @@
 
 import json
 
+import pandas as pd
 import pytest
 import recordings_made as made
 from command import invoke
+from dynamiccl.traces.assemble import EVENT_COLUMNS, STEP_COLUMNS, WAIT_COLUMNS, complete
+from dynamiccl.traces.writer import TraceWriter
 
 
 def advised(*paths, more=()):
@@ -161,3 +164,97 @@ def test_sizes_per_rank_that_are_no_multiple_of_16_are_named_with_the_padding(
         assert (row["func"], row["bytes_per_rank"], row["n_ranks"]) == ("all_gather", per_rank, 16)
         assert row["calls"] == 2 * 2 * made.N_STEPS and (per_rank + row["pad_bytes"]) % 16 == 0
         assert f"Pad each rank's part by {pad}" in " ".join(text.split())
+
+
+def sampled(folder, call_ms, every, n_steps=60, told=None, waits=False):
+    """A run of ours: two gathers of ``call_ms`` in a step of 50 ms more, timed in one step of ``every``. Events of
+    steps from ``told`` on were rotated away."""
+    events, steps, now = [], [], 10**15
+    width = int(call_ms * 1e6)
+    for step in range(n_steps):
+        is_timed = step % every == 0
+        for k in (0, 1):
+            start = now + 10**6 + k * width
+            times = (start, start + width) if is_timed else (None, None)
+            what = (2 * step + k, 7, 0, 8, 1, "all_gather", 64 << 20, "bfloat16", "ring", "simple", 16, 0)
+            if told is None or step < told:
+                events.append((*what, start - 1000, *times, step, 11, False, 64 << 20))
+        lasts = 50_000_000 + 2 * width
+        now += lasts
+        steps.append((step, 0, now, lasts + step % 3 * 100_000, 0, 0, 0, 11, is_timed, every))
+    with TraceWriter(folder, {"nccl": "2.28.9"}) as writer:
+        calls = pd.DataFrame(events, columns=list(EVENT_COLUMNS), dtype=object)
+        stood = calls.dropna(subset="start_ns") if waits else calls[:0]
+        marks = pd.DataFrame(steps, columns=list(STEP_COLUMNS))
+        tables = (calls, EVENT_COLUMNS), (marks, STEP_COLUMNS), (stood, WAIT_COLUMNS)
+        writer.write(*(complete(table, columns) for table, columns in tables))
+    return folder
+
+
+def test_calls_that_are_timed_in_some_steps_are_no_sum_over_all(tmp_path):
+    """Before: a change of 20 ms that two gathers explain whole, told as "collectives do not explain it (+2.35)"."""
+    before, after = sampled(tmp_path / "a", 5, 8), sampled(tmp_path / "b", 15, 8)
+    told = advised(before, after)
+    assert told["cause"] == "perhaps collectives" and told["change_ms"] == pytest.approx(20, abs=0.1)
+    assert told["before"]["calls_ms"] == pytest.approx(10) and told["calls_change_ms"] == pytest.approx(20)
+    assert told["slots"][0]["change_ms"] == pytest.approx(20) and told["slots"][0]["calls_after"] == 2
+    # The same job, more often timed and with fewer of its events on disk: nothing has changed.
+    other = advised(before, sampled(tmp_path / "c", 5, 2, told=30))
+    assert other["calls_change_ms"] == pytest.approx(0) and other["slots"][0]["calls_after"] == 2
+
+
+def test_an_emulated_run_tells_what_its_steps_wait_for(tmp_path):
+    """Before: when an emulated job stood still was not looked at."""
+    before, after = sampled(tmp_path / "a", 5, 4, waits=True), sampled(tmp_path / "b", 15, 4, waits=True)
+    told = advised(before, after)
+    assert told["cause"] == "collectives" and told["exposed_change_ms"] == pytest.approx(20)
+
+
+def beside(folder, us):
+    """The made job without compute, its calls ``us`` longer, each with one of another group at the same time."""
+    made.kineto(folder, compute=False)
+    for path in folder.iterdir():
+        document = json.loads(path.read_text())
+        more = []
+        for event in document["traceEvents"]:
+            slower_by(event, us)
+            if "External id" in event["args"]:
+                args = {**event["args"], "External id": 10**6 + event["args"]["External id"]}
+                more.append({**event, "args": {**args, "Process Group Name": "1"}})
+        document["traceEvents"] += more
+        document["traceEvents"].append(
+            {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": 1, "args": {}}
+        )
+        path.write_text(json.dumps(document))
+    return folder
+
+
+def slower_by(event, us):
+    """Calls take ``us`` longer each, in steps that are 2,000 us longer if ``us`` is not 0."""
+    step, at = divmod(event["ts"], made.STEP_US)
+    stretched(2000 if us else 0)(event, step, at)
+    if event["cat"] == "kernel":
+        event["dur"] += us
+
+
+def test_calls_that_run_at_the_same_time_count_once(tmp_path):
+    """Before: twice 200 us beside each other in each of three places "explained" 1.2 of 2 ms."""
+    told = advised(beside(tmp_path / "a", 0), beside(tmp_path / "b", 200))
+    assert told["before"]["calls_ms"] == pytest.approx(1.31, abs=0.01)
+    assert told["before"]["exposed_ms"] == pytest.approx(1.31, abs=0.01)
+    assert told["calls_change_ms"] == pytest.approx(0.6) and told["cause"] == "not collectives"
+    assert told["exposed_change_ms"] == pytest.approx(0.6, abs=0.01)
+
+
+def test_compute_outside_the_steps_is_no_steps(tmp_path):
+    """Before: all compute of a recording over its marked steps; five steps of warm-up made it 1.5 times as much."""
+
+    def unmarked(event, step, at):
+        if event["name"] in ("ProfilerStep#0", "ProfilerStep#1"):
+            event["name"] = "warm-up"
+
+    before, after = recording(tmp_path / "a"), recording(tmp_path / "b", unmarked)
+    told = advised(before, after)
+    assert told["after"]["n_steps"] == made.N_STEPS - 2
+    assert told["compute_change_ms"] == pytest.approx(0, abs=0.01)
+    assert told["calls_change_ms"] == pytest.approx(0, abs=0.01)

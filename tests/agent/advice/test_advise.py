@@ -297,3 +297,45 @@ def test_what_is_shown_makes_the_belief_surer_and_no_less_right(kind):
     mean = {shown: float(np.mean(those)) for shown, those in scores.items()}
     nothing, exposure = (mean[shown] for shown in check_advice.SHOWN)
     assert exposure > nothing
+
+
+def waits_for(folder, late):
+    """Two ranks of a group of two: rank ``late`` computes for 2 ms in which the other waits in its all-gather."""
+    folder.mkdir()
+    group = {"Process Group Name": "0", "Process Group Ranks": "[0, 1]", "Group size": 2}
+    call = {**group, "Collective name": "all_gather", "dtype": "BFloat16", "In msg nelems": 16 << 20}
+    for rank in (0, 1):
+        begin, lasts = (2500, 1000) if rank == late else (500, 3000)
+        events = []
+        for step in range(40):
+            now = 4000 * step
+            asked = {**call, "Out msg nelems": 32 << 20, "External id": step, "Seq": step}
+            rows = [("user_annotation", f"ProfilerStep#{step}", 0, 3999.999, {})]
+            rows += [("cpu_op", "record_param_comms", begin - 50, 1, asked)]
+            rows += [("kernel", "ncclDevKernel", begin, lasts, {**asked, "grid": [16, 1, 1]})]
+            rows += [("kernel", "gemm", 3500, 400, {})]
+            rows += [("kernel", "gemm", 500, 1999, {})] if rank == late else []
+            names = ("cat", "name", "ts", "dur", "args")
+            events += [
+                {"ph": "X", **dict(zip(names, (*row[:2], now + row[2], *row[3:]), strict=True))}
+                for row in rows
+            ]
+        info = {"backend": "nccl", "rank": rank, "nccl_version": "2.28.9"}
+        document = {
+            "baseTimeNanoseconds": recordings_made.BASE,
+            "distributedInfo": info,
+            "traceEvents": events,
+        }
+        (folder / f"rank{rank}.json").write_text(json.dumps(document))
+    return folder
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_exposed_contains_the_wait_for_a_late_rank_however_many_files_are_given(tmp_path, late):
+    """Before: with both files the wait was taken out of it, 75 % became 25 %: more files hid a slow rank."""
+    folder = waits_for(tmp_path / "a", late)
+    both = json.loads(run(folder, "--cluster", "dgx-h100-1x8", "--json").stdout)["slots"][0]
+    waiting = folder / f"rank{1 - late}.json"
+    alone = json.loads(run(waiting, "--cluster", "dgx-h100-1x8", "--json").stdout)["slots"][0]
+    assert both["share"] == pytest.approx(0.25, abs=0.01) and both["timed_by"] == "all ranks"
+    assert both["exposed_share"] == pytest.approx(0.75, abs=0.01) == alone["exposed_share"]

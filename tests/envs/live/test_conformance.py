@@ -190,7 +190,7 @@ class Jobs:
     def advance(self, n_steps, rng):
         """The recording says itself when a table is in force."""
 
-    def window(self, configs, counted, rng, few, turns):
+    def window(self, configs, counted, rng, few, turns, limit_us):
         plan = self.plan
         window = self.job.window(
             self.reader.decisions(configs[0, : len(plan.configs)]), plan.n_steps, plan.discard
@@ -201,7 +201,10 @@ class Jobs:
         us[0, : len(self.reader.profiles)] = self.reader._calls(events)
         if plan.kind == "profile":
             us[0, : len(self.told.call_us)] = self.told.call_us
-        return np.full((1, int(counted[0])), self.last_us), us
+        step_us = np.full((1, int(counted[0])), self.last_us)
+        too_slow = np.flatnonzero(step_us[0] > limit_us[0])
+        step_us[0, too_slow[1:]] = np.nan  # the first one is the last
+        return step_us, us
 
 
 class Simulated(SimWindows):

@@ -1,0 +1,37 @@
+"""Clusters in another size: presets take the graphs of their kind, a file's cluster keeps its own."""
+
+import pytest
+from dynamiccl.envs.nccl_model.clusters import cluster, preset_names, resize
+
+
+def test_a_file_that_is_named_like_a_preset_is_none(tmp_path):
+    """Before: ``dgx-h100-ours.toml`` in two nodes was the shipped dgx-h100-2x8."""
+    file = tmp_path / "dgx-h100-ours.toml"
+    graph = "{ channels = 4, bw_intra = 5.0, bw_inter = 5.0 }"
+    file.write_text(f'like = "dgx-h100-1x8"\nring = {graph}\ncomm_channels = 4\n')
+    ours = cluster(str(file))
+    grown = resize(ours, 2)
+    assert (grown.name, grown.n_nodes) == ("dgx-h100-ours-2x8", 2)
+    assert grown.ring == ours.ring and grown.comm_channels == 4
+    again = resize(grown, 1)
+    assert (again.name, again.ring) == ("dgx-h100-ours-1x8", ours.ring)
+
+
+def test_a_file_with_the_name_of_a_preset_is_none(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('name = "dgx-h100-1x8"\nlike = "dgx-h100-1x8"\ncomm_channels = 4\n')
+    assert resize(cluster(str(file)), 2).comm_channels == 4
+    file.write_text('like = "dgx-a100-2x8"\n')
+    assert resize(cluster(str(file)), 4).name == "mine-4x8"  # before: "-4x8"
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if name.endswith(("-1x8", "-2x8"))])
+def test_presets_take_the_graphs_of_their_kind(name):
+    c = cluster(name)
+    other = 2 if c.n_nodes == 1 else 1
+    kind = name.removesuffix(f"-{c.n_nodes}x8")
+    pair = f"{kind}-{other}x8"
+    grown = resize(resize(c, nccl="2.27.5"), other)
+    like = cluster(pair) if pair in preset_names() else c
+    assert (grown.name, grown.ring, grown.nccl) == (pair, like.ring, "2.27.5")
+    assert resize(resize(c, 4 * other), c.n_nodes).ring == c.ring  # there and back

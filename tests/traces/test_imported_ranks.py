@@ -1,0 +1,113 @@
+"""Whose calls a recording of another tool holds: processes of several hosts, ranks in several groups, nodes."""
+
+import json
+import sqlite3
+from contextlib import closing
+
+import pytest
+import recordings_made as made
+from command import invoke
+from dynamiccl.traces.files import TraceError
+from dynamiccl.traces.importers.recording import read_recording
+from dynamiccl.traces.queries.costs import slot_costs
+
+
+def calls_of(trace):
+    return slot_costs(trace.events, {0}, {1})["calls"].tolist()
+
+
+def test_processes_of_two_hosts_with_one_number_are_two(tmp_path):
+    """Containers. Before: one process with twice the calls, and twice the share of the step."""
+    folder = made.kineto(tmp_path / "profiles")
+    for path in folder.iterdir():
+        document = json.loads(path.read_text())
+        document["distributedInfo"]["pid"] = 77
+        path.write_text(json.dumps(document))
+    exports = tmp_path / "exports"
+    exports.mkdir()
+    for rank in (0, 1):
+        made.nsys(exports / f"rank{rank}.sqlite", ranks=(rank,))
+    with closing(sqlite3.connect(exports / "rank1.sqlite")) as base:
+        for table in ("NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_RUNTIME"):
+            base.execute(f"UPDATE {table} SET globalTid = globalTid - (1 << 24)")
+        base.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET globalPid = globalPid - (1 << 24)")
+        base.commit()
+    for recorded in (folder, exports):
+        trace = read_recording([recorded])
+        assert calls_of(trace) == [2, 1] and trace.events["pid"].nunique() == 2
+        assert set(trace.steps["pid"]) == set(trace.events["pid"])
+
+
+@pytest.mark.parametrize("kind", ["inspector", "log"])
+def test_logs_of_two_hosts_with_one_number_of_process_are_two(tmp_path, kind):
+    """Before: an Inspector's two processes were one, and two hosts' logs of NCCL were refused as one log twice."""
+    if kind == "inspector":
+        folder = made.inspector(tmp_path / "a")
+        for path in folder.iterdir():
+            text = path.read_text()
+            if '"rank": 1' in text:
+                path.write_text(text.replace("node7", "node8").replace('"pid": 501', '"pid": 500'))
+    else:
+        folder = tmp_path / "a"
+        folder.mkdir()
+        text = made.nccl_log(folder / "node7.log").read_text()
+        other = text.replace("node7", "node8").replace(" rank 0 ", " rank 8 ").replace(" rank 1 ", " rank 9 ")
+        (folder / "node8.log").write_text(other)
+    trace = read_recording([folder])
+    n_processes = 2 if kind == "inspector" else 4
+    assert trace.events["pid"].nunique() == n_processes
+    told = json.loads(invoke(["advise", str(folder), "--json"]).stdout)
+    assert told["slots"][0]["calls"] == 2 * made.N_STEPS
+
+
+def test_the_nodes_that_a_recording_tells_stay(tmp_path):
+    """Before: 8 ranks on 8 nodes were 8 ranks on one wherever --cluster was given."""
+    folder = made.inspector(tmp_path / "a")
+    for path in folder.iterdir():
+        text = path.read_text().replace('"n_ranks": 16', '"n_ranks": 8')
+        path.write_text(text.replace('"nnodes": 2', '"nnodes": 8'))
+    trace = read_recording([folder], ranks_per_node=8)
+    assert set(trace.events["n_nodes"]) == {8}
+    assert not any("assumed packed" in note for note in trace.header["notes"])
+
+
+def test_nodes_of_a_group_whose_ranks_are_not_told_are_said_to_be_assumed(tmp_path):
+    told = read_recording([made.kineto(tmp_path / "a")], ranks_per_node=8)
+    untold = read_recording([made.nsys(tmp_path / "b.sqlite")], ranks_per_node=8)
+    note = "on which nodes the ranks of a group lie: assumed packed on as few as hold them"
+    assert note in untold.header["notes"] and note not in told.header["notes"]
+    assert set(untold.events["n_nodes"]) == {2}
+
+
+def of_groups(path, ranks, job=False):
+    """The made export of these processes of 16, whose communicators are those of HSDP: 8 ranks that shard, 2 that
+    hold the same; ``job``: and one of all."""
+    made.nsys(path, ranks=ranks, told_ranks=False)
+    with closing(sqlite3.connect(path)) as base:
+        for rank in ranks:
+            groups = [(100 + rank // 8, 8, rank % 8), (200 + rank % 8, 2, rank // 8)] + [(1, 16, rank)] * job
+            for number, size, place in groups:
+                told = {"NCCL communicator ID": number, "No. of ranks": size, "Rank": place}
+                when = (made.BASE - 9000, made.BASE - 1000)
+                row = (*when, None, "ncclCommInitRank", ((500 + rank) << 24) + 1, json.dumps(told))
+                base.execute("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?)", row)
+        base.commit()
+    return path
+
+
+def test_a_jobs_ranks_are_those_of_the_files_names_not_of_a_group(tmp_path):
+    """HSDP. Before: rank 8 was rank 0 of its shard group, "both hold step 0 of rank 0", whatever its file was named."""
+    for rank in (0, 8):
+        of_groups(tmp_path / f"rank{rank}.sqlite", (rank,))
+    assert set(read_recording([tmp_path]).events["rank"]) == {0, 8}
+    for rank in (0, 8):
+        (tmp_path / f"rank{rank}.sqlite").rename(tmp_path / f"{'ab'[rank // 8]}.sqlite")
+    with pytest.raises(TraceError, match="name the files rank0"):
+        read_recording([tmp_path])
+
+
+def test_the_communicator_of_the_whole_job_tells_ranks(tmp_path):
+    """It has all processes that are given; the widest of one process alone may be any group."""
+    for node in (0, 1):
+        of_groups(tmp_path / f"node{node}.sqlite", (8 * node, 8 * node + 1), job=True)
+    assert set(read_recording([tmp_path]).events["rank"]) == {0, 1, 8, 9}
