@@ -234,7 +234,9 @@ class Engine:
         """
         self.reducer.require_room()
         with self.scaling() as factor:
-            (loss if factor == 1 else loss * factor).backward()
+            scaled = loss * factor
+            scaled.register_hook(lambda grad: self.reducer.begin_backward())  # in the outermost pass
+            scaled.backward()
 
     @contextmanager
     def scaling(self) -> Iterator[float]:

@@ -1,5 +1,6 @@
 """A gradient's way: from ``p.grad`` into a bucket's buffer, through one collective, into the owner's shard."""
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,6 +12,9 @@ from torch import nn
 from ..buffers.comm import IN_FLIGHT, Collectives
 from ..buffers.layout import Bucket, Row
 from ..buffers.settings import Settings
+
+#: What autograd calls for a ``torch.autograd.Function``, in whatever thread.
+_NODE = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 class _Reduction(NamedTuple):
@@ -39,6 +43,7 @@ class Reducer:
         self.comm, self.params, self.settings, self.whole = comm, params, settings, whole
         self.micro_batch = 0
         self.in_backward = False
+        self._task = -1  # autograd's number of the pass in which backward began
         self.by_engine = False  # engine.backward called this backward pass
         self.used = [0.0] * len(params)  # 1: has a gradient on this rank in this step
         self.at_end: list[Callable[[], None]] = []  # called at the end of every backward pass
@@ -58,14 +63,22 @@ class Reducer:
     def begin_backward(self, index: int | None = None) -> None:
         """Called by the first hook of a backward pass, and for each parameter (``index``) that has a gradient.
 
+        A reentrant checkpoint runs a pass inside the pass: ``engine.backward`` calls this in the outer one first.
+
         Raises:
-            RuntimeError: this step's gradients are reduced already, or the loss had to be scaled and is not.
+            RuntimeError: this step's gradients are reduced already, the loss had to be scaled and is not, or this is
+                a pass inside one that the engine did not see begin.
         """
         if index is not None:
             self.used[index] = 1.0
         if self.in_backward:
             return
-        self.in_backward = True
+        if _in_node():
+            raise RuntimeError(
+                "a backward pass runs inside another that the engine did not see begin: call engine.backward(loss), "
+                "not loss.backward(), or checkpoint with use_reentrant=False"
+            )
+        self.in_backward, self._task = True, torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self.require_room()
         if self.settings.scaled and not self.by_engine:
@@ -73,6 +86,11 @@ class Reducer:
                 "float16 gradients need a scaled loss: call engine.backward(loss), not loss.backward() "
                 "(a schedule that calls it itself runs inside engine.scaling())"
             )
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the pass that runs here lies inside the one in which backward began."""
+        return torch._C._current_graph_task_id() != self._task
 
     def require_room(self) -> None:
         """Raise RuntimeError where backward was called once a micro-batch already."""
@@ -169,3 +187,13 @@ class Reducer:
         self.comm.give(sent)
         if last and self.comm.replicas:  # once a step, while the next bucket's reduce-scatter is under way
             self._replicas.append(self.comm.replicas.all_reduce(bucket.grad_shard))
+
+
+def _in_node() -> bool:
+    """Whether a node of the graph started the backward pass that runs here, as a reentrant checkpoint does."""
+    frame = sys._getframe()
+    while frame.f_back:
+        frame = frame.f_back
+        if frame.f_code is _NODE:
+            return True
+    return False

@@ -10,6 +10,9 @@ from ..buffers.layout import Bucket, Row
 from .reducer import Reducer
 from .units import Unit
 
+#: ``Bucket.pending`` when its reduction was started.
+_REDUCED = -1
+
 
 class Replicated:
     """The part of a model whose parameters are replicated: ``units``. Stage 3 (what ``hybrid`` leaves) counts as 2."""
@@ -42,19 +45,30 @@ class Replicated:
         for bucket in self.buckets:
             bucket.pending = len(bucket.pieces)
         self._next = len(self.buckets) - 1
+        self._held = False  # nothing is reduced before the end: gradients may come again
 
     def _on_grad(self, index: int, param: nn.Parameter) -> None:
-        """``param.grad`` is complete for this backward pass: take it, reduce the buckets that became full."""
+        """``param.grad`` is complete for this backward pass: take it, reduce the buckets that became full.
+
+        Of several passes inside one (reentrant checkpoints) each may have a gradient of the same parameter.
+        """
         self.reducer.begin_backward(index)
+        self._held |= self.reducer.is_nested
         view = self._views.get(index)
         if view is not None and param.grad is not view:
             assert param.grad is not None
             view.copy_(param.grad)
             param.grad = view
         full = False
-        for bucket in self.in_bucket[index]:
-            bucket.pending -= 1
-            full |= bucket.pending == 0
+        for bucket in self.in_bucket.get(index, ()):  # none for a parameter without elements
+            if bucket.pending == _REDUCED:
+                raise RuntimeError(
+                    "a parameter got a gradient after its reduction: it is used both inside and outside of a "
+                    "reentrant checkpoint. Checkpoint with use_reentrant=False"
+                )
+            if not self._held:
+                bucket.pending -= 1
+                full |= bucket.pending == 0
         if full:
             self._launch(complete_only=True)
 
@@ -67,7 +81,7 @@ class Replicated:
             if complete_only and bucket.pending > 0:
                 return
             self.reducer.launch(bucket)
-            self._next -= 1
+            self._next, bucket.pending = self._next - 1, _REDUCED
 
     def _flush(self) -> None:
         """At the end of a backward pass: reduce what is left, with zeros for parameters that got no gradient."""
