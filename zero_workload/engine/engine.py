@@ -320,7 +320,7 @@ class Engine:
         self.outside.settle()
 
     def synchronize(self) -> None:
-        """Wait until all replicated parameters hold the last step's values; forward does this by itself."""
+        """Wait until all replicated parameters hold the last step's values; the first use of each does this by itself."""
         self.replicated.wait()
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from ..buffers.layout import Bucket, Row
+from .awaited import Awaited
 from .reducer import Reducer
 from .units import Unit
 
@@ -31,6 +33,10 @@ class Replicated:
         for row in trained:
             self._watch(row)
         self._gathers: dict[Bucket, dist.Work] = {}  # under way
+        plain = [i for i in self.in_bucket if type(self.params[i]) is nn.Parameter]
+        self._waiting = set[int]()  # parameters that nobody has used since the last step
+        #: parameters whose first use can be seen, with what it calls
+        self._arrivals = {index: partial(self._arrive, index) for index in plain}
         reducer.at_end.append(self._flush)
         self._begin()
 
@@ -101,18 +107,34 @@ class Replicated:
                 self._gathers[bucket] = self.reducer.comm.all_gather(bucket.full, bucket.shard)
             if self.stage <= 1:
                 bucket.grad_shard = None
+        for index in self.in_bucket if self.stage else ():
+            self._waiting.add(index)
+            if index in self._arrivals:
+                Awaited.mark(self.params[index], self._arrivals[index])
+            else:
+                self._arrive(index)
 
-    def wait(self, unit: Unit | None = None) -> None:
-        """Wait until the parameters of ``unit`` (all of them when ``None``) are those of the last step."""
-        if not self._gathers:
-            return
-        needed = self.buckets
-        if unit is not None:
-            needed = [bucket for index in unit.params for bucket in self.in_bucket.get(index, ())]
-        for bucket in needed:
+    def _arrive(self, index: int) -> None:
+        """Wait for the parameter ``index``."""
+        self._waiting.discard(index)
+        Awaited.clear(self.params[index])
+        for bucket in self.in_bucket.get(index, ()):
             work = self._gathers.pop(bucket, None)
             if work:
                 work.wait()
+
+    def wait(self, unit: Unit | None = None) -> None:
+        """Wait until the parameters of ``unit`` (all of them when ``None``) are those of the last step."""
+        if self._waiting or self._gathers:
+            self._wait(unit)
+
+    @_disable_dynamo
+    def _wait(self, unit: Unit | None) -> None:
+        for index in self.in_bucket if unit is None else unit.params:
+            self._arrive(index)
+        while unit is None and self._gathers:  # of padding alone
+            _, work = self._gathers.popitem()
+            work.wait()
 
 
 def _by_parameter(buckets: list[Bucket]) -> dict[int, list[Bucket]]:
