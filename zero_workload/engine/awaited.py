@@ -26,10 +26,13 @@ class Awaited(nn.Parameter):
     _wait: Callable[[], None]
 
     @staticmethod
-    def mark(param: nn.Parameter, wait: Callable[[], None]) -> None:
-        """From now on the first use of ``param``, which is of no subclass, calls ``wait``."""
+    def mark(param: nn.Parameter, wait: Callable[[], None]) -> bool:
+        """From now on the first use of ``param`` calls ``wait``. Returns whether it can: not that of a subclass."""
+        if type(param) not in (nn.Parameter, Awaited):
+            return False
         param.__class__ = Awaited
         param._wait = wait  # type: ignore[attr-defined]
+        return True
 
     @staticmethod
     def clear(param: nn.Parameter) -> None:

@@ -33,10 +33,7 @@ class Replicated:
         for row in trained:
             self._watch(row)
         self._gathers: dict[Bucket, dist.Work] = {}  # under way
-        plain = [i for i in self.in_bucket if type(self.params[i]) is nn.Parameter]
         self._waiting = set[int]()  # parameters that nobody has used since the last step
-        #: parameters whose first use can be seen, with what it calls
-        self._arrivals = {index: partial(self._arrive, index) for index in plain}
         reducer.at_end.append(self._flush)
         self._begin()
 
@@ -109,9 +106,7 @@ class Replicated:
                 bucket.grad_shard = None
         for index in self.in_bucket if self.stage else ():
             self._waiting.add(index)
-            if index in self._arrivals:
-                Awaited.mark(self.params[index], self._arrivals[index])
-            else:
+            if not Awaited.mark(self.params[index], partial(self._arrive, index)):
                 self._arrive(index)
 
     def _arrive(self, index: int) -> None:
