@@ -1,4 +1,4 @@
-"""Backward passes inside a backward pass: reentrant checkpoints, whose every segment runs one."""
+"""Passes that are not the step's backward: those inside of it (of reentrant checkpoints), and torch.autograd.grad."""
 
 from __future__ import annotations
 
@@ -84,3 +84,49 @@ def test_a_pass_whose_outer_one_is_not_seen_is_refused(stage: int, one: World) -
 def test_a_gradient_after_its_reduction_is_refused(stage: int, one: World) -> None:
     """Before: it was lost."""
     assert "use_reentrant=False" in one.run(refused, stage, True)[0]
+
+
+def penalised(stage: int, create_graph: bool) -> tuple[int, str]:
+    """Updates of two micro-batches whose loss has a gradient penalty, or what was said."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    engine = zero(
+        model,
+        partial(torch.optim.SGD, lr=0.1),
+        stage=stage,
+        param_dtype=torch.float32,
+        gradient_accumulation=2,
+    )
+    for _ in range(2):
+        x = torch.randn(4, 8).requires_grad_()
+        y = model(x)
+        try:
+            (grad,) = torch.autograd.grad(y.sum(), x, create_graph=create_graph, retain_graph=True)
+        except RuntimeError as error:
+            return engine.steps, str(error)
+        engine.backward(y.square().mean() + grad.square().mean())
+        engine.step()
+    return engine.steps, ""
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_autograd_grad_is_no_micro_batch(stage: int, create_graph: bool, one: World) -> None:
+    """Before: at stage 3 it counted as one, and the next backward was blamed."""
+    steps, said = one.run(penalised, stage, create_graph)[0]
+    assert steps == (stage < 3)
+    assert said.startswith("torch.autograd.grad went through the model") == (stage == 3)
+
+
+def to_some(stage: int) -> int:
+    """Updates by a backward that is told whose gradients it computes."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    engine = zero(model, partial(torch.optim.SGD, lr=0.1), stage=stage, param_dtype=torch.float32)
+    model(torch.randn(4, 8)).square().mean().backward(inputs=list(model.parameters()))
+    engine.step()
+    return engine.steps
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_backward_to_some_parameters_is_one(stage: int, one: World) -> None:
+    assert one.run(to_some, stage)[0] == 1

@@ -44,6 +44,8 @@ class Reducer:
         self.micro_batch = 0
         self.in_backward = False
         self._task = -1  # autograd's number of the pass in which backward began
+        self._to_some = False  # it is told whose gradients it computes: torch.autograd.grad is such a pass
+        self._graded = False  # a parameter got a gradient in it
         self.by_engine = False  # engine.backward called this backward pass
         self.used = [0.0] * len(params)  # 1: has a gradient on this rank in this step
         self.at_end: list[Callable[[], None]] = []  # called at the end of every backward pass
@@ -70,7 +72,7 @@ class Reducer:
                 a pass inside one that the engine did not see begin.
         """
         if index is not None:
-            self.used[index] = 1.0
+            self.used[index], self._graded = 1.0, True
         if self.in_backward:
             return
         if _in_node():
@@ -79,8 +81,10 @@ class Reducer:
                 "not loss.backward(), or checkpoint with use_reentrant=False"
             )
         self.in_backward, self._task = True, torch._C._current_graph_task_id()
+        self._to_some = not torch.autograd._is_checkpoint_valid()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        self.require_room()
+        if not self._to_some:
+            self.require_room()
         if self.settings.scaled and not self.by_engine:
             raise RuntimeError(
                 "float16 gradients need a scaled loss: call engine.backward(loss), not loss.backward() "
@@ -101,9 +105,15 @@ class Reducer:
             )
 
     def _end_backward(self) -> None:
+        if self._to_some and not self._graded:
+            raise RuntimeError(
+                "torch.autograd.grad went through the model, whose hooks took it for the step's backward: at stage 3 "
+                "leave it out, or take stage 0, 1 or 2"
+            )
+        self.require_room()
         for flush in self.at_end:
             flush()
-        self.micro_batch, self.in_backward = self.micro_batch + 1, False
+        self.micro_batch, self.in_backward, self._graded = self.micro_batch + 1, False, False
 
     def require_whole(self) -> None:
         """Raise RuntimeError where a backward pass has ended with an error: other ranks may wait for its reductions."""
