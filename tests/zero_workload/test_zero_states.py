@@ -262,6 +262,35 @@ def test_a_checkpoint_of_an_earlier_release_is_read(one: World, tmp_path: Path) 
     assert one.run(resumed, str(folder), 1, settings)[0][0] == through
 
 
+class Hollow(nn.Module):
+    """With a parameter that has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.none = nn.Linear(4, 4), nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.linear(x), self.none])
+
+
+def hollow(stage: int, folder: str) -> tuple[int, dict[str, torch.Tensor]]:
+    """Steps of a run that is saved after one and resumed, and its exact weights."""
+    engine = zero(Hollow(), adamw(1e-2), stage=stage)
+    engine.backward(engine.model(torch.ones(2, 4, dtype=torch.bfloat16)).square().mean())
+    engine.step()
+    engine.save(folder)
+    engine.load(folder)
+    return engine.steps, engine.full_state()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_parameter_without_elements_trains_and_is_saved(stage: int, one: World, tmp_path: Path) -> None:
+    """Before: KeyError in backward, at stages 0 to 2."""
+    steps, weights = one.run(hollow, stage, str(tmp_path))[0]
+    assert steps == 1 and weights["none"].shape == (0, 4)
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+
+
 def scale_of_a_resumed_run(folder: str, dtype: torch.dtype, is_old: bool) -> float:
     """The loss scale of a run in float16 that resumes one in ``dtype``."""
     writer = engine_of(1, param_dtype=dtype, loss_scale=512.0)

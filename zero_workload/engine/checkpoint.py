@@ -60,6 +60,9 @@ def masters(engine: Engine) -> dict[int, torch.Tensor]:
             flat = found[index].view(-1)
             into = flat.narrow(0, piece.start, piece.numel)
             into.copy_(whole[piece.where])
+    for index, shape in enumerate(engine.shapes if not comm.rank else ()):
+        if engine.params[index].is_floating_point() and not shape.numel():  # in no bucket
+            found[index] = torch.empty(shape, dtype=engine.settings.master)
     return found
 
 
@@ -305,9 +308,9 @@ def _require_alike(engine: Engine, folder: Path, known: dict[str, Any]) -> None:
         if kind == "parameter":
             there[name] = about.size.numel()
     for name in sorted(floating | set(there)):
-        ours, theirs = here.get(name), there.get(name)
+        ours, theirs = here.get(name, 0), there.get(name, 0)
         if ours != theirs:
-            sizes = f"{theirs or 0} elements there, {ours or 0} here"
+            sizes = f"{theirs} elements there, {ours} here"
             raise ValueError(f"{folder} is of another model: {name} has {sizes}")
 
 
