@@ -27,13 +27,15 @@ class Used(nn.Module):
         torch.manual_seed(0)
         self.how, self.body, self.head = how, nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
         self.scales = nn.ParameterList([torch.ones(8), torch.zeros(8)])
+        if how == "special":
+            self.head.weight = Special(torch.eye(8))
         self.named = nn.ParameterDict({"shift": torch.zeros(8)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.body(x)
         if self.how == "lists":
             x = x * self.scales[0] + self.scales[1] + self.named["shift"]
-        if self.how in ("tied", "twice"):
+        if self.how in ("tied", "twice", "special"):
             x = F.linear(x, self.head.weight)
         return x if self.how == "tied" else self.head(x)
 
@@ -156,6 +158,16 @@ def compiled(how: str) -> list[float]:
         engine.step()
         found.append(round(loss.item(), 6))
     return found
+
+
+class Special(nn.Parameter):
+    """A class of its own, which cannot be exchanged for a while."""
+
+
+def test_a_parameter_of_another_class_is_awaited_at_once(two: World) -> None:
+    param = Special(torch.ones(2))
+    assert not Awaited.mark(param, lambda: None) and type(param) is Special
+    assert two.run(losses, 1, "special") == two.run(losses, 0, "special")
 
 
 @pytest.mark.slow

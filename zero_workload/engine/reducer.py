@@ -13,8 +13,11 @@ from ..buffers.comm import IN_FLIGHT, Collectives
 from ..buffers.layout import Bucket, Row
 from ..buffers.settings import Settings
 
-#: What autograd calls for a ``torch.autograd.Function``, in whatever thread.
-_NODE = torch.autograd.function.BackwardCFunction.apply.__code__
+_CALLED = [
+    getattr(torch.autograd.function.BackwardCFunction, name, None) for name in ("apply", "apply_boxed")
+]
+#: What autograd calls for a ``torch.autograd.Function``, in whatever thread. PyTorch 2.13 has a second one.
+_OF_NODES = {function.__code__ for function in _CALLED if function}
 
 
 class _Reduction(NamedTuple):
@@ -204,6 +207,6 @@ def _in_node() -> bool:
     frame = sys._getframe()
     while frame.f_back:
         frame = frame.f_back
-        if frame.f_code is _NODE:
+        if frame.f_code in _OF_NODES:
             return True
     return False

@@ -111,12 +111,12 @@ class Replicated:
 
     def _arrive(self, index: int) -> None:
         """Wait for the parameter ``index``."""
+        for bucket in self.in_bucket.get(index, ()):
+            if bucket in self._gathers:
+                self._gathers[bucket].wait()
+                del self._gathers[bucket]
         self._waiting.discard(index)
         Awaited.clear(self.params[index])
-        for bucket in self.in_bucket.get(index, ()):
-            work = self._gathers.pop(bucket, None)
-            if work:
-                work.wait()
 
     def wait(self, unit: Unit | None = None) -> None:
         """Wait until the parameters of ``unit`` (all of them when ``None``) are those of the last step."""
