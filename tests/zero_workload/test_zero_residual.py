@@ -16,6 +16,7 @@ import torch
 from dynamiccl.zero_workload.job import launch, train
 from dynamiccl.zero_workload.job.options import is_rank
 from job_log import read_log
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 SMALL = ["--layers", "2", "--width", "32", "--heads", "2", "--seq", "32", "--quiet"]
@@ -173,6 +174,64 @@ def test_sigterm_ends_the_job_after_a_step(tmp_path: Path) -> None:
     assert launcher.returncode == 128 + signal.SIGTERM and said == ""
     last = read_log(log)[1][-1]["step"]
     assert told.endswith(f"stopped after step {last + 1}\n")
+
+
+#: What a rank does when it is told to stop.
+WHEN_TOLD = {"saves": "time.sleep(0.5); os._exit(0)", "fails": "os._exit(3)", "hangs": "pass"}
+
+
+@pytest.mark.parametrize(
+    ("what", "patience", "code", "words"),
+    [
+        ("saves", -1, 128 + signal.SIGINT, ""),
+        ("fails", -1, 1, "error: rank 0: ended with exit code 3\n"),
+        (
+            "hangs",
+            0.1,
+            128 + signal.SIGINT,
+            "error: ranks did not end within 0.1 s of SIGINT, and are killed",
+        ),
+    ],
+)
+def test_ranks_that_are_told_to_stop_have_their_time(
+    what: str, patience: float, code: int, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before: a save of more than ten seconds was cut short, without a word."""
+    told = f"signal.signal(signal.SIGTERM, lambda *_: exec({WHEN_TOLD[what]!r}))"
+    script = f"import os, signal, time; {told}; open({str(tmp_path / 'begun')!r}, 'w'); time.sleep(60); time.sleep(60)"
+    ranks = launch._Ranks(
+        "rank", sys.executable, {0: ("-c", script)}, {0: {}}, DefaultLogsSpecs(str(tmp_path))
+    )
+    ranks._start()
+    try:
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        assert launch._stop(ranks, signal.SIGINT, patience) == code
+    finally:
+        ranks.close(signal.SIGKILL)
+    said = capfd.readouterr().err
+    assert said.startswith(words) and bool(said) == bool(words)
+
+
+@pytest.mark.slow
+def test_a_job_that_is_told_to_stop_saves_and_goes_on_in_the_same_log(tmp_path: Path) -> None:
+    """Before: it looked only when it read the loss; and the log of the run before was lost."""
+    log, folder = tmp_path / "log", tmp_path / "save"
+    options = ["--log", str(log), "--save", str(folder)]
+    command = [sys.executable, "-m", "dynamiccl.zero_workload", *SMALL, *options]
+    launcher = subprocess.Popen(
+        [*command, "--steps", "100000", "--log-every", "100000"], stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and (not log.exists() or not log.read_text()):
+        time.sleep(0.1)
+    time.sleep(1)
+    launcher.terminate()
+    assert launcher.communicate(timeout=60)[1] == b"" and launcher.returncode == 128 + signal.SIGTERM
+    (last,) = [step["step"] for step in read_log(log)[1]]
+    done = job("--steps", str(last + 3), "--resume", str(folder), *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [step["step"] for step in read_log(log)[1]] == [last, last + 1, last + 2]
 
 
 def wait_for_steps(log: Path, launcher: subprocess.Popen[str]) -> list[int]:

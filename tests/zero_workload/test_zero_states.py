@@ -14,8 +14,11 @@ from dynamiccl.zero_workload.engine import checkpoint
 from dynamiccl.zero_workload.engine.agreement import message_numel
 from dynamiccl.zero_workload.engine.scale import GROW_AFTER, LossScale
 from dynamiccl.zero_workload.job.model import Transformer
+from dynamiccl.zero_workload.job.parallel import groups
 from test_zero import TINY, adamw, run, texts, train, train_alone
 from test_zero_exact import spelled
+from torch import nn
+from torch.distributed.checkpoint import filesystem
 from world import SIZES_AND_DTYPES, World
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -197,6 +200,115 @@ def test_a_resumed_run_doubles_its_scale_when_it_would_have(one: World, tmp_path
     """Before: it began to count anew."""
     assert one.run(scale_after, str(tmp_path / "new"), False)[0] == (GROW_AFTER - 1, 0, 512.0)
     assert one.run(scale_after, str(tmp_path / "old"), True)[0] == (0, 1, 256.0)
+
+
+def cut_short(folder: str, sharing: int, failing: int) -> tuple[list[str], list[int], bool]:
+    """Saves after one and after two steps, the second of which fails on rank ``failing`` when the data are written;
+    then one that is whole. ``sharing`` ranks hold parts of one model. What was said; the steps of what is loaded
+    after each; whether its weights are those of the first save.
+    """
+    found = groups(0, False, sharing)
+    torch.manual_seed(0)
+    engine = zero(nn.Linear(4, 4), adamw(1e-2), stage=1, param_dtype=torch.float32, **found)
+
+    def train() -> torch.Tensor:
+        engine.backward(engine.model(torch.ones(2, 4)).square().mean())
+        engine.step()
+        return engine.state_dict()["weight"]
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    first = train()
+    engine.save(folder)
+    train()
+    said, loaded, same = [], [], False
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == failing:
+            patch.setattr(filesystem.FileSystemWriter, "finish", fail)
+        try:
+            engine.save(folder)
+        except OSError as error:
+            said.append(str(error))
+    engine.load(folder)
+    loaded.append(engine.steps)
+    same = torch.equal(engine.state_dict()["weight"], first)
+    train()
+    train()
+    engine.save(folder)
+    engine.load(folder)
+    loaded.append(engine.steps)
+    dist.barrier()
+    return said, loaded, same
+
+
+@pytest.mark.parametrize(("sharing", "failing"), [(1, 0), (2, 0), (2, 1)])
+def test_a_save_that_is_cut_short_leaves_the_one_before(
+    sharing: int, failing: int, two: World, tmp_path: Path
+) -> None:
+    """Before: it left a mixture of both, which was loaded without a word."""
+    for said, loaded, same in two.run(cut_short, str(tmp_path), sharing, failing):
+        assert len(said) == 1 and "could not be written" in said[0]
+        assert loaded == [1, 3] and same
+    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["current", "save"]
+
+
+def test_a_checkpoint_of_an_earlier_release_is_read(one: World, tmp_path: Path) -> None:
+    """It lay in the folder itself."""
+    settings = {"param_dtype": torch.float32}
+    through, _ = one.run(saved, str(tmp_path), 1, settings)[0]
+    (tmp_path / "current").unlink()
+    (folder,) = tmp_path.iterdir()
+    assert one.run(resumed, str(folder), 1, settings)[0][0] == through
+
+
+class Hollow(nn.Module):
+    """With a parameter that has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.none = nn.Linear(4, 4), nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.linear(x), self.none])
+
+
+def hollow(stage: int, folder: str) -> tuple[int, dict[str, torch.Tensor]]:
+    """Steps of a run that is saved after one and resumed, and its exact weights."""
+    engine = zero(Hollow(), adamw(1e-2), stage=stage)
+    engine.backward(engine.model(torch.ones(2, 4, dtype=torch.bfloat16)).square().mean())
+    engine.step()
+    engine.save(folder)
+    engine.load(folder)
+    return engine.steps, engine.full_state()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_parameter_without_elements_trains_and_is_saved(stage: int, one: World, tmp_path: Path) -> None:
+    """Before: KeyError in backward, at stages 0 to 2."""
+    steps, weights = one.run(hollow, stage, str(tmp_path))[0]
+    assert steps == 1 and weights["none"].shape == (0, 4)
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+
+
+def scale_of_a_resumed_run(folder: str, dtype: torch.dtype, is_old: bool) -> float:
+    """The loss scale of a run in float16 that resumes one in ``dtype``."""
+    writer = engine_of(1, param_dtype=dtype, loss_scale=512.0)
+    run(writer, range(1))
+    with pytest.MonkeyPatch.context() as patch:
+        if is_old:
+            patch.setattr(checkpoint, "_SCALED", "engine/unknown")
+        writer.save(folder)
+    reader = engine_of(1, param_dtype=torch.float16, loss_scale=256.0)
+    reader.load(folder)
+    return reader.scale.value
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_scale_is_taken_over_only_from_a_run_that_had_one(is_old: bool, one: World, tmp_path: Path) -> None:
+    """Before: from float32 it became 1, and gradients below 6e-8 became 0."""
+    for dtype, wanted in ((torch.float32, 256.0), (torch.bfloat16, 256.0), (torch.float16, 512.0)):
+        assert one.run(scale_of_a_resumed_run, str(tmp_path), dtype, is_old)[0] == wanted
 
 
 #: Ranks that save and ranks that resume.

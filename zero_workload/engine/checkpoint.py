@@ -2,10 +2,16 @@
 
 On disk a parameter, and each optimizer state of it, is one flat tensor under the parameter's name, whatever stage and
 number of ranks wrote it; so any other stage and number can read it.
+
+Each save is a folder of its own in the user's, and a file names the last whole one. So a save that is cut short leaves
+the one before as it was.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +26,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from ..buffers.layout import Piece
 
 Engine = Any  # engine.Engine, which imports this file
-#: Checkpoints of earlier releases have no such number.
-_GOOD_STEPS = "engine/good_steps"
+#: Checkpoints of earlier releases lack these numbers.
+_GOOD_STEPS, _SCALED = "engine/good_steps", "engine/scaled"
+_ADDED = {_GOOD_STEPS, _SCALED}
+#: Names the folder of the last save. Earlier releases wrote none: their checkpoint is the whole folder.
+_CURRENT = "current"
+#: What the folder of a save is called, before its number.
+_SAVE = "save-"
 
 
 def masters(engine: Engine) -> dict[int, torch.Tensor]:
@@ -49,6 +60,9 @@ def masters(engine: Engine) -> dict[int, torch.Tensor]:
             flat = found[index].view(-1)
             into = flat.narrow(0, piece.start, piece.numel)
             into.copy_(whole[piece.where])
+    for index, shape in enumerate(engine.shapes if not comm.rank else ()):
+        if engine.params[index].is_floating_point() and not shape.numel():  # in no bucket
+            found[index] = torch.empty(shape, dtype=engine.settings.master)
     return found
 
 
@@ -131,6 +145,7 @@ class _State(dict[str, Any]):
         self["engine/skipped"] = _number(scale.skipped)
         self["engine/scale"] = _number(scale.value)
         self[_GOOD_STEPS] = _number(scale.good_steps)
+        self[_SCALED] = _number(scale.dynamic)
 
     def _add(self, kind: str, piece: Piece, tensor: torch.Tensor) -> None:
         index = piece.param
@@ -159,7 +174,7 @@ def _group_numbers(engine: Engine) -> Iterator[tuple[str, dict[str, Any], str]]:
                 yield f"group/{number}/{name}", group, name
 
 
-def _folder(engine: Engine, folder: Path) -> Path:
+def _part(engine: Engine, folder: Path) -> Path:
     """Where this rank's part of the model is kept: tensor and pipeline ranks have different parameters."""
     model = engine.comm.model
     return folder / f"part-{model.rank}" if model else folder
@@ -169,21 +184,67 @@ def save(engine: Engine, folder: Path) -> None:
     """Write the state on all ranks together. Raises OSError where a rank cannot write."""
     engine.synchronize()
     comm = engine.comm
-    device = engine.params[0].device
-    failed = torch.zeros(1, device=device)
+    name = _new_name(engine)
     error: BaseException | None = None
-    if not comm.replicas or comm.replicas.rank == 0:
-        path = _folder(engine, folder)
-        try:
+    is_writer = not comm.replicas or comm.replicas.rank == 0
+    try:
+        if is_writer:
             state = _State(engine)
+            path = _part(engine, folder / name)
             state_dict_saver.save(state, checkpoint_id=path, process_group=comm.group)
-        except (OSError, CheckpointException) as caught:
-            failed += 1
-            error = caught
+    except (OSError, CheckpointException) as caught:
+        error = caught
+    _require_written(engine, folder, error)
+    try:
+        if is_writer and comm.rank == 0 and not (comm.model and comm.model.rank):
+            _make_current(folder, name)
+    except OSError as caught:
+        error = caught
+    _require_written(engine, folder, error)
+
+
+def _new_name(engine: Engine) -> str:
+    """A name for the folder of a save, the same on all ranks."""
+    device = engine.params[0].device
+    number = torch.tensor(secrets.randbits(48), device=device)
+    engine.comm.broadcast(number)
+    if engine.comm.model:
+        engine.comm.model.broadcast(number)
+    return f"{_SAVE}{number.item():012x}"
+
+
+def _require_written(engine: Engine, folder: Path, error: BaseException | None) -> None:
+    """Raise OSError on all ranks where one had an ``error``."""
+    comm = engine.comm
+    failed = torch.tensor([float(error is not None)], device=engine.params[0].device)
     comm.agree(failed)
+    if comm.model:
+        comm.model.agree(failed)
     if failed.item():
         reason = error or "another rank failed"
         raise OSError(f"{folder} could not be written: {reason}") from error
+
+
+def _make_current(folder: Path, name: str) -> None:
+    """From now on ``folder`` holds the save of that name, and no other. Raises OSError."""
+    new = folder / f"{_CURRENT}.new"
+    with new.open("w") as file:
+        file.write(name)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(folder / _CURRENT)
+    for other in folder.glob(f"{_SAVE}*"):
+        if other.name != name:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def _current(folder: Path) -> Path:
+    """Where the last whole save in ``folder`` lies."""
+    try:
+        name = (folder / _CURRENT).read_text().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return folder
+    return folder / name
 
 
 def load(engine: Engine, folder: Path) -> None:
@@ -192,7 +253,7 @@ def load(engine: Engine, folder: Path) -> None:
     Raises:
         ValueError: there is no whole checkpoint, or it is of another model or optimizer.
     """
-    path = _folder(engine, folder)
+    path = _part(engine, _current(folder))
     if not (path / ".metadata").is_file():
         raise ValueError(f"{folder} holds no whole checkpoint: give the folder that engine.save() wrote")
     engine.synchronize()
@@ -201,21 +262,27 @@ def load(engine: Engine, folder: Path) -> None:
     _require_alike(engine, folder, known)
     _make_states(engine, path, known)
     state = _State(engine)
-    if _GOOD_STEPS not in known:
-        del state[_GOOD_STEPS]
+    for key in _ADDED - set(known):
+        del state[key]
     _read(engine, state, path)
     for key, group, name in list(_group_numbers(engine)):
         kind = type(group[name])
         group[name] = kind(state[key].item())
     engine.steps = int(state["engine/steps"])
-    scale = engine.scale
-    scale.skipped = int(state["engine/skipped"])
-    if scale.dynamic:
-        there = state["engine/scale"].item()
-        scale.value = max(1.0, there)
-        scale.good_steps = int(state.get(_GOOD_STEPS, 0))
+    _load_scale(engine, state)
     engine.publish()
     engine.synchronize()
+
+
+def _load_scale(engine: Engine, state: dict[str, Any]) -> None:
+    """The scale of float16 as it was, if it was one: who trains in another dtype writes 1."""
+    scale = engine.scale
+    scale.skipped = int(state["engine/skipped"])
+    there = state["engine/scale"].item()
+    was_scaled = bool(state.get(_SCALED, there > 1 or scale.skipped))
+    if scale.dynamic and was_scaled:
+        scale.value = max(1.0, there)
+        scale.good_steps = int(state.get(_GOOD_STEPS, 0))
 
 
 def _read(engine: Engine, state: dict[str, Any], path: Path) -> None:
@@ -241,9 +308,9 @@ def _require_alike(engine: Engine, folder: Path, known: dict[str, Any]) -> None:
         if kind == "parameter":
             there[name] = about.size.numel()
     for name in sorted(floating | set(there)):
-        ours, theirs = here.get(name), there.get(name)
+        ours, theirs = here.get(name, 0), there.get(name, 0)
         if ours != theirs:
-            sizes = f"{theirs or 0} elements there, {ours or 0} here"
+            sizes = f"{theirs} elements there, {ours} here"
             raise ValueError(f"{folder} is of another model: {name} has {sizes}")
 
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +205,7 @@ class Engine:
         model, self._whole = self.model, False  # while ``state_dict`` gathers everything
         if self.replicated.buckets and self.settings.stage:  # by module: the first ones wait least
             for unit in find_units(model, "block", 1):
-                wait = partial(self._wait_for, unit)
-                unit.module.register_forward_pre_hook(wait, prepend=True)
+                unit.module.register_forward_pre_hook(self._waiting_for(unit), prepend=True)
         model.register_forward_pre_hook(lambda module, args: self._begin_forward(), prepend=True)
         model.register_state_dict_pre_hook(self._before_state_dict)
         model.register_load_state_dict_pre_hook(self._before_loading)
@@ -215,8 +213,8 @@ class Engine:
         self.reducer.at_end.append(self._after_backward)
         self.outside.watch(self.optimizer)
 
-    def _wait_for(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        self.replicated.wait(unit)
+    def _waiting_for(self, unit: Unit) -> Any:
+        return lambda module, args: self.replicated.wait(unit)
 
     def _begin_forward(self) -> None:
         self.reducer.require_whole()
@@ -234,7 +232,9 @@ class Engine:
         """
         self.reducer.require_room()
         with self.scaling() as factor:
-            (loss if factor == 1 else loss * factor).backward()
+            scaled = loss * factor
+            scaled.register_hook(lambda grad: self.reducer.begin_backward())  # in the outermost pass
+            scaled.backward()
 
     @contextmanager
     def scaling(self) -> Iterator[float]:
@@ -318,7 +318,7 @@ class Engine:
         self.outside.settle()
 
     def synchronize(self) -> None:
-        """Wait until all replicated parameters hold the last step's values; forward does this by itself."""
+        """Wait until all replicated parameters hold the last step's values. The first use of each does so by itself."""
         self.replicated.wait()
 
     def state_dict(self) -> dict[str, Any]:

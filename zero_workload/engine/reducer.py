@@ -1,5 +1,6 @@
 """A gradient's way: from ``p.grad`` into a bucket's buffer, through one collective, into the owner's shard."""
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,6 +12,12 @@ from torch import nn
 from ..buffers.comm import IN_FLIGHT, Collectives
 from ..buffers.layout import Bucket, Row
 from ..buffers.settings import Settings
+
+_CALLED = [
+    getattr(torch.autograd.function.BackwardCFunction, name, None) for name in ("apply", "apply_boxed")
+]
+#: What autograd calls for a ``torch.autograd.Function``, in whatever thread. PyTorch 2.13 has a second one.
+_OF_NODES = {function.__code__ for function in _CALLED if function}
 
 
 class _Reduction(NamedTuple):
@@ -39,6 +46,9 @@ class Reducer:
         self.comm, self.params, self.settings, self.whole = comm, params, settings, whole
         self.micro_batch = 0
         self.in_backward = False
+        self._task = -1  # autograd's number of the pass in which backward began
+        self._to_some = False  # it is told whose gradients it computes: torch.autograd.grad is such a pass
+        self._graded = False  # a parameter got a gradient in it
         self.by_engine = False  # engine.backward called this backward pass
         self.used = [0.0] * len(params)  # 1: has a gradient on this rank in this step
         self.at_end: list[Callable[[], None]] = []  # called at the end of every backward pass
@@ -58,21 +68,36 @@ class Reducer:
     def begin_backward(self, index: int | None = None) -> None:
         """Called by the first hook of a backward pass, and for each parameter (``index``) that has a gradient.
 
+        A reentrant checkpoint runs a pass inside the pass: ``engine.backward`` calls this in the outer one first.
+
         Raises:
-            RuntimeError: this step's gradients are reduced already, or the loss had to be scaled and is not.
+            RuntimeError: this step's gradients are reduced already, the loss had to be scaled and is not, or this is
+                a pass inside one that the engine did not see begin.
         """
         if index is not None:
-            self.used[index] = 1.0
+            self.used[index], self._graded = 1.0, True
         if self.in_backward:
             return
-        self.in_backward = True
+        if _in_node():
+            raise RuntimeError(
+                "a backward pass runs inside another that the engine did not see begin: call engine.backward(loss), "
+                "not loss.backward(), or checkpoint with use_reentrant=False"
+            )
+        self.in_backward, self._task = True, torch._C._current_graph_task_id()
+        self._to_some = not torch.autograd._is_checkpoint_valid()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        self.require_room()
+        if not self._to_some:
+            self.require_room()
         if self.settings.scaled and not self.by_engine:
             raise RuntimeError(
                 "float16 gradients need a scaled loss: call engine.backward(loss), not loss.backward() "
                 "(a schedule that calls it itself runs inside engine.scaling())"
             )
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the pass that runs here lies inside the one in which backward began."""
+        return torch._C._current_graph_task_id() != self._task
 
     def require_room(self) -> None:
         """Raise RuntimeError where backward was called once a micro-batch already."""
@@ -83,9 +108,15 @@ class Reducer:
             )
 
     def _end_backward(self) -> None:
+        if self._to_some and not self._graded:
+            raise RuntimeError(
+                "torch.autograd.grad went through the model, whose hooks took it for the step's backward: at stage 3 "
+                "leave it out, or take stage 0, 1 or 2"
+            )
+        self.require_room()
         for flush in self.at_end:
             flush()
-        self.micro_batch, self.in_backward = self.micro_batch + 1, False
+        self.micro_batch, self.in_backward, self._graded = self.micro_batch + 1, False, False
 
     def require_whole(self) -> None:
         """Raise RuntimeError where a backward pass has ended with an error: other ranks may wait for its reductions."""
@@ -169,3 +200,13 @@ class Reducer:
         self.comm.give(sent)
         if last and self.comm.replicas:  # once a step, while the next bucket's reduce-scatter is under way
             self._replicas.append(self.comm.replicas.all_reduce(bucket.grad_shard))
+
+
+def _in_node() -> bool:
+    """Whether a node of the graph started the backward pass that runs here, as a reentrant checkpoint does."""
+    frame = sys._getframe()
+    while frame.f_back:
+        frame = frame.f_back
+        if frame.f_code in _OF_NODES:
+            return True
+    return False

@@ -5,10 +5,15 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from ..buffers.layout import Bucket, Row
+from .awaited import Awaited
 from .reducer import Reducer
 from .units import Unit
+
+#: ``Bucket.pending`` when its reduction was started.
+_REDUCED = -1
 
 
 class Replicated:
@@ -28,6 +33,7 @@ class Replicated:
         for row in trained:
             self._watch(row)
         self._gathers: dict[Bucket, dist.Work] = {}  # under way
+        self._waiting = set[int]()  # parameters that nobody has used since the last step
         reducer.at_end.append(self._flush)
         self._begin()
 
@@ -42,19 +48,30 @@ class Replicated:
         for bucket in self.buckets:
             bucket.pending = len(bucket.pieces)
         self._next = len(self.buckets) - 1
+        self._held = False  # nothing is reduced before the end: gradients may come again
 
     def _on_grad(self, index: int, param: nn.Parameter) -> None:
-        """``param.grad`` is complete for this backward pass: take it, reduce the buckets that became full."""
+        """``param.grad`` is complete for this backward pass: take it, reduce the buckets that became full.
+
+        Of several passes inside one (reentrant checkpoints) each may have a gradient of the same parameter.
+        """
         self.reducer.begin_backward(index)
+        self._held |= self.reducer.is_nested
         view = self._views.get(index)
         if view is not None and param.grad is not view:
             assert param.grad is not None
             view.copy_(param.grad)
             param.grad = view
         full = False
-        for bucket in self.in_bucket[index]:
-            bucket.pending -= 1
-            full |= bucket.pending == 0
+        for bucket in self.in_bucket.get(index, ()):  # none for a parameter without elements
+            if bucket.pending == _REDUCED:
+                raise RuntimeError(
+                    "a parameter got a gradient after its reduction: it is used both inside and outside of a "
+                    "reentrant checkpoint. Checkpoint with use_reentrant=False"
+                )
+            if not self._held:
+                bucket.pending -= 1
+                full |= bucket.pending == 0
         if full:
             self._launch(complete_only=True)
 
@@ -67,7 +84,7 @@ class Replicated:
             if complete_only and bucket.pending > 0:
                 return
             self.reducer.launch(bucket)
-            self._next -= 1
+            self._next, bucket.pending = self._next - 1, _REDUCED
 
     def _flush(self) -> None:
         """At the end of a backward pass: reduce what is left, with zeros for parameters that got no gradient."""
@@ -87,18 +104,32 @@ class Replicated:
                 self._gathers[bucket] = self.reducer.comm.all_gather(bucket.full, bucket.shard)
             if self.stage <= 1:
                 bucket.grad_shard = None
+        for index in self.in_bucket if self.stage else ():
+            self._waiting.add(index)
+            if not Awaited.mark(self.params[index], partial(self._arrive, index)):
+                self._arrive(index)
+
+    def _arrive(self, index: int) -> None:
+        """Wait for the parameter ``index``."""
+        for bucket in self.in_bucket.get(index, ()):
+            if bucket in self._gathers:
+                self._gathers[bucket].wait()
+                del self._gathers[bucket]
+        self._waiting.discard(index)
+        Awaited.clear(self.params[index])
 
     def wait(self, unit: Unit | None = None) -> None:
         """Wait until the parameters of ``unit`` (all of them when ``None``) are those of the last step."""
-        if not self._gathers:
-            return
-        needed = self.buckets
-        if unit is not None:
-            needed = [bucket for index in unit.params for bucket in self.in_bucket.get(index, ())]
-        for bucket in needed:
-            work = self._gathers.pop(bucket, None)
-            if work:
-                work.wait()
+        if self._waiting or self._gathers:
+            self._wait(unit)
+
+    @_disable_dynamo
+    def _wait(self, unit: Unit | None) -> None:
+        for index in self.in_bucket if unit is None else unit.params:
+            self._arrive(index)
+        while unit is None and self._gathers:  # of padding alone
+            _, work = self._gathers.popitem()
+            work.wait()
 
 
 def _by_parameter(buckets: list[Bucket]) -> dict[int, list[Bucket]]:

@@ -15,6 +15,8 @@ from ..buffers.layout import Bucket, Row
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 #: Modules that are never called: what they hold is.
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
+#: What holds parameters for the module around it, and is never called itself.
+_HOLDERS = (nn.ParameterList, nn.ParameterDict)
 
 
 class State(Enum):
@@ -49,9 +51,12 @@ class Unit:
 
 
 def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Children by their path. A parametrization (torch's weight_norm) belongs to the module that uses its weight."""
+    """Children by their path. A parametrization (torch's weight_norm) and a list of parameters belong to the module
+    that uses them.
+    """
     for name, child in module.named_children():
-        if not (name == "parametrizations" and parametrize.is_parametrized(module)):
+        is_own = name == "parametrizations" and parametrize.is_parametrized(module)
+        if not is_own and not isinstance(child, _HOLDERS):
             yield f"{prefix}{name}", child
 
 

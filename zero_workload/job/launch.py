@@ -12,11 +12,19 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import (
+    DefaultLogsSpecs,
+    PContext,
+    RunProcsResult,
+    SignalException,
+    SubprocessContext,
+)
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 #: The launcher's process id: a rank that lost it stops after the step.
 LAUNCHER = "ZERO_WORKLOAD_LAUNCHER"
+#: How a rank ends that is told to stop before it has begun.
+_STOPPED = f"killed by signal {int(signal.SIGTERM)}"
 
 
 def report(rank: int, error: BaseException) -> int:
@@ -43,12 +51,15 @@ class _Ranks(SubprocessContext):
         super().close(death_sig, timeout)
 
 
-def launch(n_ranks: int, arguments: Sequence[str]) -> int:
+def launch(n_ranks: int, arguments: Sequence[str], patience: float) -> int:
     """Run this package with ``arguments`` on ``n_ranks`` local ranks, joined by environment variables as torchrun's.
+
+    Args:
+        patience: seconds in which the ranks must end when this process is told to stop; -1: as long as they take.
 
     Returns:
         0 when all ranks end well; else 2 (bad input) or 1, after one line on stderr that names the rank that failed
-        first and why; 128 + signal number after SIGINT or SIGTERM. The other ranks are ended within seconds.
+        first and why; 128 + signal number after a signal. The other ranks are ended within seconds.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # our one line says it
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -64,17 +75,38 @@ def launch(n_ranks: int, arguments: Sequence[str]) -> int:
         try:
             ranks.start()
             ended = ranks.wait(period=0.05)
-        except SignalException as stop:  # each rank finishes its step
-            with suppress(SignalException):  # a second signal
-                ranks.close(stop.sigval, timeout=10)
-            return 128 + stop.sigval
+        except SignalException as told:
+            return _stop(ranks, told.sigval, patience)
         finally:
             ranks.close(signal.SIGKILL)
-        if ended is None or not ended.failures:
-            return 0
-        rank, code, reason = _blame(ended.failures.values())
-        print(f"error: rank {rank}: {reason}", file=sys.stderr, flush=True)
-        return code
+        return _say_why(ended, 0) if ended and ended.failures else 0
+
+
+def _stop(ranks: PContext, told: signal.Signals, patience: float) -> int:
+    """Let each rank finish its step, and save. Returns the exit code; what goes wrong is said on stderr."""
+    reason = f"did not end within {patience:g} s of {told.name}"
+    try:
+        for pid in ranks.pids().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        ended = ranks.wait(patience, period=0.05)
+    except SignalException as again:
+        ended, reason = None, f"had not ended at {again.sigval.name}, the second signal"
+    code = 128 + told
+    if not ended:
+        print(f"error: ranks {reason}, and are killed: they save nothing", file=sys.stderr, flush=True)
+    elif ended.failures:
+        code = _say_why(ended, code)
+    return code
+
+
+def _say_why(ended: RunProcsResult, when_stopped: int) -> int:
+    """Say in one line why the job failed, and return its exit code: ``when_stopped`` if it was told to."""
+    rank, code, reason = _blame(ended.failures.values())
+    if reason == _STOPPED and when_stopped:
+        return when_stopped
+    print(f"error: rank {rank}: {reason}", file=sys.stderr, flush=True)
+    return code
 
 
 def _blame(failures: Iterable[ProcessFailure]) -> tuple[int, int, str]:

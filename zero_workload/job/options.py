@@ -127,7 +127,7 @@ def _shared(add: Callable[..., object]) -> None:
 
 
 def _left(add: Callable[..., object]) -> None:
-    add("--log", type=_file, metavar="FILE", help="JSON lines: the run, then one a step")
+    add("--log", type=_file, metavar="FILE", help="JSON lines: the run, then one a step; --resume adds to it")
     add("--log-every", type=_count, help="read the loss every so many steps; default 1, on cuda 10")
     unseen = "steps between losses on held-out text; default: at the end"
     add("--held-out-every", type=_count, metavar="N", help=unseen)

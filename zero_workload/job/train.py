@@ -25,6 +25,8 @@ from .tensor import cut_matrices
 
 #: Held-out sequences that a rank looks at, one batch after the other.
 HELD_OUT_BATCHES = 4
+#: Seconds for the last step when the job is told to stop. With --save the launcher waits as long as it takes.
+PATIENCE_S = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser().parse_args(arguments)
         check(args)
         if rank < 0:
-            return launch(args.ranks, arguments)
+            return launch(args.ranks, arguments, -1 if args.save else PATIENCE_S)
         work(args)
         code = 0
     except (ValueError, RuntimeError, OSError, FloatingPointError) as error:
@@ -105,7 +107,7 @@ class Job:
         self.parent = int(os.environ.get(LAUNCHER, parent))
         self.engine = build(args, device)
         first = rank == 0
-        self.log = args.log.open("w") if args.log and first else None
+        self.log = args.log.open("a" if args.resume else "w") if args.log and first else None
         self.quiet = args.quiet or not first
 
     def _stop(self, number: int, frame: Any) -> None:
@@ -121,37 +123,43 @@ class Job:
         self._say(self._headline())
         times = list[float]()
         done = self.engine.steps + self.engine.scale.skipped
+        stopped = False
         begin = time.perf_counter()
         for step in range(done, args.steps):
             seen, work = self._step(step)
             last = step + 1 == args.steps
-            if not (last or (step + 1) % every == 0):
+            work.wait()  # it is older than the agreement, which the step waited for
+            stopped = bool(seen[-1])
+            if not (last or stopped or (step + 1) % every == 0):
                 continue
-            work.wait()
-            *losses, stopped = seen.tolist()
-            loss = sum(losses) / self.size
+            loss = sum(seen[:-1].tolist()) / self.size
             spent_ms = (time.perf_counter() - begin) * 1e3
             step_ms = spent_ms / (step + 1 - done)
             times.append(step_ms)
             begin = time.perf_counter()
             done = step + 1
             self._write({"step": step, "loss": loss, "step_ms": round(step_ms, 3), **self._scale()})
-            if last or (step + 1) % max(10, every) == 0:
-                recent = times[-10:]
-                took = statistics.median(recent)
-                self._say(f"step {step + 1:5d}/{args.steps}  loss {loss:.4f}  {took:.0f} ms")
+            self._say_step(step, loss, times, max(10, every))
             if stopped:
                 self._say(f"stopped after step {step + 1}")
                 break
             if args.held_out_every and (step + 1) % args.held_out_every == 0 and not last:
                 self._look_at_held_out(step)
                 begin = time.perf_counter()
-        self._end(done)
+        self._end(done, stopped)
 
-    def _end(self, done: int) -> None:
+    def _say_step(self, step: int, loss: float, times: list[float], every: int) -> None:
+        steps = self.args.steps
+        if step + 1 == steps or (step + 1) % every == 0:
+            recent = times[-10:]
+            took = statistics.median(recent)
+            self._say(f"step {step + 1:5d}/{steps}  loss {loss:.4f}  {took:.0f} ms")
+
+    def _end(self, done: int, stopped: bool) -> None:
+        """``stopped``: as the ranks agreed; one of them may have been told since."""
         engine = self.engine
         self._write({"memory": engine.memory(), "kept_params": engine.sharded.kept_numel()})
-        if not self.stopped:
+        if not stopped:
             self._look_at_held_out(done - 1)
         if self.args.save:
             self.engine.save(self.args.save)
