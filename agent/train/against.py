@@ -36,7 +36,8 @@ class AgainstBaseline(gym.Wrapper[Array, np.int64, Array, np.int64]):
         self.baseline = baseline or ExpectedImprovement()
         self.most = most
         self.rng = np.random.default_rng()
-        env.settles = beside.settles = False
+        env.settles = False
+        beside.settles = False
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -45,8 +46,8 @@ class AgainstBaseline(gym.Wrapper[Array, np.int64, Array, np.int64]):
         if seed is not None:
             self.rng = np.random.default_rng(seed)
         job = int(self.rng.integers(2**31))
-        self.own = 0.0  # in the unit of the reward; what the baseline earned is known at the end
-        self.earned = 0.0
+        self.own = 0.0  # in the unit of the reward
+        self.earned = 0.0  # by the baseline
         self._job = job, options
         return self.env.reset(seed=job, options=options)
 
@@ -80,7 +81,8 @@ class AgainstBaseline(gym.Wrapper[Array, np.int64, Array, np.int64]):
         ended = cut = False
         while not (ended or cut):
             start = np.array([state is None])
-            actions, state = self.baseline.predict(seen[None], state, start, True)
+            rows = seen[None]
+            actions, state = self.baseline.predict(rows, state, start, True)
             action = np.reshape(actions, ())
             seen, reward, ended, cut, info = self.beside.step(action)
             self.earned += float(reward)

@@ -156,12 +156,13 @@ class SimWindows:
             n_slots = len(plan.configs)
             call_us = calls_us[row, :n_slots].copy()
             seen = self._told_of(plan, step_ms, ran, call_us, is_cut)
-            tried = ran.sum()
-            self.tried_steps[row] = int(tried)
+            tried = int(ran.sum())
+            self.tried_steps[row] = tried
             billed = int(rounds[row]) + taken
             rounds_ms = rounds_us[row] / 1e3
             taken_ms = step_ms.sum()
-            billed_ms = float(rounds_ms + taken_ms)
+            both_ms = rounds_ms + taken_ms
+            billed_ms = float(both_ms)
             seen = replace(seen, billed=billed, billed_ms=billed_ms)
             found.append(seen)
         return found
