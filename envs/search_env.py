@@ -73,11 +73,13 @@ class Reward:
         return self.steps * (measured - self.saved) / REWARD_UNIT
 
     def _run_on(self, windows: Windows, table: Array, at: int) -> None:
-        """Let the job take steps under its table."""
+        """Let the job take steps under its table. The first window is short: it holds the switch, if there is one."""
         left = at - self.search.steps
+        n_steps = 1
         while left > 0:
-            plan = Plan(WATCH, table, min(left, LONGEST_RUN))
+            plan = Plan(WATCH, table, n_steps)
             left -= windows.measure(plan).billed
+            n_steps = min(left, LONGEST_RUN)
 
     def _by_turns(self, windows: Windows, table: Array) -> float | None:
         """Saving of a table, a part of the default's step. None: the job takes no turns."""

@@ -30,8 +30,8 @@ N_READ = N_CONTEXT + 2 * N_PER_CONFIG
 LAST = list(FIGURES).index("last")
 #: This part of the step is one unit of a score: with ten of them between two configs the lesser is hardly ever drawn.
 TEMPER = 1e-3
-#: Units by which the rule's choice of what comes next leads, where the weights do not say it: in training any other is
-#: drawn once in about 370 turns of an untrained policy.
+#: Units by which the rule's choice of what comes next leads, where the weights do not say it. If an untrained policy is
+#: drawn from, another one comes once in about 60 turns.
 SURE = 7.0
 #: Units by which the end of the search lies behind all else unless the rule ends it: no later turn can take it back.
 #: With as much as the others it ended three of four jobs of an untrained policy at random.

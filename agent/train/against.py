@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import gymnasium as gym
 import numpy as np
@@ -13,6 +13,8 @@ from ...envs.sim_env import SimEnv
 from ..policies.rule import ExpectedImprovement
 
 Array = np.ndarray[Any, Any]
+#: Steps in which a job leaves its last trial, before both accounts are settled.
+ROOM = 8
 
 
 class AgainstBaseline(gym.Wrapper[Array, np.int64, Array, np.int64]):
@@ -31,13 +33,14 @@ class AgainstBaseline(gym.Wrapper[Array, np.int64, Array, np.int64]):
         """``beside``: the same environment once more, for the ``baseline`` (None: the rule); ``most``: that an episode
         is paid, or costs, in the unit of the reward."""
         super().__init__(env)
-        self.own_env = env
         self.beside = beside
         self.baseline = baseline or ExpectedImprovement()
         self.most = most
         self.rng = np.random.default_rng()
-        env.settles = False
-        beside.settles = False
+        # What gymnasium.make puts around an environment knows no account.
+        self.accounts = cast(SearchEnv, env.unwrapped), cast(SearchEnv, beside.unwrapped)
+        for account in self.accounts:
+            account.settles = False
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -45,7 +48,8 @@ class AgainstBaseline(gym.Wrapper[Array, np.int64, Array, np.int64]):
         """The next job, for both."""
         if seed is not None:
             self.rng = np.random.default_rng(seed)
-        job = int(self.rng.integers(2**31))
+        drawn = self.rng.integers(2**31)
+        job = int(drawn)
         self.own = 0.0  # in the unit of the reward
         self.earned = 0.0  # by the baseline
         self._job = job, options
@@ -64,11 +68,12 @@ class AgainstBaseline(gym.Wrapper[Array, np.int64, Array, np.int64]):
     def _paid(self, steps: int, is_done: bool) -> float:
         """For an episode of the policy that has taken so many steps; ``is_done``: it is to be settled."""
         is_baseline_done, its_steps = self._baseline_plays()
-        at = max(steps, its_steps)
+        at = max(steps, its_steps) + ROOM
+        own, beside = self.accounts
         if is_done:
-            self.own += self.own_env.settle(at)
+            self.own += own.settle(at)
         if is_baseline_done:
-            self.earned += self.beside.settle(at)
+            self.earned += beside.settle(at)
         beyond = self.own - self.earned
         at_least = max(beyond, -self.most)
         return min(at_least, self.most)

@@ -60,7 +60,7 @@ class Settings:
     head_depth: int = 24
     recurrent_rate: float = 1.0  #: by what ``rate`` is multiplied for the LSTMs
     sure: float = (
-        5.0  #: lead of the rule's choice of what comes next: another is drawn once in about 30 turns
+        5.0  #: lead of the rule's choice of what comes next: another is drawn once in about 40 turns
     )
     epsilon: float = 1e-8  #: Adam's: gradients of the actor's LSTM are about 1e-6, far below SB3's 1e-5
 
@@ -173,11 +173,13 @@ class Training:
         self.folder.mkdir(parents=True, exist_ok=True)
         checkpoint = self.folder / "part-checkpoint.zip"
         record = self.folder / "part-record.json"
-        np.savez(self.folder / FIRST, **self._first)  # type: ignore[arg-type]
+        first = self.folder / f"part-{FIRST}"
+        np.savez(first, **self._first)  # type: ignore[arg-type]
         self.model.save(checkpoint)
         record.write_text(json.dumps(self.record(), indent=1) + "\n")
         checkpoint.replace(self.folder / "checkpoint.zip")
         record.replace(self.folder / "record.json")
+        first.replace(self.folder / FIRST)
 
     def record(self) -> dict[str, Any]:
         """What made the weights."""

@@ -217,6 +217,7 @@ class Job(Reader):
             elif chosen and is_pause and pauses >= 2:
                 self._look_for_pauses(n_steps, discard)
                 if barren >= 2 or not self.rhythm.has_pauses:
+                    self.publish(self.confirmed)
                     return Window(generation, np.array([cut.step]), np.array([cut.took_ms]))
             if chosen and not self.rhythm.has_pauses:
                 counted.clear()

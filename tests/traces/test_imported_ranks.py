@@ -106,6 +106,19 @@ def test_a_jobs_ranks_are_those_of_the_files_names_not_of_a_group(tmp_path):
         read_recording([tmp_path])
 
 
+def test_a_process_without_communicators_is_no_fault_of_the_export(tmp_path):
+    """Before: "a field is not what an export of Nsight Systems holds there", of a whole file."""
+    path = made.nsys(tmp_path / "job.sqlite", ranks=(0, 1))
+    with closing(sqlite3.connect(path)) as base:
+        kernel = "shortName FROM CUPTI_ACTIVITY_KIND_KERNEL WHERE gridX = 132"
+        (name,) = base.execute(f"SELECT {kernel}").fetchone()
+        columns = "start, end, globalPid, deviceId, shortName, gridX, correlationId"
+        row = made.BASE, made.BASE + 1000, 900 << 24, 2, name, 132, 999999
+        base.execute(f"INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+        base.commit()
+    assert {0, 1} <= set(read_recording([path]).events["rank"])
+
+
 def test_the_communicator_of_the_whole_job_tells_ranks(tmp_path):
     """It has all processes that are given; the widest of one process alone may be any group."""
     for node in (0, 1):

@@ -4,10 +4,12 @@ import json
 import sqlite3
 from contextlib import closing
 
+import numpy as np
 import pytest
 import recordings_made as made
 from command import invoke
 from dynamiccl.traces.files import TraceError
+from dynamiccl.traces.importers.kineto import _at_two_distances
 from dynamiccl.traces.importers.recording import read_recording
 
 STEP_US = 6000
@@ -139,3 +141,10 @@ def test_symmetric_kernels_of_an_export_are_told_apart(tmp_path):
     assert set(trace.events["algo"]) == {"symmetric"}
     n = made.N_STEPS * len(made.STEP)
     assert f"{n} calls ran symmetric kernels, which no table reaches" in trace.header["notes"]
+
+
+def test_steps_of_two_lengths_in_any_order_are_steps():
+    """Before: a job with two sizes of batch was said to have several optimizers, and its profile no steps."""
+    gaps = [100.0] * 6 + [160.0] * 4
+    assert not _at_two_distances(np.cumsum(gaps).tolist())
+    assert _at_two_distances(np.cumsum([5.0, 160.0] * 5).tolist())

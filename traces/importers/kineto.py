@@ -48,9 +48,9 @@ _OPTIMIZER = "Optimizer.step#"
 _OUTSIDE_OPTIMIZERS = (
     "steps are told by Optimizer.step marks: {} before the first and after the last are left out"
 )
-#: Marks of the optimizer at two distances, of which one is so many times the other and either is so frequent, are of
-#: several optimizers.
-_APART, _FREQUENT = 1.5, 1 / 3
+#: Marks of the optimizer are of several optimizers if their distances are of two lengths, one so many times the other,
+#: and such a part of them differs in length from the one before.
+_APART, _IN_TURN = 1.5, 0.8
 #: What we add to a kernel's arguments.
 _ALGO = "algorithm in the kernel's name"
 #: What reading a field of a type that PyTorch does not write there raises.
@@ -151,14 +151,17 @@ class _File:
 
 
 def _at_two_distances(ends: list[float]) -> bool:
-    """Whether times lie so far from the next in turn that two things have happened in turn."""
-    gaps = np.sort(np.diff(ends))
+    """Whether a short and a long distance follow each other in turn, so that two things have happened in turn. Steps of
+    two lengths in any other order are steps."""
+    gaps = np.diff(ends)
     if len(gaps) < 4:
         return False
-    ratios = gaps[1:] / np.maximum(gaps[:-1], 1e-3)
-    n_short = int(ratios.argmax()) + 1
-    rarer = min(n_short, len(gaps) - n_short)
-    return bool(ratios.max() >= _APART) and rarer >= _FREQUENT * len(gaps)
+    ordered = np.sort(gaps)
+    ratios = ordered[1:] / np.maximum(ordered[:-1], 1e-3)
+    largest = int(ratios.argmax())
+    is_short = gaps <= ordered[largest]
+    in_turn = (is_short[1:] != is_short[:-1]).mean()
+    return bool(ratios.max() >= _APART) and in_turn >= _IN_TURN
 
 
 def read(files: list[Path], found: Found) -> None:

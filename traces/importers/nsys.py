@@ -153,7 +153,7 @@ def _job_comm(exports: list[_Comms]) -> int | None:
 def _rank_in(made: dict[int, _Comm], job: int | None) -> int | None:
     """The rank of a process: in the job's communicator, else the one that it has in all of its communicators. In a job
     of several groups it has another rank in each."""
-    if job is not None:
+    if job is not None and job in made:
         return made[job].rank
     ranks = {comm.rank for comm in made.values()}
     return ranks.pop() if len(ranks) == 1 else None

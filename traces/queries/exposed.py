@@ -77,8 +77,9 @@ def exposed_ms(trace: Trace, generations: set[int]) -> dict[Slot, float]:
 
 def _tuned(events: Frame, compute: Frame, waits: Frame) -> Frame:
     """The calls of slots with ``bare``, the ns in which each is exposed."""
-    bare = bare_ns(events, compute, waits).to_numpy()
-    rows = with_sizes(events).assign(bare=bare)  # by place: labels of joined events may repeat
+    events = events.reset_index(drop=True)  # labels of joined events may repeat
+    bare = bare_ns(events, compute, waits)
+    rows = with_sizes(events).assign(bare=bare)
     is_tuned = rows["func"].isin(TUNED_FUNCS)
     return rows[is_tuned]
 

@@ -5,6 +5,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from dynamiccl.agent.policies.rule import ExpectedImprovement
+from dynamiccl.agent.train.against import AgainstBaseline
 from dynamiccl.envs.nccl_model.arms import distinct
 from dynamiccl.envs.picture import CELL
 from dynamiccl.envs.search.config import MASKED_PRICE, SearchConfig
@@ -274,8 +275,12 @@ def test_it_renders_a_line_and_a_picture():
     assert silent.render() is None
 
 
-def test_the_baseline_earns_nothing_beyond_itself_on_the_registered_environment():
+@pytest.mark.parametrize("own", [False, True])
+def test_the_baseline_earns_nothing_beyond_itself_on_the_registered_environment(own):
+    """``own``: around two environments that somebody made."""
     env = gym.make("dynamiccl/SimAgainstRule-v0")
+    if own:
+        env = AgainstBaseline(*(gym.make("dynamiccl/Sim-v0") for _ in range(2)))
     observation, _ = env.reset(seed=3)
     over = False
     while not over:
