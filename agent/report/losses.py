@@ -1,7 +1,9 @@
 """The job's loss over its steps, with the steps that ran under a table: did tuning change what was learned?
 
 Only a job that writes its losses has this figure: lines ``{"step": ..., "loss": ...}`` and ``{"step": ...,
-"held_out": ...}`` in ``job.jsonl`` beside the report, as the built-in job does.
+"held_out": ...}`` in ``job.jsonl`` beside the report, as the built-in job does. That log has the job's own numbers of
+steps, which go on where a job resumes; the trace counts from 0 in each process. At each start the built-in job writes a
+line with ``"first_step": ...``, so that the two can be put together.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ import numpy as np
 from ...envs.replay.decisions import default_generations
 from ...traces.files import Trace
 from ...traces.queries.lives import last_life
-from .outputs import logged
+from ...traces.queries.steps import of_one_rank
+from .outputs import log_lines, values
 
 Array = np.ndarray[Any, Any]
 
 #: The job's log, in the folder of the results.
 JOB_LOG = "job.jsonl"
+#: In the line that the job writes when it starts: its own number of the first step that it takes.
+FIRST_STEP = "first_step"
 #: Points of the curve at most.
 MOST_POINTS = 300
 #: Steps around a step whose median is taken as the loss that was due there.
@@ -31,46 +36,44 @@ LEAST_STEPS = 10
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses by step of the job, counted from 0."""
+    """Losses by step of the job's last life, counted from 0, as the rest of the report counts them."""
 
     steps: Array  # (n,) int64, rising
     losses: Array  # (n,)
     tuned: Array  # (n,) bool: the step ran under a table
     held_out: list[tuple[int, float]]  # (step, loss on text that is never trained on)
+    first: int = 0  # the job's own number of step 0: others than 0 where it resumed
 
 
 def read_losses(trace: Trace) -> Losses | None:
-    """The losses that the job of a trace has logged; None without any."""
-    log = Path(trace.folder).parent / JOB_LOG
-    pairs = _not_taken_back(logged(log, "loss"))
+    """The losses that the job of a trace has logged in its last life. None: none, or it is not known which they are."""
+    life = last_life(trace)
+    lines = log_lines(Path(trace.folder).parent / JOB_LOG)
+    starts = [place for place, line in enumerate(lines) if isinstance(line.get(FIRST_STEP), int)]
+    first = 0
+    if starts:
+        lines = lines[starts[-1] :]
+        first = lines[0][FIRST_STEP]
+    pairs = values(lines, "loss")
     if not pairs:
         return None
-    steps, losses = np.array([step for step, _ in pairs]), np.array([loss for _, loss in pairs])
-    tuned = np.isin(steps, steps_under_tables(trace))
-    held_out = _not_taken_back(logged(log, "held_out"))
-    return Losses(steps, losses, tuned, [pair for pair in held_out if pair[0] <= steps[-1]])
+    steps, losses = np.array([step for step, _ in pairs]) - first, np.array([loss for _, loss in pairs])
+    has_gone_back = bool((np.diff(steps) <= 0).any())
+    if not starts and (life is not trace or has_gone_back):
+        return None  # several lives, and nothing says where the last one begins
+    tuned = np.isin(steps, steps_under_tables(life))
+    held_out = [(step - first, loss) for step, loss in values(lines, "held_out")]
+    return Losses(steps, losses, tuned, held_out, first)
 
 
-def _not_taken_back(pairs: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """What a job has logged by step, rising. One that is started again goes back to an earlier step, or to its first:
-    what it had logged from there on counts no more."""
-    kept: list[tuple[int, float]] = []
-    for pair in pairs:
-        while kept and kept[-1][0] >= pair[0]:
-            kept.pop()
-        kept.append(pair)
-    return kept
+def steps_under_tables(life: Trace) -> Array:
+    """Steps of a life of a job, counted from 0, that did not run under the default alone.
 
-
-def steps_under_tables(trace: Trace) -> Array:
-    """Steps of the job, counted from 0, that did not run under the default alone.
-
-    The first recorded step begins where the job's first step ends.
+    The first recorded step begins where the life's first step ends.
     """
-    recorded = last_life(trace).steps
-    first_rank = recorded[recorded["rank"] == recorded["rank"].min()]
-    is_default = first_rank["table_generation"].isin(default_generations(trace))
-    return first_rank["index"][~is_default].to_numpy(np.int64) + 1
+    recorded = of_one_rank(life.steps)
+    is_default = recorded["table_generation"].isin(default_generations(life))
+    return recorded["index"][~is_default].to_numpy(np.int64) + 1
 
 
 def difference(found: Losses) -> tuple[float, float] | None:
@@ -93,6 +96,8 @@ def loss_lines(found: Losses) -> list[str]:
     """The losses in words."""
     first, last = found.losses[0], found.losses[-1]
     said = [f"training loss {first:.3f} at step {found.steps[0]}, {last:.3f} at step {found.steps[-1]}"]
+    if found.first:
+        said.append(f"the job resumed: step 0 here is step {found.first} of its log")
     if found.held_out:
         step, loss = found.held_out[-1]
         said.append(f"held-out loss {loss:.3f} after step {step}")

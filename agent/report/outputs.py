@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ...envs.live.locks import Busy, is_locked, lock
 from ...traces.here import absolute, user_folder
@@ -256,13 +257,25 @@ def run_of(out: Path) -> Path | None:
 
 
 def logged(path: Path | None, name: str) -> list[tuple[int, float]]:
-    """Pairs (step, value) of field ``name`` in a job's own log, JSON lines; damaged lines and other lines are left
-    out."""
+    """Pairs (step, value) of field ``name`` in a job's own log; lines without it are left out."""
+    return values(log_lines(path), name)
+
+
+def log_lines(path: Path | None) -> list[dict[str, Any]]:
+    """The lines of a job's own log, which are JSON objects; damaged lines are left out."""
     if path is None or not path.exists():
         return []
-    pairs = []
+    lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            lines.append(parse_json(text))
+    return [line for line in lines if isinstance(line, dict)]
+
+
+def values(lines: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Pairs (step, value) of field ``name`` in lines of a job's own log."""
+    pairs = []
+    for line in lines:
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            line = parse_json(text)
             pairs.append((int(line["step"]), float(line[name])))
     return pairs

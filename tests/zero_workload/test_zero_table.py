@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,19 @@ def test_the_job_takes_the_options_of_each_row(cell: str, four: World, tmp_path:
     for options in re.findall(r"`(--.*?)`", cell):
         words = options.replace("DIR", str(tmp_path / "saved")).split()
         resumes = "--resume" in words
+        (tmp_path / "log").unlink(missing_ok=True)  # a job that resumes would add to it
         for losses in four.run(ran, [*words, "--steps", "6" if resumes else "3"], str(tmp_path)):
             assert len(losses) == 3
             # A fresh model guesses one of 256 bytes: log(256) is 5.55. A resumed one has learned.
             assert losses[0] < 5.4 if resumes else losses[0] == pytest.approx(5.55, abs=0.15)
             assert all(0 < loss < 6 for loss in losses)
+
+
+def test_each_start_of_the_job_logs_its_first_step(one: World, tmp_path: Path) -> None:
+    """The report puts the losses beside the steps of the trace by it; with --log-every no loss is of the first step."""
+    saved = str(tmp_path / "saved")
+    one.run(ran, ["--save", saved], str(tmp_path))
+    one.run(ran, ["--resume", saved, "--steps", "5", "--log-every", "5"], str(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [line["first_step"] for line in lines if "first_step" in line] == [0, 3]
+    assert [line["step"] for line in lines if "loss" in line] == [0, 1, 2, 4]

@@ -9,6 +9,7 @@ import pandas as pd
 
 from ..files import Trace
 from ..records import MIXED
+from .steps import of_one_rank
 
 
 def last_life(trace: Trace) -> Trace:
@@ -24,8 +25,7 @@ def last_life(trace: Trace) -> Trace:
     if earlier.empty:
         return trace
     gone = trace.steps[trace.steps["pid"].isin(earlier)]
-    lowest = gone["rank"].min()
-    n_steps = int((gone["rank"] == lowest).sum())
+    n_steps = len(of_one_rank(gone))
     left_out = f"its {n_steps} steps before that are left out where steps are counted or drawn"
     warning = f"the job was started again: {left_out}"
     return replace(

@@ -122,7 +122,7 @@ class Job:
         self._write(self.about())
         self._say(self._headline())
         times = list[float]()
-        done = self.engine.steps + self.engine.scale.skipped
+        done = self._done()
         stopped = False
         begin = time.perf_counter()
         for step in range(done, args.steps):
@@ -198,8 +198,12 @@ class Job:
     def _n_params(self) -> int:
         return sum(shape.numel() for shape in self.engine.shapes)
 
+    def _done(self) -> int:
+        """Steps that were taken, those of the run that is resumed too."""
+        return self.engine.steps + self.engine.scale.skipped
+
     def about(self) -> dict[str, Any]:
-        """What the log says of the run."""
+        """What the log says of the run, before its first step."""
         args = self.args
         same = ("stage", "backend", "dtype", "batch", "steps", "classic", "optimizer", "accumulate")
         shape = ("layers", "width", "heads", "seq")
@@ -210,6 +214,7 @@ class Job:
         about["device"] = str(self.device)
         about["tensor_parallel"] = args.tensor_parallel
         about["n_tensors"] = len(self.engine.params)
+        about["first_step"] = self._done()
         return about
 
     def _scale(self) -> dict[str, float]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from ....traces.files import Trace
 from ....traces.queries.lives import last_life
+from ....traces.queries.steps import of_one_rank
 from ....traces.records import MIXED
 from ..summary import RunSummary
 from ..verdict import DEFAULT, VERDICT, ms, side
@@ -49,7 +49,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Course:
-    """All recorded steps of the lowest rank, in order; see :func:`course_of`.
+    """All recorded steps of one rank, in order; see :func:`course_of`.
 
     ``steps`` (n,) are the job's own numbers, ``ms`` (n,) their times, ``on_trial`` (n,) whether another table than the
     current one ran.
@@ -75,7 +75,7 @@ def course_of(trace: Trace, summary: RunSummary) -> Course:
     """Returns the course of a run, of the job's last life; without any step where the trace has none."""
     first_verdict = None if any(line["kind"] == VERDICT for line in trace.log) else summary.steps_to_verdict
     trace = last_life(trace)
-    steps = _of_one_rank(trace.steps)
+    steps = of_one_rank(trace.steps).sort_values("index")
     index = steps["index"].to_numpy(int)
     times = steps["duration_ns"].to_numpy(float) / 1e6
     generation = steps["table_generation"].to_numpy(int)
@@ -88,12 +88,6 @@ def course_of(trace: Trace, summary: RunSummary) -> Course:
         on_trial[place] = ran != _current(bands, index[place])
     marks = _marks(trace, first_verdict, bands)
     return Course(index, times, on_trial, bands, marks)
-
-
-def _of_one_rank(steps: pd.DataFrame) -> pd.DataFrame:
-    """The lowest rank's steps in order."""
-    lowest = steps[steps["rank"] == steps["rank"].min()]
-    return lowest.sort_values("index")
 
 
 def _rules(table: Mapping[str, Any]) -> Rules:

@@ -41,8 +41,9 @@ from .points import write_sparks
 _IN_HEADER = ("cluster", "emulated", "bytes_scale", "compute_scale", "stage", "n_processes", "policy")
 
 _COURSE = (
-    "Each step of the lowest recorded rank. The background shows the current table, a dashed line a switch to another "
-    "one, a solid line a verdict. Orange: steps on trial under another table, their times and where they are."
+    "Each step of the lowest rank that recorded about as many as any. The background shows the current table, a dashed "
+    "line a switch to another one, a solid line a verdict. Orange: steps on trial under another table, their times and "
+    "where they are."
 )
 _LOSS = (
     "A table changes the time of a collective, and at most the order of its sums: the loss stays what it was."

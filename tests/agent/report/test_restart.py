@@ -12,10 +12,11 @@ from dynamiccl.agent.report import runs
 from dynamiccl.agent.report.html.course import Band, course_of
 from dynamiccl.agent.report.html.figures import timeline_figure
 from dynamiccl.agent.report.html.report import write_report
-from dynamiccl.agent.report.losses import read_losses
+from dynamiccl.agent.report.losses import difference, loss_lines, read_losses
 from dynamiccl.agent.report.slow_rank import find
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.traces.queries.costs import generations
+from dynamiccl.traces.queries.lives import last_life
 from restarted import LIVES, VERDICT_STEP, restarted
 
 
@@ -26,6 +27,14 @@ def test_the_course_is_that_of_the_last_life():
     assert [mark.text for mark in course.marks] == ["switch to A"], "the verdict was in another life"
 
 
+def test_a_rank_that_recorded_few_steps_does_not_stand_for_the_run():
+    """Before: the lowest rank did, in the course and in the steps that are left out, though it had recorded two."""
+    trace = restarted()
+    trace.steps = trace.steps[(trace.steps["rank"] == 1) | (trace.steps["index"] < 2)]
+    assert course_of(trace, RunSummary()).steps.tolist() == list(range(40))
+    assert "its 90 steps" in last_life(trace).warnings[-1]
+
+
 def test_the_timeline_is_that_of_the_last_life():
     trace = restarted()
     drawn = timeline_figure(trace, generations(trace, None), RunSummary())
@@ -33,17 +42,56 @@ def test_the_timeline_is_that_of_the_last_life():
     assert "80.0 ms" in drawn and "100.0 ms" not in drawn
 
 
-def test_losses_of_steps_that_were_taken_back_are_gone(tmp_path):
-    def line(step, **value):
-        return json.dumps({"step": step, **value}) + "\n"
+def log_of_job(folder, *lives, says_first=True):
+    """The log of a job beside its trace. Of each life: its steps and the loss of all of them."""
+    lines = []
+    for steps, loss in lives:
+        lines.append({"n_params": 1, **({"first_step": steps[0]} if says_first else {})})
+        lines += [{"step": step, "loss": loss} for step in steps]
+        lines.append({"step": steps[-1], "held_out": loss + 1})
+    (folder / "job.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "trace"
 
-    log = [line(step, loss=5.0) for step in range(90)] + [line(80, held_out=4.0)]
-    log += [line(step, loss=3.0) for step in range(30, 40)]
-    (tmp_path / "job.jsonl").write_text("".join(log))
-    found = read_losses(restarted(folder=tmp_path / "trace"))
-    assert found.steps.tolist() == list(range(40)) and found.held_out == []
-    assert found.losses.tolist() == [5.0] * 30 + [3.0] * 10
-    assert found.tuned.tolist() == [step > LIVES[1][2] for step in range(40)]
+
+@pytest.mark.parametrize("resumed_at", [0, 30, 90])
+def test_losses_are_those_of_the_last_life_beside_its_own_tables(tmp_path, resumed_at):
+    """Before: its tables were laid beside the losses of the life before, where the job had logged on."""
+    folder = log_of_job(tmp_path, (range(90), 5.0), (range(resumed_at, resumed_at + 42), 3.0))
+    found = read_losses(restarted(folder=folder))
+    assert found.steps.tolist() == list(range(42)) and set(found.losses) == {3.0}
+    assert found.held_out == [(41, 4.0)]
+    assert found.steps[found.tuned].tolist() == list(range(LIVES[1][2] + 1, LIVES[1][0] + 1))
+    resumed = f"the job resumed: step 0 here is step {resumed_at} of its log"
+    assert (resumed in loss_lines(found)) == (resumed_at > 0)
+
+
+def test_a_run_that_resumes_has_its_own_losses_beside_its_tables(tmp_path):
+    """The log goes on with that of an earlier run, of which there is no trace."""
+    folder = log_of_job(tmp_path, (range(200), 5.0), (range(200, 292), 3.0))
+    found = read_losses(restarted(LIVES[:1], folder=folder))
+    assert (found.first, found.steps.tolist(), set(found.losses)) == (200, list(range(92)), {3.0})
+    assert found.steps[found.tuned].tolist() == list(range(61, 91))
+    assert difference(found) is not None
+
+
+def test_a_log_of_few_steps_says_where_its_life_began(tmp_path):
+    """On a GPU the job logs one step in ten, so its first loss is not that of its first step."""
+    folder = log_of_job(tmp_path, (range(90), 3.0))
+    lines = (tmp_path / "job.jsonl").read_text().splitlines()
+    (tmp_path / "job.jsonl").write_text("\n".join([lines[0], *lines[10:-1:10]]))
+    found = read_losses(restarted(LIVES[:1], folder=folder))
+    assert found.steps.tolist() == list(range(9, 90, 10))
+    assert found.steps[found.tuned].tolist() == [69, 79, 89]
+
+
+def test_losses_that_cannot_be_told_from_those_of_an_earlier_life_are_not_shown(tmp_path):
+    def found(lives, *logged):
+        folder = log_of_job(tmp_path, *logged, says_first=False)
+        return read_losses(restarted(lives, folder=folder))
+
+    assert found(LIVES, (range(90), 5.0), (range(90, 132), 3.0)) is None
+    assert found(LIVES[:1], (range(90), 5.0), (range(30, 92), 3.0)) is None, "only the log shows two lives"
+    assert found(LIVES[:1], (range(92), 3.0)).tuned.sum() == 30
 
 
 def test_a_slow_rank_is_looked_for_in_the_last_life():
