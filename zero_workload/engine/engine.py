@@ -14,9 +14,9 @@ from ..buffers.comm import Collectives
 from ..buffers.layout import Bucket
 from ..buffers.settings import Settings
 from .agreement import agree
-from .checkpoint import load, masters, save
+from .checkpoint import load, save
 from .outside import Outside
-from .parts import OptimizerOf, group_of, needs_matrices, parts_of, regroup
+from .parts import OptimizerOf, group_of, masters, needs_matrices, parts_of, regroup
 from .reducer import Reducer
 from .replicated import Replicated
 from .scale import LossScale
