@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.buffers.comm import Collectives
+from dynamiccl.zero_workload.engine import replicated
 from dynamiccl.zero_workload.engine.awaited import Awaited
 from dynamiccl.zero_workload.engine.units import find_units
 from torch import nn
@@ -105,6 +108,42 @@ def order(stage: int) -> list[str]:
             engine.step()
         engine.synchronize()
         return Late.seen
+
+
+def streams_that_wait(stage: int, how: str) -> list[str]:
+    """For which streams gathers are awaited when another than that of the step uses the weights first."""
+    now, waited = ["main"], list[str]()
+
+    class Work(dist.Work):
+        def wait(self, timeout: Any = None) -> bool:
+            waited.append(now[-1])
+            return True
+
+    @contextmanager
+    def on(stream: str) -> Iterator[None]:
+        now.append(stream)
+        yield
+        now.pop()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collectives, "all_gather", lambda *args: Work())
+        patch.setattr(replicated, "current_stream", lambda device: now[-1])
+        patch.setattr(torch.cuda, "stream", on)
+        model = nn.Linear(8, 8, bias=False)
+        engine = zero(model, partial(torch.optim.SGD, lr=0.1), stage=stage, param_dtype=torch.float32)
+        engine.backward(model(torch.ones(2, 8)).square().mean())
+        engine.step()
+        with on("side"):
+            model(torch.ones(2, 8)) if how == "module" else model.weight.sum()
+        model(torch.ones(2, 8))
+    return waited
+
+
+@pytest.mark.parametrize("how", ["module", "weight"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_use_on_another_stream_makes_that_of_training_wait_too(stage: int, how: str, two: World) -> None:
+    """Before: the next forward read weights that were still on their way."""
+    assert two.run(streams_that_wait, stage, how) == [["main", "side"]] * 2
 
 
 @pytest.mark.parametrize("stage", [1, 2])
