@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..engine import Engine, zero
-from .launch import LAUNCHER, launch, report
+from .launch import LAUNCHER, Told, launch, report
 from .model import Transformer
 from .options import check, is_rank, parser
 from .parallel import groups
@@ -97,7 +97,8 @@ class Job:
         self.args = args
         self.device = device
         self.stopped = False
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self._told = {signal.SIGINT: Told(), signal.SIGTERM: Told()}
+        for number in self._told:
             signal.signal(number, self._stop)
         # Ranks that share matrices share the data.
         rank = dist.get_rank()
@@ -113,7 +114,10 @@ class Job:
     def _stop(self, number: int, frame: Any) -> None:
         """SIGINT or SIGTERM: end after this step; a second one ends the process as usual."""
         self.stopped = True
-        signal.signal(number, signal.SIG_DFL)
+        told = signal.Signals(number)
+        if self._told[told].is_second():
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     def run(self) -> None:
         """All steps, from the one after those of the run that is resumed."""
