@@ -1,4 +1,4 @@
-"""A signal that comes again within a second is no second one: the job ends with its checkpoint."""
+"""How a job learns that it is told to stop: at no cost on a GPU; a signal that comes again within a second is one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from dynamiccl.zero_workload.job import launch, train
 from torch.distributed.elastic.multiprocessing import api
 
@@ -75,3 +76,33 @@ def test_a_rank_tells_a_second_signal_from_the_first_again(
     assert job.stopped and not ends
     train.Job._stop(job, signal.SIGINT, None)
     assert ends == [signal.SIGINT] * 2
+
+
+class Seen(list[Any]):
+    """A tensor on the GPU."""
+
+    order: list[str]
+
+    def to(self, device: str, non_blocking: bool = False) -> str:
+        """Its copy."""
+        self.order.append(f"copy, non_blocking={non_blocking}")
+        return f"on {device}"
+
+
+def test_on_a_gpu_the_host_does_not_wait_for_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: whether to stop was copied behind the optimizer's kernels, in each step."""
+    seen = Seen([0.0] * 3)
+    seen.order = order = list[str]()
+    work = SimpleNamespace(wait=lambda: order.append("wait"))
+    monkeypatch.setattr(train, "torch", SimpleNamespace(zeros=lambda numel, device: seen))
+    monkeypatch.setattr(train, "dist", SimpleNamespace(all_reduce=lambda tensor, async_op: work))
+    engine = SimpleNamespace(
+        model=lambda: torch.ones(()), backward=lambda loss: None, step=lambda: order.append("step")
+    )
+    corpus = SimpleNamespace(batch=lambda *rows, step, seed: [])
+    args = SimpleNamespace(accumulate=1, batch=1, tensor_parallel=1, seed=0, corpus=corpus)
+    job: Any = object.__new__(train.Job)
+    vars(job).update(args=args, engine=engine, device=SimpleNamespace(type="cuda"), size=2, place=0)
+    vars(job).update(stopped=False, parent=0)
+    assert job._step(0) == ("on cpu", work)
+    assert order == ["wait", "copy, non_blocking=True", "step"]

@@ -222,7 +222,9 @@ class Job:
         return {"loss_scale": scale.value, "skipped": scale.skipped} if scale.dynamic else {}
 
     def _step(self, step: int) -> tuple[torch.Tensor, Any]:
-        """One optimizer step; the losses of all ranks, and whether one was told to stop, are still on their way."""
+        """One optimizer step. Returns the losses of all ranks, and whether one was told to stop, which are there when
+        the work was waited for.
+        """
         args = self.args
         seen = torch.zeros(self.size + 1, device=self.device)
         for micro in range(args.accumulate):
@@ -237,6 +239,11 @@ class Job:
         launcher_died = os.getppid() != self.parent
         seen[-1] = float(self.stopped or launcher_died)
         work = dist.all_reduce(seen, async_op=True)
+        if self.device.type == "cuda":
+            # Read after the step, it would make the host wait for the optimizer. The step itself waits for what the
+            # ranks agree on, which comes after this copy: so it has arrived then.
+            work.wait()
+            seen = seen.to("cpu", non_blocking=True)
         self.engine.step()
         return seen, work
 
