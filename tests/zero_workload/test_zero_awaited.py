@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ from dynamiccl.zero_workload.buffers.comm import Collectives
 from dynamiccl.zero_workload.engine import replicated
 from dynamiccl.zero_workload.engine.awaited import Awaited
 from dynamiccl.zero_workload.engine.units import find_units
+from paths import ROOT
 from torch import nn
 from world import World
 
@@ -171,6 +172,31 @@ def test_a_marked_parameter_waits_once_and_is_plain_then() -> None:
         use(param)
         use(param)
         assert waits == [1] and type(param) is nn.Parameter and not param.__dict__, name
+
+
+@pytest.mark.filterwarnings("ignore")  # that such copies are seldom what is meant
+def test_the_page_names_what_pytorch_hides() -> None:
+    """Before: it named C++ extensions alone. A use that waits in a newer PyTorch leaves the page."""
+    page = (ROOT / "zero_workload" / "README.md").read_text("utf-8")
+    hidden: dict[str, Callable[[nn.Parameter], Any]] = {
+        "torch.func.grad(f)(p)": lambda p: torch.func.grad(torch.sum)(p),
+        "torch.func.vjp(f, p)": lambda p: torch.func.vjp(torch.sum, p),
+        "p.as_subclass(...)": lambda p: p.as_subclass(torch.Tensor),
+        "torch.tensor(p)": torch.tensor,
+        "torch.as_tensor(p)": torch.as_tensor,
+        "torch.asarray(p)": lambda p: torch.asarray(p, requires_grad=True),
+        "torch.Tensor(p)": torch.Tensor,
+        "to_dlpack(p)": torch.utils.dlpack.to_dlpack,
+    }
+    for name, use in hidden.items():
+        param, waits = nn.Parameter(torch.ones(2)), []
+        Awaited.mark(param, lambda waits=waits: waits.append(1))  # type: ignore[misc]
+        use(param)
+        assert not waits and f"`{name}`" in page, name
+    Awaited.mark(param, lambda: None)
+    with pytest.raises(RuntimeError, match="Creating a Parameter"):
+        nn.Parameter(param)
+    assert "`nn.Parameter(p)` raises" in page
 
 
 def compiled(how: str) -> list[float]:
