@@ -28,6 +28,8 @@ HELD_OUT_BATCHES = 4
 #: Seconds for the last step when the job is told to stop. With --save the launcher waits as long as it takes.
 PATIENCE_S = 10
 
+_NO_RANK = "RANK and WORLD_SIZE are set, LOCAL_RANK is not: this starts a job of its own, with --ranks ranks"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; returns the exit code: 0, 1 (it failed), 2 (bad input), 128 + signal."""
@@ -37,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser().parse_args(arguments)
         check(args)
         if rank < 0:
+            if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not args.quiet:
+                print(_NO_RANK, file=sys.stderr, flush=True)
             return launch(args.ranks, arguments, -1 if args.save else PATIENCE_S)
         work(args)
         code = 0
@@ -61,7 +65,7 @@ def work(args: argparse.Namespace) -> None:
     """
     device = torch.device(args.device)
     if args.device == "cuda":
-        place = int(os.environ.get("LOCAL_RANK", "0"))
+        place = int(os.environ["LOCAL_RANK"])
         n_devices = torch.cuda.device_count()
         device = torch.device("cuda", place % n_devices)
         torch.cuda.set_device(device)
