@@ -318,7 +318,7 @@ class Engine:
 
     def synchronize(self) -> None:
         """Wait until all replicated parameters hold the last step's values. The first use of each does so by itself.
-        PyTorch hides some uses: call this before ``torch.func``, ``p.as_subclass``, ``torch.tensor(p)``, C++ extensions.
+        Call this before uses that PyTorch hides: ``torch.func``, ``p.as_subclass``, ``torch.tensor(p)``, C++ code.
         """
         self.replicated.wait()
 
