@@ -94,7 +94,7 @@ def launch(n_ranks: int, arguments: Sequence[str], patience: float) -> int:
         before = {number: signal.getsignal(number) for number in SIGNALS}
         try:
             ranks.start()
-            listen()  # in place of torch's handlers
+            _listen()  # in place of torch's handlers
             ended = ranks.wait(period=0.05)
         except SignalException as told:
             return _stop(ranks, told.sigval, patience)
@@ -105,7 +105,7 @@ def launch(n_ranks: int, arguments: Sequence[str], patience: float) -> int:
         return _say_why(ended, 0) if ended and ended.failures else 0
 
 
-def listen() -> None:
+def _listen() -> None:
     """From now on the first signal raises SignalException, and so does a second one, but not the first again."""
     told = Told()
 
