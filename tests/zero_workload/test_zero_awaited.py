@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,8 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.buffers.comm import Collectives
+from dynamiccl.zero_workload.engine import replicated
 from dynamiccl.zero_workload.engine.awaited import Awaited
 from dynamiccl.zero_workload.engine.units import find_units
+from paths import ROOT
 from torch import nn
 from world import World
 
@@ -107,6 +111,42 @@ def order(stage: int) -> list[str]:
         return Late.seen
 
 
+def streams_that_wait(stage: int, how: str) -> list[str]:
+    """For which streams gathers are awaited when another than that of the step uses the weights first."""
+    now, waited = ["main"], list[str]()
+
+    class Work(dist.Work):
+        def wait(self, timeout: Any = None) -> bool:
+            waited.append(now[-1])
+            return True
+
+    @contextmanager
+    def on(stream: str) -> Iterator[None]:
+        now.append(stream)
+        yield
+        now.pop()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collectives, "all_gather", lambda *args: Work())
+        patch.setattr(replicated, "current_stream", lambda device: now[-1])
+        patch.setattr(torch.cuda, "stream", on)
+        model = nn.Linear(8, 8, bias=False)
+        engine = zero(model, partial(torch.optim.SGD, lr=0.1), stage=stage, param_dtype=torch.float32)
+        engine.backward(model(torch.ones(2, 8)).square().mean())
+        engine.step()
+        with on("side"):
+            model(torch.ones(2, 8)) if how == "module" else model.weight.sum()
+        model(torch.ones(2, 8))
+    return waited
+
+
+@pytest.mark.parametrize("how", ["module", "weight"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_use_on_another_stream_makes_that_of_training_wait_too(stage: int, how: str, two: World) -> None:
+    """Before: the next forward read weights that were still on their way."""
+    assert two.run(streams_that_wait, stage, how) == [["main", "side"]] * 2
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_gather_is_not_awaited_before_it_is_needed(stage: int, two: World) -> None:
     seen = two.run(order, stage)[0]
@@ -132,6 +172,31 @@ def test_a_marked_parameter_waits_once_and_is_plain_then() -> None:
         use(param)
         use(param)
         assert waits == [1] and type(param) is nn.Parameter and not param.__dict__, name
+
+
+@pytest.mark.filterwarnings("ignore")  # that such copies are seldom what is meant
+def test_the_page_names_what_pytorch_hides() -> None:
+    """Before: it named C++ extensions alone. A use that waits in a newer PyTorch leaves the page."""
+    page = (ROOT / "zero_workload" / "README.md").read_text("utf-8")
+    hidden: dict[str, Callable[[nn.Parameter], Any]] = {
+        "torch.func.grad(f)(p)": lambda p: torch.func.grad(torch.sum)(p),
+        "torch.func.vjp(f, p)": lambda p: torch.func.vjp(torch.sum, p),
+        "p.as_subclass(...)": lambda p: p.as_subclass(torch.Tensor),
+        "torch.tensor(p)": torch.tensor,
+        "torch.as_tensor(p)": torch.as_tensor,
+        "torch.asarray(p)": lambda p: torch.asarray(p, requires_grad=True),
+        "torch.Tensor(p)": torch.Tensor,
+        "to_dlpack(p)": torch.utils.dlpack.to_dlpack,
+    }
+    for name, use in hidden.items():
+        param, waits = nn.Parameter(torch.ones(2)), []
+        Awaited.mark(param, lambda waits=waits: waits.append(1))  # type: ignore[misc]
+        use(param)
+        assert not waits and f"`{name}`" in page, name
+    Awaited.mark(param, lambda: None)
+    with pytest.raises(RuntimeError, match="Creating a Parameter"):
+        nn.Parameter(param)
+    assert "`nn.Parameter(p)` raises" in page
 
 
 def compiled(how: str) -> list[float]:

@@ -63,6 +63,20 @@ def test_the_job_starts_its_own_ranks_whatever_started_it(
         assert seen["TORCHELASTIC_USE_AGENT_STORE"] == "False" and is_rank(seen)
 
 
+@pytest.mark.parametrize(("quiet", "lines"), [([], 1), (["--quiet"], 0)])
+def test_a_job_of_its_own_says_so_where_a_rank_is_set(
+    quiet: list[str], lines: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before: who had forgotten LOCAL_RANK had as many jobs as ranks, without a word."""
+    monkeypatch.setattr(launch, "_Ranks", Ranks)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert train.main([*SMALL[:-1], *quiet]) == 0
+    said = capfd.readouterr().err
+    assert said.count("\n") == lines and ("LOCAL_RANK is not" in said) == bool(lines)
+
+
 @pytest.mark.slow
 def test_the_job_logs(tmp_path: Path) -> None:
     log = tmp_path / "log"

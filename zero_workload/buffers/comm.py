@@ -26,6 +26,11 @@ def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     return here._cdata == there._cdata
 
 
+def current_stream(device: torch.device) -> Any:
+    """Where ``device`` is given work now; ``None`` on the CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 class Collectives:
     """All-gather, reduce-scatter and all-reduce (to the mean) on one process group; each returns a work handle at once.
 

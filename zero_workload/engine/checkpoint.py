@@ -10,6 +10,7 @@ the one before as it was.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -29,41 +30,13 @@ Engine = Any  # engine.Engine, which imports this file
 #: Checkpoints of earlier releases lack these numbers.
 _GOOD_STEPS, _SCALED = "engine/good_steps", "engine/scaled"
 _ADDED = {_GOOD_STEPS, _SCALED}
+#: What the folder of a save is called, before its number. Nobody calls a file of their own so: old saves are deleted.
+_SAVE = "zero-save-"
+_NAME = re.compile(_SAVE + "[0-9a-f]{12}")
 #: Names the folder of the last save. Earlier releases wrote none: their checkpoint is the whole folder.
-_CURRENT = "current"
-#: What the folder of a save is called, before its number.
-_SAVE = "save-"
-
-
-def masters(engine: Engine) -> dict[int, torch.Tensor]:
-    """Index of each parameter -> its whole exact value on the CPU, on the first rank of the group; elsewhere nothing.
-
-    Gathered bucket by bucket, by all ranks together.
-    """
-    comm = engine.comm
-    found = dict[int, torch.Tensor]()
-    for bucket in engine.all_buckets:
-        own = bucket.shard
-        if bucket.master is not None:
-            own = bucket.master.detach().to(own.device)
-        whole = own
-        if own.numel() < bucket.numel:
-            whole = own.new_empty(bucket.numel)
-            comm.all_gather(whole, own).wait()
-        if comm.rank:
-            continue
-        for piece in bucket.pieces:
-            index = piece.param
-            if index not in found:
-                shape = engine.shapes[index]
-                found[index] = torch.empty(shape, dtype=own.dtype)
-            flat = found[index].view(-1)
-            into = flat.narrow(0, piece.start, piece.numel)
-            into.copy_(whole[piece.where])
-    for index, shape in enumerate(engine.shapes if not comm.rank else ()):
-        if engine.params[index].is_floating_point() and not shape.numel():  # in no bucket
-            found[index] = torch.empty(shape, dtype=engine.settings.master)
-    return found
+_CURRENT = f"{_SAVE}current"
+#: The cure where one rank does not see what another writes.
+_SHARED = "all nodes must share the folder"
 
 
 class _Pieces(torch.Tensor):
@@ -185,8 +158,10 @@ def save(engine: Engine, folder: Path) -> None:
     engine.synchronize()
     comm = engine.comm
     name = _new_name(engine)
-    error: BaseException | None = None
     is_writer = not comm.replicas or comm.replicas.rank == 0
+    is_first = is_writer and comm.rank == 0 and not (comm.model and comm.model.rank)
+    _make_folder(engine, folder, name, is_first)
+    error: BaseException | None = None
     try:
         if is_writer:
             state = _State(engine)
@@ -196,7 +171,7 @@ def save(engine: Engine, folder: Path) -> None:
         error = caught
     _require_written(engine, folder, error)
     try:
-        if is_writer and comm.rank == 0 and not (comm.model and comm.model.rank):
+        if is_first:
             _make_current(folder, name)
     except OSError as caught:
         error = caught
@@ -213,15 +188,48 @@ def _new_name(engine: Engine) -> str:
     return f"{_SAVE}{number.item():012x}"
 
 
-def _require_written(engine: Engine, folder: Path, error: BaseException | None) -> None:
-    """Raise OSError on all ranks where one had an ``error``."""
+def _make_folder(engine: Engine, folder: Path, name: str, is_first: bool) -> None:
+    """The first rank makes the folder of a save, and all see it. Raises OSError on all ranks.
+
+    On disks of their own the ranks would write parts that no rank could read together. The check comes before anything
+    is written. Nobody has looked at the name before, so a network file system cannot answer from a cache.
+    """
+    path = folder / name
+    error: OSError | None = None
+    try:
+        if is_first:
+            path.mkdir(parents=True)
+    except OSError as caught:
+        error = caught
+    _require_written(engine, folder, error)
+    try:
+        os.listdir(path)
+    except OSError as caught:
+        error = OSError(f"{_SHARED} ({caught})")
+    try:
+        _require_written(engine, folder, error, f"another rank does not see it: {_SHARED}")
+    except OSError:
+        if is_first:
+            path.rmdir()
+        raise
+
+
+def _on_any(engine: Engine, is_so: bool) -> bool:
+    """Whether it is so on any rank."""
     comm = engine.comm
-    failed = torch.tensor([float(error is not None)], device=engine.params[0].device)
-    comm.agree(failed)
+    found = torch.tensor([float(is_so)], device=engine.params[0].device)
+    comm.agree(found)
     if comm.model:
-        comm.model.agree(failed)
-    if failed.item():
-        reason = error or "another rank failed"
+        comm.model.agree(found)
+    return bool(found.item())
+
+
+def _require_written(
+    engine: Engine, folder: Path, error: BaseException | None, elsewhere: str = "another rank failed"
+) -> None:
+    """Raise OSError on all ranks where one had an ``error``; the others say ``elsewhere``."""
+    if _on_any(engine, error is not None):
+        reason = error or elsewhere
         raise OSError(f"{folder} could not be written: {reason}") from error
 
 
@@ -233,8 +241,8 @@ def _make_current(folder: Path, name: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     new.replace(folder / _CURRENT)
-    for other in folder.glob(f"{_SAVE}*"):
-        if other.name != name:
+    for other in folder.iterdir():
+        if _NAME.fullmatch(other.name) and other.name != name:
             shutil.rmtree(other, ignore_errors=True)
 
 
@@ -247,15 +255,30 @@ def _current(folder: Path) -> Path:
     return folder / name
 
 
+def _find(engine: Engine, folder: Path) -> Path:
+    """This rank's part of the last whole save. Raises ValueError on all ranks where one has none: a rank that goes on
+    alone would wait for the others.
+    """
+    path, error = folder, None
+    try:
+        path = _part(engine, _current(folder))
+        is_there = (path / ".metadata").is_file()
+    except OSError as caught:
+        is_there, error = False, caught
+    if _on_any(engine, not is_there):
+        where = " where another rank looks" if is_there else ""
+        cure = f"give the folder that engine.save() wrote; {_SHARED}"
+        raise ValueError(f"{folder} holds no whole checkpoint{where}: {cure}") from error
+    return path
+
+
 def load(engine: Engine, folder: Path) -> None:
     """Read the state, of whatever stage and number of ranks, on all ranks together.
 
     Raises:
         ValueError: there is no whole checkpoint, or it is of another model or optimizer.
     """
-    path = _part(engine, _current(folder))
-    if not (path / ".metadata").is_file():
-        raise ValueError(f"{folder} holds no whole checkpoint: give the folder that engine.save() wrote")
+    path = _find(engine, folder)
     engine.synchronize()
     reader = filesystem.FileSystemReader(path)
     known: dict[str, Any] = reader.read_metadata().state_dict_metadata

@@ -14,9 +14,9 @@ from ..buffers.comm import Collectives
 from ..buffers.layout import Bucket
 from ..buffers.settings import Settings
 from .agreement import agree
-from .checkpoint import load, masters, save
+from .checkpoint import load, save
 from .outside import Outside
-from .parts import OptimizerOf, group_of, needs_matrices, parts_of, regroup
+from .parts import OptimizerOf, group_of, masters, needs_matrices, parts_of, regroup
 from .reducer import Reducer
 from .replicated import Replicated
 from .scale import LossScale
@@ -78,8 +78,7 @@ def zero(
             gradient is not finite; it doubles after 2,000 good steps.
 
     Returns:
-        The engine: ``engine.backward(loss)`` and ``engine.step()`` in place of ``loss.backward()`` and
-        ``optimizer.step()``.
+        The engine. Its ``backward(loss)`` and ``step()`` replace ``loss.backward()`` and ``optimizer.step()``.
 
     Raises:
         ValueError: on every rank alike, for a setting out of range, an optimizer that the stage cannot serve, a model
@@ -318,7 +317,9 @@ class Engine:
         self.outside.settle()
 
     def synchronize(self) -> None:
-        """Wait until all replicated parameters hold the last step's values. The first use of each does so by itself."""
+        """Wait until all replicated parameters hold the last step's values. The first use of each does so by itself.
+        Call this before uses that PyTorch hides: ``torch.func``, ``p.as_subclass``, ``torch.tensor(p)``, C++ code.
+        """
         self.replicated.wait()
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""The user's optimizer, made on the module's own parameters, moved onto the parts of them that this rank owns."""
+"""The user's optimizer, made on the module's own parameters, moved onto the parts of them that this rank owns; and the
+whole of what it updates.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -134,3 +136,34 @@ def regroup(
         numbers = {number_of[id(p)] for p in group["params"]}
         group["params"] = [part.param for part in parts if part.piece.param in numbers]
         group.pop("param_names", None)  # there may be several parts of one
+
+
+def masters(engine: Any) -> dict[int, torch.Tensor]:
+    """Index of each parameter -> its whole exact value on the CPU, on the first rank of the group; elsewhere nothing.
+
+    Gathered bucket by bucket, by all ranks together.
+    """
+    comm = engine.comm
+    found = dict[int, torch.Tensor]()
+    for bucket in engine.all_buckets:
+        own = bucket.shard
+        if bucket.master is not None:
+            own = bucket.master.detach().to(own.device)
+        whole = own
+        if own.numel() < bucket.numel:
+            whole = own.new_empty(bucket.numel)
+            comm.all_gather(whole, own).wait()
+        if comm.rank:
+            continue
+        for piece in bucket.pieces:
+            index = piece.param
+            if index not in found:
+                shape = engine.shapes[index]
+                found[index] = torch.empty(shape, dtype=own.dtype)
+            flat = found[index].view(-1)
+            into = flat.narrow(0, piece.start, piece.numel)
+            into.copy_(whole[piece.where])
+    for index, shape in enumerate(engine.shapes if not comm.rank else ()):
+        if engine.params[index].is_floating_point() and not shape.numel():  # in no bucket
+            found[index] = torch.empty(shape, dtype=engine.settings.master)
+    return found

@@ -1,12 +1,14 @@
 """Stages 0, 1 and 2: every rank holds all parameters, in a row that is cut into buckets."""
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from ..buffers.comm import current_stream
 from ..buffers.layout import Bucket, Row
 from .awaited import Awaited
 from .reducer import Reducer
@@ -33,6 +35,7 @@ class Replicated:
         for row in trained:
             self._watch(row)
         self._gathers: dict[Bucket, dist.Work] = {}  # under way
+        self._stream: Any = None  # of the last publish
         self._waiting = set[int]()  # parameters that nobody has used since the last step
         reducer.at_end.append(self._flush)
         self._begin()
@@ -98,6 +101,7 @@ class Replicated:
         """After the optimizer's step: round the master weights, start to gather the other ranks' parts."""
         for index in self.in_bucket:
             self.params[index].grad = None
+        self._stream = current_stream(self.params[0].device)
         for bucket in self.buckets:
             bucket.publish()
             if self.stage:
@@ -113,10 +117,19 @@ class Replicated:
         """Wait for the parameter ``index``."""
         for bucket in self.in_bucket.get(index, ()):
             if bucket in self._gathers:
-                self._gathers[bucket].wait()
+                self._end(self._gathers[bucket])
                 del self._gathers[bucket]
         self._waiting.discard(index)
         Awaited.clear(self.params[index])
+
+    def _end(self, work: dist.Work) -> None:
+        """Wait for a gather. NCCL holds up only the stream that waits. So where another stream uses the weights first,
+        the one that trains waits too: nobody waits for this gather again.
+        """
+        if current_stream(self.params[0].device) != self._stream:
+            with torch.cuda.stream(self._stream):
+                work.wait()
+        work.wait()
 
     def wait(self, unit: Unit | None = None) -> None:
         """Wait until the parameters of ``unit`` (all of them when ``None``) are those of the last step."""
@@ -129,7 +142,7 @@ class Replicated:
             self._arrive(index)
         while unit is None and self._gathers:  # of padding alone
             _, work = self._gathers.popitem()
-            work.wait()
+            self._end(work)
 
 
 def _by_parameter(buckets: list[Bucket]) -> dict[int, list[Bucket]]:

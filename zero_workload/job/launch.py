@@ -23,6 +23,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 #: The launcher's process id: a rank that lost it stops after the step.
 LAUNCHER = "ZERO_WORKLOAD_LAUNCHER"
+#: What ends the job. PyTorch's launcher listens to the same.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+#: Seconds after a signal in which another is the same one again: a scheduler may send it to each process, and a
+#: launcher passes its own on.
+SAME_S = 1.0
 #: How a rank ends that is told to stop before it has begun.
 _STOPPED = f"killed by signal {int(signal.SIGTERM)}"
 
@@ -41,6 +46,20 @@ def report(rank: int, error: BaseException) -> int:
     else:
         print(f"error: {text}" if rank < 0 else f"error: rank {rank}: {text}", file=sys.stderr, flush=True)
     return code
+
+
+class Told:
+    """Whether this process was told to stop: once, or a second time."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None  # when
+
+    def is_second(self) -> bool:
+        """Take note of a signal that comes now. Returns whether it is a second one, not the first again."""
+        now = time.monotonic()
+        if self.first is None:
+            self.first = now
+        return now - self.first >= SAME_S
 
 
 class _Ranks(SubprocessContext):
@@ -72,14 +91,31 @@ def launch(n_ranks: int, arguments: Sequence[str], patience: float) -> int:
     envs = {rank: env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(n_ranks)}
     with tempfile.TemporaryDirectory(prefix="zero-workload-") as folder:
         ranks = _Ranks("rank", sys.executable, command, envs, DefaultLogsSpecs(folder))
+        before = {number: signal.getsignal(number) for number in SIGNALS}
         try:
             ranks.start()
+            _listen()  # in place of torch's handlers
             ended = ranks.wait(period=0.05)
         except SignalException as told:
             return _stop(ranks, told.sigval, patience)
         finally:
             ranks.close(signal.SIGKILL)
+            for number, handler in before.items():
+                signal.signal(number, handler)
         return _say_why(ended, 0) if ended and ended.failures else 0
+
+
+def _listen() -> None:
+    """From now on the first signal raises SignalException, and so does a second one, but not the first again."""
+    told = Told()
+
+    def on_signal(number: int, frame: object) -> None:
+        is_first = told.first is None
+        if told.is_second() or is_first:
+            raise SignalException(f"told to stop by signal {number}", signal.Signals(number))
+
+    for number in SIGNALS:
+        signal.signal(number, on_signal)
 
 
 def _stop(ranks: PContext, told: signal.Signals, patience: float) -> int:

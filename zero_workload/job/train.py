@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..engine import Engine, zero
-from .launch import LAUNCHER, launch, report
+from .launch import LAUNCHER, Told, launch, report
 from .model import Transformer
 from .options import check, is_rank, parser
 from .parallel import groups
@@ -28,6 +28,8 @@ HELD_OUT_BATCHES = 4
 #: Seconds for the last step when the job is told to stop. With --save the launcher waits as long as it takes.
 PATIENCE_S = 10
 
+_NO_RANK = "RANK and WORLD_SIZE are set, LOCAL_RANK is not: this starts a job of its own, with --ranks ranks"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; returns the exit code: 0, 1 (it failed), 2 (bad input), 128 + signal."""
@@ -37,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser().parse_args(arguments)
         check(args)
         if rank < 0:
+            if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not args.quiet:
+                print(_NO_RANK, file=sys.stderr, flush=True)
             return launch(args.ranks, arguments, -1 if args.save else PATIENCE_S)
         work(args)
         code = 0
@@ -61,7 +65,7 @@ def work(args: argparse.Namespace) -> None:
     """
     device = torch.device(args.device)
     if args.device == "cuda":
-        place = int(os.environ.get("LOCAL_RANK", "0"))
+        place = int(os.environ["LOCAL_RANK"])
         n_devices = torch.cuda.device_count()
         device = torch.device("cuda", place % n_devices)
         torch.cuda.set_device(device)
@@ -97,7 +101,8 @@ class Job:
         self.args = args
         self.device = device
         self.stopped = False
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self._told = {signal.SIGINT: Told(), signal.SIGTERM: Told()}
+        for number in self._told:
             signal.signal(number, self._stop)
         # Ranks that share matrices share the data.
         rank = dist.get_rank()
@@ -113,7 +118,10 @@ class Job:
     def _stop(self, number: int, frame: Any) -> None:
         """SIGINT or SIGTERM: end after this step; a second one ends the process as usual."""
         self.stopped = True
-        signal.signal(number, signal.SIG_DFL)
+        told = signal.Signals(number)
+        if self._told[told].is_second():
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     def run(self) -> None:
         """All steps, from the one after those of the run that is resumed."""
@@ -223,7 +231,9 @@ class Job:
         return {"loss_scale": scale.value, "skipped": scale.skipped} if scale.dynamic else {}
 
     def _step(self, step: int) -> tuple[torch.Tensor, Any]:
-        """One optimizer step; the losses of all ranks, and whether one was told to stop, are still on their way."""
+        """One optimizer step. Returns the losses of all ranks, and whether one was told to stop, which are there when
+        the work was waited for.
+        """
         args = self.args
         seen = torch.zeros(self.size + 1, device=self.device)
         for micro in range(args.accumulate):
@@ -238,6 +248,11 @@ class Job:
         launcher_died = os.getppid() != self.parent
         seen[-1] = float(self.stopped or launcher_died)
         work = dist.all_reduce(seen, async_op=True)
+        if self.device.type == "cuda":
+            # Read after the step, it would make the host wait for the optimizer. The step itself waits for what the
+            # ranks agree on, which comes after this copy: so it has arrived then.
+            work.wait()
+            seen = seen.to("cpu", non_blocking=True)
         self.engine.step()
         return seen, work
 
