@@ -75,7 +75,7 @@ SOURCES = {
 @pytest.fixture
 def job(monkeypatch, tmp_path):
     """Where a job would be started; the plugin lies there already."""
-    (tmp_path / "plugin.so").write_bytes(b"")
+    shutil.copy(build.plugin_path(), tmp_path / "plugin.so")
     monkeypatch.setenv("DYNAMICCL_PLUGIN", str(tmp_path / "plugin.so"))
     monkeypatch.delenv("DYNAMICCL_MEMORY", raising=False)
     for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):

@@ -46,9 +46,9 @@ def test_a_small_gain_waits_for_long_steps_in_windows_and_counts_those_seen_in_t
     assert long_steps.allows(CHOSEN, DEFAULT, 0.01) is by_windows
 
 
-def played(refused=0, n_windows=60, refuses=lambda search, plan: True):
+def played(refused=0, n_windows=60, refuses=lambda search, plan: True, job=11):
     """A search by the rule and its plans; the first ``refused`` that the job ``refuses`` run as plain windows."""
-    jobs = draw_jobs(STANDARD.only("plain"), np.random.default_rng(11), 1)
+    jobs = draw_jobs(STANDARD.only("plain"), np.random.default_rng(job), 1)
     windows = OneJob(SimWindows(jobs, NoiseStream(0, np.zeros(1), jobs.width)), SearchConfig().profile_steps)
     search, policy, state, plans = Search(*windows.begin(), Prior.load()), ExpectedImprovement(), None, []
     while len(plans) < n_windows:
@@ -87,7 +87,7 @@ def test_a_job_may_refuse_turns_in_the_middle_of_a_trial():
         going = [c for c in search.comparisons if c.test.n and np.array_equal(c.table, plan.configs)]
         return plan.kind == TRIAL and len(search.comparisons) > 1 and bool(going)
 
-    search, plans = played(1, 300, in_the_middle)
+    search, plans = played(1, 300, in_the_middle, job=12)
     first = next(
         i
         for i, (plan, is_over) in enumerate(plans)
