@@ -19,13 +19,16 @@ from .records import Decision, Slot, Table
 
 #: Version of a trace folder's layout. Raise it when a reader of the old layout would go wrong.
 FORMAT = 2
+#: Kinds of rows in a trace: those in numbered segments, and those in one file each.
+IN_SEGMENTS, IN_ONE_FILE = ("events", "steps", "waits"), ("comms", "offers")
 
 
 def files_of_trace(folder: Path) -> list[Path]:
     """The files of a trace in ``folder``, and no others: what may be removed with it."""
-    names = ("header.json", "windows.jsonl", "*.tmp", "comms.parquet", "offers.parquet")
-    segments = ("events-*.parquet", "steps-*.parquet", "waits-*.parquet")
-    return [path for name in (*names, *segments) for path in folder.glob(name)]
+    names = ["header.json", "windows.jsonl", "*.tmp"]
+    names += [f"{kind}.parquet" for kind in IN_ONE_FILE]
+    names += [f"{kind}-*.parquet" for kind in IN_SEGMENTS]
+    return [path for name in names for path in folder.glob(name)]
 
 
 def new_header() -> dict[str, Any]:

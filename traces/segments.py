@@ -11,14 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .assemble import COMM_COLUMNS, EVENT_COLUMNS, OFFER_COLUMNS, STEP_COLUMNS, WAIT_COLUMNS, complete, empty
-from .header import FORMAT
+from .header import FORMAT, IN_ONE_FILE, IN_SEGMENTS
 from .outside import TraceError as TraceError
 from .outside import atomically, read_json
 
-SEGMENTED = {"events": EVENT_COLUMNS, "steps": STEP_COLUMNS, "waits": WAIT_COLUMNS}
+SEGMENTED = dict(zip(IN_SEGMENTS, (EVENT_COLUMNS, STEP_COLUMNS, WAIT_COLUMNS), strict=True))
 #: Part of a trace's space that each of these may take.
 SPACE = {"events": 5 / 8, "steps": 1 / 4, "waits": 1 / 8}
-WHOLE = {"comms": COMM_COLUMNS, "offers": OFFER_COLUMNS}
+WHOLE = dict(zip(IN_ONE_FILE, (COMM_COLUMNS, OFFER_COLUMNS), strict=True))
 _ARROW = {
     "bool": pa.bool_(),
     "int16": pa.int16(),

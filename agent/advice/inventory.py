@@ -9,18 +9,16 @@ import pandas as pd
 from ...traces.files import Trace
 from ...traces.header import plain
 from ...traces.queries.skew import label
-from ...traces.queries.slots import with_sizes
+from ...traces.queries.slots import SLOT_KEYS, with_sizes
 from ...traces.records import Slot
 from .alignment import as_dicts, misaligned
 from .settings import settings
-
-_KEYS = ["n_ranks", "n_nodes", "func", "size_class"]
 
 
 def inventory(trace: Trace) -> dict[str, Any]:
     """Everything, for JSON and for people; unknown values are None."""
     rows = with_sizes(trace.events)
-    slots = [_slot(key, calls) for key, calls in rows.groupby(_KEYS)]
+    slots = [_slot(key, calls) for key, calls in rows.groupby(SLOT_KEYS)]
     slots.sort(key=lambda slot: slot["n_bytes"] * slot["calls"], reverse=True)
     header = trace.header
     most_nodes = int(trace.events["n_nodes"].max()) if len(trace.events) else 0

@@ -74,6 +74,11 @@ class Settings:
         """Of the whole training."""
         return max(1, math.ceil(self.turns / self.of_update))
 
+    @property
+    def played(self) -> int:
+        """Turns of the whole training: ``turns`` rounded up to whole updates."""
+        return self.updates * self.of_update
+
 
 class _TwoRates(RecurrentPPO):
     """RecurrentPPO with another learning rate for the LSTMs."""
@@ -202,7 +207,7 @@ class Training:
 
     def run(self, progress: Progress = lambda done, total, row: None) -> None:
         """Train to the end."""
-        left = self.settings.updates * self.settings.of_update - self.model.num_timesteps
+        left = self.settings.played - self.model.num_timesteps
         if left > 0:
             self.model.learn(left, callback=_AfterRollout(self, progress), reset_num_timesteps=False)
         self.save()
@@ -260,7 +265,7 @@ class _AfterRollout(BaseCallback):
             "seconds": round(t.seconds, 1),
         }
         t.curve.append(row)
-        self.progress(self.num_timesteps, t.settings.updates * t.settings.of_update, row)
+        self.progress(self.num_timesteps, t.settings.played, row)
 
 
 def gained(policy: LstmPolicy, runs: Sequence[Path], times: int = 3) -> float:

@@ -15,7 +15,7 @@ import pandas as pd
 from ...traces import spaces
 from ...traces.assemble import COMPUTE_COLUMNS, empty
 from ...traces.queries.exposed import exposed_parts
-from ...traces.queries.slots import SlotProfile, find_slots, outside_the_offer, with_sizes
+from ...traces.queries.slots import SLOT_KEYS, SlotProfile, find_slots, outside_the_offer, with_sizes
 from ...traces.reasons import NotTuning, names
 from ...traces.records import TUNED_FUNCS, Decision, Slot
 from ..nccl_model.arms import distinct
@@ -28,8 +28,6 @@ from .registered import take_out_simple
 from .turns import Turns
 
 Array = np.ndarray[Any, Any]
-#: What tells slots apart, in the order of a Slot's fields.
-SLOT_COLUMNS = ["n_ranks", "n_nodes", "func", "size_class"]
 
 
 class LiveWindows:
@@ -228,10 +226,10 @@ class LiveWindows:
         is_asked = sized["asked"] > 0
         is_timed = sized["us"].notna()
         timed = sized[is_asked & is_timed]
-        ranks = timed.groupby(SLOT_COLUMNS)["rank"]
+        ranks = timed.groupby(SLOT_KEYS)["rank"]
         is_first = timed["rank"] == ranks.transform("min")
         firsts = timed[is_first]
-        us = firsts.groupby(SLOT_COLUMNS)["us"].median()
+        us = firsts.groupby(SLOT_KEYS)["us"].median()
         keys = [astuple(p.slot) for p in self.profiles]
         medians_us = [float(us.get(key, np.nan)) for key in keys]
         return np.array(medians_us)

@@ -11,7 +11,7 @@ import pandas as pd
 from ..files import Trace
 from ..records import Slot, decided
 from .skew import OWN, label
-from .slots import with_sizes
+from .slots import SLOT_KEYS, with_sizes
 from .steps import of_one_rank, without_first
 
 #: A rule as text: (func, min_bytes, max_bytes, decision).
@@ -98,12 +98,12 @@ def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection
     if before.empty:
         return pd.DataFrame(columns=_COLUMNS)
     table = _own_costs(before)
-    tuned_costs = after.groupby(_KEYS).agg(
+    tuned_costs = after.groupby(SLOT_KEYS).agg(
         ran=("config", _most), tuned_us=("us", "median"), n_tuned=("us", "count")
     )
     table = table.join(tuned_costs)
     both = pd.concat([before, after])
-    timed = both[both["us"].notna()].groupby(_KEYS)
+    timed = both[both["us"].notna()].groupby(SLOT_KEYS)
     table = table.join(timed["timed_by"].agg(label))
     table = table.fillna({"n_tuned": 0, "timed_by": OWN})
     table = table.astype({"n_tuned": "int64"})
@@ -115,14 +115,13 @@ def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection
     return table.loc[order].reset_index()[_COLUMNS]
 
 
-_KEYS = ["n_ranks", "n_nodes", "func", "size_class"]
-_COLUMNS = [*_KEYS, "slot", "n_bytes", "calls", "own", "ran", "default_us", "tuned_us"]
+_COLUMNS = [*SLOT_KEYS, "slot", "n_bytes", "calls", "own", "ran", "default_us", "tuned_us"]
 _COLUMNS += ["n_default", "n_tuned", "timed_by"]
 
 
 def _own_costs(before: pd.DataFrame) -> pd.DataFrame:
     """By slot what its calls cost in default steps, and how many of them a step of one process has."""
-    slots = before.groupby(_KEYS)
+    slots = before.groupby(SLOT_KEYS)
     table = slots.agg(
         n_bytes=("n_bytes", _most),
         own=("config", _most),

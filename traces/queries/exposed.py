@@ -14,11 +14,10 @@ from ..files import Trace
 from ..records import TUNED_FUNCS, Slot
 from .costs import of_whole_steps
 from .skew import covered_ns, exposed_ns
-from .slots import slot_of, with_sizes
+from .slots import SLOT_KEYS, slot_of, with_sizes
 
 Frame = pd.DataFrame
 
-_KEYS = ["n_ranks", "n_nodes", "func", "size_class"]
 #: A slot is on the critical path if this part of its time is exposed, and that takes this part of the step.
 CRITICAL, CRITICAL_OF_STEP = 0.25, 0.01
 
@@ -39,7 +38,7 @@ def exposed_parts(events: Frame, compute: Frame, waits: Frame) -> dict[Slot, flo
     rows = rows.dropna(subset="bare")
     rows["lasts"] = (rows["end_ns"] - rows["start_ns"]).astype(float)
     found = {}
-    for key, of_slot in rows.groupby(_KEYS):
+    for key, of_slot in rows.groupby(SLOT_KEYS):
         slot = slot_of(key)
         bare = float(of_slot["bare"].sum())
         lasts = float(of_slot["lasts"].sum())
@@ -64,7 +63,7 @@ def exposed_ms(trace: Trace, generations: set[int]) -> dict[Slot, float]:
     n_steps = events.groupby("pid")["step"].nunique()
     rows = _tuned(events, trace.compute, trace.waits)
     found = dict[Slot, float]()
-    for key, calls in rows.groupby([*_KEYS, "pid"]):
+    for key, calls in rows.groupby([*SLOT_KEYS, "pid"]):
         *of_slot, pid = cast(tuple[Any, ...], key)
         slot = slot_of(of_slot)
         call_ns = float(calls["bare"].mean())

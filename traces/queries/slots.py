@@ -16,6 +16,8 @@ from ..records import ALGOS, NO_OFFER, PAIRS, PROTOS, TUNED_FUNCS, Slot, pair_co
 from .skew import durations, label
 
 Array = np.ndarray[Any, Any]
+#: Columns of events that tell slots apart, in the order of a Slot's fields.
+SLOT_KEYS = ["n_ranks", "n_nodes", "func", "size_class"]
 _OUTSIDE = 0.1  # of a slot's calls may run otherwise than offered, before it is left alone
 
 
@@ -59,7 +61,7 @@ def outside_the_offer(events: pd.DataFrame, offers: Mapping[tuple[int, str, int]
     tuned = with_sizes(tuned)
     tuned = tuned[(tuned["n_ranks"] > 0) & (tuned["asked"] > 0)]
     found = {}
-    for key, group in tuned.groupby(["n_ranks", "n_nodes", "func", "size_class"]):
+    for key, group in tuned.groupby(SLOT_KEYS):
         slot = slot_of(key)
         outside = Counter[str]()
         for kind, count in group.groupby(["comm_id", "asked", "algo", "proto"]).size().items():
@@ -116,7 +118,7 @@ def find_slots(
     tuned = tuned.assign(part=tuned["n_bytes"] / tuned["asked"])
     channels = channels_of(tuned)
     profiles = []
-    for key, everyone in tuned.groupby(["n_ranks", "n_nodes", "func", "size_class"]):
+    for key, everyone in tuned.groupby(SLOT_KEYS):
         slot = slot_of(key)
         pid = _busiest(everyone, n_steps)
         group = everyone[everyone["pid"] == pid]
@@ -176,7 +178,7 @@ def _one(value: float) -> Array:
 
 
 def slot_of(key: Any) -> Slot:
-    """The slot of a group by ``n_ranks``, ``n_nodes``, ``func`` and ``size_class``."""
+    """The slot of a group by SLOT_KEYS."""
     n_ranks, n_nodes, func, klass = key
     return Slot(int(n_ranks), int(n_nodes), func, int(klass))
 
