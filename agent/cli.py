@@ -11,6 +11,7 @@ import io
 import os
 import shlex
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -259,6 +260,9 @@ def main() -> None:
         raise SystemExit(2) from None
     except BrokenPipeError:  # `dynamiccl show | head`
         sys.stderr.close()
+    except KeyboardInterrupt:  # a command that has more to say catches it itself
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
 
 
 if __name__ == "__main__":

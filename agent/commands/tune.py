@@ -287,9 +287,10 @@ def _attach(call: Call, where: str, again: bool) -> None:
     from ..daemon.console import LiveView, show_summary
     from ..daemon.daemon import Daemon
     from ..daemon.request import REQUEST, Request
+    from ..daemon.stopping import ended_politely
     from ..report.outputs import default_url
 
-    with refusing(TraceError, Busy, ValueError, OSError):
+    with refusing(TraceError, Busy, ValueError, OSError), ended_politely() as signals:
         path = run_folder(where)
         become_owner(path)
         run = RunFolder(path)
@@ -302,7 +303,7 @@ def _attach(call: Call, where: str, again: bool) -> None:
         show = LiveView(request.budget, request.json or request.quiet, not request.launched)
         daemon = Daemon(request, run, again, show.window, show.say)  # one that is refused is told that alone
         with show:
-            summary = daemon.serve()
+            summary = daemon.serve(signals)
     if request.json:
         print(json_module.dumps(vars(summary), indent=2))
     else:

@@ -36,7 +36,7 @@ from .following import start_follower
 from .log import LOG, log, open_log
 from .memory import Memory, facts_of
 from .request import Request
-from .stopping import Signals, ended_politely
+from .stopping import Signals
 from .summarise import ReportPage, Results, summarise
 from .tuner import Tuner, WindowLine
 
@@ -125,37 +125,35 @@ class Daemon:
         self.outcome.steps_to_first_gain = before.steps_to_first_gain
         self.outcome.steps_to_verdict = before.steps_to_verdict
 
-    def serve(self) -> RunSummary:
+    def serve(self, signals: Signals | None = None) -> RunSummary:
         """Tune, and stay to the end of the job; returns the summary (also ``summary.json``).
 
-        Raises OSError or TraceError if what was seen cannot be written. A KeyboardInterrupt, or SIGTERM, ends the tuner
-        and not the job. However it ends, the confirmed table stays. From then on, and from the job's end, such signals
-        do nothing until the summary is written; after it they cut short what is left to do.
+        Raises OSError or TraceError if what was seen cannot be written. A KeyboardInterrupt, or one of ``signals``,
+        ends the tuner and not the job. However it ends, the confirmed table stays. From then on, and from the job's
+        end, signals do nothing until the summary is written; after it they cut short what is left to do.
         """
         request, out = self.request, self.out
+        signals = signals or Signals()
         link(out, self.run.path)
         header = {"emulated": request.emulated is not None, "policy": request.policy, **request.facts}
         header |= asdict(request.emulated) if request.emulated else {}
         header |= {"job": request.job, "run": str(self.run.path)}
         with contextlib.ExitStack() as stack:
             self._open(stack)
-            with ended_politely() as signals:
-                try:
-                    resumed = read_object(out / "trace" / "header.json").get("run") == str(self.run.path)
-                    existing: Literal["resume", "replace"] = "resume" if resumed else "replace"
-                    with TraceWriter(
-                        out / "trace", header, existing=existing, most_bytes=TRACE_BYTES
-                    ) as writer:
-                        self.job.writer = writer
-                        self._serve(writer, signals)
-                except (OSError, TraceError) as error:
-                    self.outcome.ended = self.outcome.ended or RunEnds.CANNOT_WRITE(error=error)
-                    self._warn(f"tuning ends: {error}")
-                finally:
-                    self.job.writer = None
-                summary = self._summarise(signals)
-                with contextlib.suppress(OSError):  # the folder may be gone
-                    self.run.close(remove=not self.job.is_alive())
+            try:
+                resumed = read_object(out / "trace" / "header.json").get("run") == str(self.run.path)
+                existing: Literal["resume", "replace"] = "resume" if resumed else "replace"
+                with TraceWriter(out / "trace", header, existing=existing, most_bytes=TRACE_BYTES) as writer:
+                    self.job.writer = writer
+                    self._serve(writer, signals)
+            except (OSError, TraceError) as error:
+                self.outcome.ended = self.outcome.ended or RunEnds.CANNOT_WRITE(error=error)
+                self._warn(f"tuning ends: {error}")
+            finally:
+                self.job.writer = None
+            summary = self._summarise(signals)
+            with contextlib.suppress(OSError):  # the folder may be gone
+                self.run.close(remove=not self.job.is_alive())
         return summary
 
     def _open(self, stack: contextlib.ExitStack) -> None:
@@ -171,6 +169,7 @@ class Daemon:
     def _serve(self, writer: TraceWriter, signals: Signals) -> None:
         job = self.job
         try:
+            signals.begin()
             told = "a table was confirmed before: going on with it"
             self._say(told if job.confirmed else "waiting for the job's first steps")
             self._tune()

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ...envs.live.locks import holder, is_locked
 from ...envs.nccl.run_folder import NCCL, STATUS, STOP, TUNER
@@ -161,18 +161,31 @@ def _runs_default(job: Job, folder: RunFolder, end: float) -> bool:
 
 
 class Signals:
-    """SIGINT and SIGTERM come as one KeyboardInterrupt that says which it was. Those after it do nothing."""
+    """SIGINT and SIGTERM come as a KeyboardInterrupt that says which it was, once the tuner can end by one.
+
+    One that comes before :meth:`begin` waits for it. The others, while signals are not heard, do nothing.
+    """
 
     def __init__(self) -> None:
-        self.are_heard = True
+        self.are_heard = False
+        self._early: int | None = None
 
     def handle(self, number: int, _frame: object) -> None:
         """Raises KeyboardInterrupt."""
         if self.are_heard:
-            self.are_heard = False
-            raise KeyboardInterrupt(
-                (RunEnds.TERMINATED if number == signal.SIGTERM else RunEnds.INTERRUPTED)()
-            )
+            self._interrupt(number)
+        elif self._early is None:
+            self._early = number
+
+    def begin(self) -> None:
+        """Signals are heard from here on. Raises KeyboardInterrupt for one that came before."""
+        self.are_heard = True
+        if self._early is not None:
+            self._interrupt(self._early)
+
+    def _interrupt(self, number: int) -> NoReturn:
+        self.are_heard = False
+        raise KeyboardInterrupt((RunEnds.TERMINATED if number == signal.SIGTERM else RunEnds.INTERRUPTED)())
 
 
 @contextlib.contextmanager

@@ -46,6 +46,12 @@ def test_a_terminal_without_our_letters_gets_their_codes():
     assert done.returncode == 0 and done.stdout == b"\\u2501 \\u2581\n", done.stderr
 
 
+def test_an_interrupt_ends_a_command_without_a_traceback():
+    code = "import os; from dynamiccl.agent import cli; cli.run = lambda words: os.kill(os.getpid(), 2); cli.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 130 and done.stderr == "interrupted\n"
+
+
 def shown(**fields):
     """What `tune` prints at its end of such a run."""
     console = terminal(width=100, record=True, file=io.StringIO())

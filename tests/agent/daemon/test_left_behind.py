@@ -9,6 +9,7 @@ import pytest
 from dynamiccl.agent.daemon import daemon as daemons
 from dynamiccl.agent.daemon import summarise
 from dynamiccl.agent.daemon.memory import FACTS, FORMAT, Kept, Memory, Store, key_of
+from dynamiccl.agent.daemon.stopping import ended_politely
 from dynamiccl.agent.report import runs
 from dynamiccl.agent.report.runs import state
 from dynamiccl.agent.report.summary import RunSummary
@@ -218,13 +219,27 @@ def test_a_further_signal_at_the_end_costs_nothing_of_the_results(folder, tmp_pa
     with tuner_of(job, out, memory) as one, monkeypatch.context() as patch:
         patch.setattr(daemons.ReportPage, "draw_last", draws)
         try:
-            last = one.serve()
+            with ended_politely() as signals:
+                last = one.serve(signals)
         except KeyboardInterrupt:
             pytest.fail("a signal at the end ended the tuner")
     ended = {None: None, signal.SIGINT: RunEnds.INTERRUPTED(), signal.SIGTERM: RunEnds.TERMINATED()}[first]
     assert last.ended == ended == RunSummary.read(out).ended and last.kept and table_of(out)
     assert order == [None, ended, "page"] and not folder.path.exists()
     assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def test_a_signal_while_the_tuner_starts_ends_it_like_a_later_one(folder, tmp_path, monkeypatch):
+    """Before: a traceback, no summary and the wrong status, if SIGTERM came before the trace was open."""
+    out = tmp_path / "out"
+
+    def link_and_kill(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(daemons, "link", link_and_kill)
+    with tuner_of(WatchedJob(folder, lambda job: True), out) as one, ended_politely() as signals:
+        summary = one.serve(signals)
+    assert summary.ended == RunEnds.TERMINATED() == RunSummary.read(out).ended and not summary.kept
 
 
 def test_a_store_that_hangs_costs_the_memory_and_not_the_summary(folder, tmp_path, monkeypatch):
