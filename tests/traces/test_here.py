@@ -100,17 +100,17 @@ def job(monkeypatch, tmp_path):
 def test_a_job_starts_whichever_fact_cannot_be_had(job, monkeypatch, source, cluster):
     """Before: RuntimeError without a home (pytorch#140765, tesseract-core#460), AttributeError without METADATA
     (cpython#91216, pip#11352), OSError without locks."""
-    monkeypatch.setattr(*SOURCES[source])
-    with pytest.raises(Started):
+    with monkeypatch.context() as patch, pytest.raises(Started):
+        patch.setattr(*SOURCES[source])
         invoke(["tune", "--out", job.out, *cluster, "--", sys.executable, "-c", "pass"])
-    monkeypatch.undo()
     assert job.plans[0].command[0] == sys.executable and Path(job.plans[0].run, "request.json").exists()
 
 
 @pytest.mark.parametrize("source", list(SOURCES))
 def test_the_doctor_and_a_trace_s_header_say_what_is_not_known(monkeypatch, source):
-    monkeypatch.setattr(*SOURCES[source])
-    done, told = invoke(["doctor", "--json"]), header.new_header()
+    with monkeypatch.context() as patch:  # over before pytest asks for the terminal's width
+        patch.setattr(*SOURCES[source])
+        done, told = invoke(["doctor", "--json"]), header.new_header()
     assert done.exit_code in (0, 1) and done.stdout.startswith("{")
     assert told["format"] == header.FORMAT
 
