@@ -64,11 +64,13 @@ def test_no_snippet_of_these_pages_is_left_out():
     assert [len(blocks(page)) for page in ("environments.md", "leaderboard.md")] == [3, 2]
 
 
+@pytest.mark.slow
 def test_the_class_with_mask_and_memory_takes_no_masked_action(folder):
     """Of random actions nine of ten are masked."""
     assert (folder / "said.txt").read_text() == "0\n"
 
 
+@pytest.mark.slow
 def test_bench_plays_the_class_and_the_module_from_their_folder(folder):
     """Without PYTHONPATH=. for the class in ``lstm.zip``."""
     rows = json.loads(python(folder, "-P", *BENCH, "--jobs", "1", "--json"))
@@ -76,6 +78,7 @@ def test_bench_plays_the_class_and_the_module_from_their_folder(folder):
     assert played == {"lstm.zip", "my_module:MyPolicy"}
 
 
+@pytest.mark.slow
 def test_two_policies_are_compared_on_the_same_jobs(folder):
     lines = python(folder, "compare.py", "lstm", "expected-improvement", "1").splitlines()
     found = [re.fullmatch(r"(.*): (-?\d+\.\d) \(0\.0\)", line).groups() for line in lines]

@@ -250,6 +250,7 @@ int symlinkat(const char* a, int folder, const char* b) {
 """
 
 
+@pytest.mark.slow
 def test_a_file_system_without_links_has_the_run_s_path_in_a_file(tmp_path, monkeypatch):
     """anomalib#2161, mmsegmentation#1587. Before: the tuner ended, `stop` said what was not so."""
     job = [sys.executable, "-c", "print('ran')"]

@@ -45,6 +45,7 @@ def recomputing(stage: int, dtype: torch.dtype, way: dict[str, Any]) -> list[flo
     return run(engine, range(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
 def test_recomputation_changes_no_digit(
     size: str, dtype: torch.dtype, request: pytest.FixtureRequest

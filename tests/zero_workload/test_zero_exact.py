@@ -160,6 +160,7 @@ def resting(stage: int, optimizer: str, dtype: torch.dtype) -> tuple[int, int, i
     return live_bytes(tensors, known | texts) - buffers, padded, engine.comm.size, engine.memory()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "dtype"), SIZES_AND_DTYPES)
 def test_memory_at_rest_equals_the_formulas(
     size: str, dtype: torch.dtype, request: pytest.FixtureRequest

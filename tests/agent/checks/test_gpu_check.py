@@ -139,6 +139,7 @@ def test_a_part_that_hangs_or_fails_costs_its_own_results_only(tmp_path, does, s
     assert not result["ok"] and "sweep" in page(Results.read(check.folder))
 
 
+@pytest.mark.slow
 def test_what_comes_late_falls_away_from_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr("dynamiccl.agent.checks.gpu.check.SPARE_S", 0.0)
     seconds = {"smoke": 3, "sweep": 3, "contention": 3}

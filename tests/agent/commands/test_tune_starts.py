@@ -116,6 +116,7 @@ def test_headroom_reaches_the_job_before_its_communicators_are_made(tmp_path):
     assert "channels 24" in (tmp_path / "job.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_replaces_what_an_earlier_one_left_in_the_same_folder(tmp_path):
     """Before: its log was appended to, and `top` told the earlier run's verdict until the new one had its own."""
     old = {name: tmp_path / name for name in ("summary.json", "table.json", "report.html", "tuner.log")}

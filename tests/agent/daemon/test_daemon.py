@@ -127,6 +127,7 @@ def test_whatever_ends_it_the_job_is_left_under_what_was_confirmed(job, folder, 
     assert struck and left.generation > struck[0] and not left.trial_steps and left.rules == ()
 
 
+@pytest.mark.slow
 def test_a_slow_start_is_looked_at_again_and_then_tuned(folder, tmp_path, monkeypatch):
     """Before: "nothing to tune" to the end of the job, decided by its first eleven steps."""
     enough = tmp_path / "enough"

@@ -168,6 +168,7 @@ LOAD = (
 )
 
 
+@pytest.mark.slow
 def test_a_model_with_a_class_of_the_current_folder_is_loaded_as_what_it_is(models, tmp_path):
     """Before: only with PYTHONPATH=., and as PPO, without its memory: its module is not named "recurrent"."""
     (tmp_path / "my_memory.py").write_text(MINE)

@@ -191,6 +191,7 @@ def keeps_being_tuned(found):
         assert rank["steps_under"][-1] == found["emptied"] and answers[-1] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lives", "idle_groups"])
 def test_a_job_that_makes_groups_again_and_again_keeps_being_tuned(name):
     """Before: the 32 buffers were held by groups that were destroyed or rest, and even `stop` was refused."""

@@ -35,6 +35,7 @@ def test_an_answer_under_64_rows_takes_at_most_30_ns(folder):
     assert answer_ns <= 30
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_wait_at_its_limit_is_found_out():
     assert stress(20, mode="passes limits")["disagreements"] > 20
 

@@ -119,6 +119,7 @@ print("trained")
     assert done.stdout == "trained\n" and "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_a_job_that_a_rank_starts_is_not_of_its_run(run):
     """Before: it inherited DYNAMICCL_RUN, and its rank 0 led rounds of its own for the tables of the job around it."""
     program = """
@@ -176,6 +177,7 @@ def said_by(run, program, **env):
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_what_a_rank_starts_before_its_first_step_is_not_of_its_run(run):
     """Before: only from the first step on. The launcher of a node may have a RANK, but no LOCAL_RANK: not it."""
     program = "print(subprocess.check_output(within, text=True).strip())"
