@@ -40,6 +40,8 @@ _ALGORITHMS = (
 )
 #: Packages of the extra ``train``. The command line tells how to install one that is missing.
 _PACKAGES = ("stable_baselines3", "sb3_contrib", "torch")
+#: The folder of this package.
+_PACKAGE = Path(__file__).resolve().parents[2]
 #: Those of ``classical.CLASSICAL``.
 CLASSICAL = ("default", "random", "coordinate-descent", "sweep", "nvidia-price")
 #: Policies that can be asked for by name.
@@ -242,26 +244,42 @@ def _load_own(name: str) -> Policy:
     if not colon:
         raise ValueError(f"no policy {name!r}; {known}")
     try:
-        found = getattr(_import_own(module), attribute)
+        return _made(getattr(_import_own(module), attribute), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot load policy {name!r} ({error}); {known}") from error
-    return _made(found, name)
+        raise ValueError(f"cannot load policy {name!r} ({_raised(error)}); {known}") from error
+    except Exception as error:  # the user's code may raise anything
+        raise ValueError(f"cannot load policy {name!r}: {_raised(error)}") from error
 
 
 def _load_file(file: Path) -> Policy:
     """The class ``Policy`` in a file of the user, who may have modules beside it. Raises ValueError."""
     with modules_beside(file):
         try:
-            found = getattr(load(file), OWN_NAME)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"cannot load class {OWN_NAME} of {file} ({error})") from error
-        return _made(found, str(file))
+            return _made(getattr(load(file), OWN_NAME), str(file))
+        except Exception as error:  # the user's code may raise anything
+            raise ValueError(f"cannot load class {OWN_NAME} of {file} ({_raised(error)})") from error
 
 
 def _made(found: Any, name: str) -> Policy:
-    """The policy that a class or function makes, or the object itself. Raises ValueError."""
+    """The policy that a class or function makes, or the object itself. Raises TypeError, and what the class raises."""
     if isinstance(found, type) or not hasattr(found, "predict"):
         found = found() if callable(found) else found
     if not callable(getattr(found, "predict", None)):
-        raise ValueError(f"policy {name!r} has no predict(observation, state, episode_start, deterministic)")
+        raise TypeError("it has no predict(observation, state, episode_start, deterministic)")
     return found  # type: ignore[no-any-return]
+
+
+def _raised(error: Exception) -> str:
+    """What the user's code raised, and in which line of it."""
+    if isinstance(error, SyntaxError):  # says itself in which line
+        return f"{type(error).__name__}: {error}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _is_own(file: str) -> bool:
+    """Whether this is a file of the user, and not of this package, of Python or of an installed one."""
+    others = (_PACKAGE, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve())
+    path = Path(file).resolve()
+    return path.is_file() and not any(path.is_relative_to(other) for other in others)

@@ -144,6 +144,34 @@ def test_a_folder_without_the_class_is_refused(folders):
             make_chooser(str(folders / name))
 
 
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("class Policy:\n    def predict(self) ...\n", r"SyntaxError: .*policy\.py, line 2\)"),
+        ("import wave\n1 / 0\n", r"ZeroDivisionError: division by zero \(policy\.py, line 2\)"),
+        (
+            "class Policy:\n    def __init__(self):\n        int('x')\n",
+            r"ValueError: .* \(policy\.py, line 3\)",
+        ),
+        ("import json\njson.loads('{')\n", r"JSONDecodeError: .* \(policy\.py, line 2\)"),
+        ("class Policy: ...\n", "TypeError: it has no predict"),
+    ],
+)
+def test_an_error_in_the_users_code_is_told_with_its_line(folders, monkeypatch, code, why):
+    """Before: a traceback of ours for all but a missing module."""
+    (folders / "a" / "policy.py").write_text(code)
+    with pytest.raises(ValueError, match=rf"cannot load class Policy of .*policy\.py \({why}"):
+        make_chooser(str(folders / "a"))
+    (folders / "b" / "wrong_here.py").write_text(code)
+    monkeypatch.chdir(folders / "b")
+    for known in [name for name in sys.modules if name == "wrong_here"]:
+        del sys.modules[known]
+    with pytest.raises(
+        ValueError, match=rf"cannot load policy 'wrong_here:Policy'.*{why.replace('policy', 'wrong_here')}"
+    ):
+        make_chooser("wrong_here:Policy")
+
+
 def test_a_module_that_is_not_the_current_folders_is_refused(folders, monkeypatch):
     """Before: in another folder, the first folder's module of this name played again."""
     assert make_chooser("policy:Policy").who == ["here", "here"]
