@@ -158,21 +158,24 @@ def _measured(run: str) -> dict[str, Any]:
 
     from ...traces.files import Trace, TraceError
     from ...traces.outside import parse_json
+    from ...traces.queries.lives import last_life
 
     with refusing(TraceError, OSError, ValueError):
-        trace = Trace.read(Path(run))
+        trace = last_life(Trace.read(Path(run)))
         log = trace.folder.parent / "job.jsonl"
         if not log.is_file():
             fail(
                 f"{run} has no job.jsonl: `plan RUN` knows runs of our own job (dynamiccl tune without a COMMAND)"
             )
         records = [parse_json(line) for line in log.read_text("utf-8").splitlines()]
-    ended = [record for record in records if "memory" in record]
+    begun = [i for i, record in enumerate(records) if "n_params" in record]  # a resumed run writes on
+    last = records[begun[-1] :] if begun else []
+    ended = [record for record in last if "memory" in record]
     if not ended:
         fail(f"{log} holds no memory: the job writes it when it ends")
-    head = {**records[0], **ended[-1]}
+    head = {**last[0], **ended[-1]}
     scale = trace.header.get("bytes_scale") or 1
-    sent = sent_in_a_step(trace.events, records[0]["n_ranks"], scale)
+    sent = sent_in_a_step(trace.events, head["n_ranks"], scale)
     return {**head, "params": head["n_params"], "ranks": head["n_ranks"], "sent": sent}
 
 

@@ -15,6 +15,7 @@ import pandas as pd
 
 from ...traces import spaces
 from ...traces.files import Trace
+from ...traces.queries.lives import lives
 from ...traces.records import Decision, Decisions, Slot
 from ..live.job import DISCARD, SWITCH_STEPS, Window
 from .decisions import Recorded, default_generations, default_windows, offers_of
@@ -40,9 +41,7 @@ class RecordedJob:
         self._at = int(rng.integers(len(self.default_ms)))
         events = trace.events
         is_quiet = events["table_generation"].isin(default_generations(trace))
-        quiet = events[is_quiet]
-        by_step = [group for _, group in quiet.groupby("step")]
-        self._quiet = by_step[1:] or by_step  # a first step warms up; some recordings have no other
+        self._quiet = _steps_of(events[is_quiet], lives(trace))
         self._last: Array = np.zeros(0, np.int64)
         self._is_default = True
         self._running: dict[Slot, Decision] = {}
@@ -101,3 +100,15 @@ class RecordedJob:
         if not parts:
             return pd.DataFrame()
         return pd.concat(parts, ignore_index=True)
+
+
+def _steps_of(events: pd.DataFrame, life: pd.Series[int]) -> list[pd.DataFrame]:
+    """The events of each step. ``life``: of each process; each life counts its steps from 0.
+
+    The first step of a life warms up, and is left out; some recordings have no other.
+    """
+    of_process = events["pid"].map(life).fillna(0)
+    groups = dict(list(events.groupby([of_process, events["step"]])))
+    first = dict(reversed(groups))  # the lowest step of each life
+    later = [group for (number, step), group in groups.items() if step != first[number]]
+    return later or list(groups.values())

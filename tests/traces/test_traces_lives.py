@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
-from dynamiccl.traces.queries.lives import last_life
+from dynamiccl.traces.queries.lives import last_life, lives
 from restarted import LIVES, restarted
 
 
@@ -24,6 +24,11 @@ def test_of_three_lives_the_third_is_left():
     life = last_life(restarted((*LIVES, (7, 90, 9, 22))))
     assert set(life.steps["pid"]) == {30, 31}
     assert "130 steps" in life.warnings[0]
+
+
+def test_each_process_has_its_life():
+    assert lives(restarted()).to_dict() == {10: 0, 11: 0, 20: 1, 21: 1}
+    assert set(lives(replace(restarted(), header={"source": "kineto"}))) == {0}
 
 
 @pytest.mark.parametrize("pids", [{20}, {20, 21}], ids=["one rank fewer", "as many ranks"])

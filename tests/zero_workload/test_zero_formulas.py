@@ -248,6 +248,10 @@ def test_plan_of_a_run_takes_the_shape_of_its_job(tmp_path: Path) -> None:
     told = planned(str(tmp_path))
     assert told["shape"] | shape | {"batch": 1} == told["shape"] and told["precision"] == "fp32"
     assert planned(f"{tmp_path} --seq 64")["shape"]["seq"] == 64
+    # Before: of a resumed run, the ranks and sizes of its first part beside the memory of its last.
+    parts = ({**head, "n_ranks": 8}, {"memory": held}, head, {"loss": 1.0}, {"memory": held})
+    (tmp_path / "job.jsonl").write_text("\n".join(json.dumps(line) for line in parts))
+    assert planned(str(tmp_path)) == told
     shown = invoke(["plan", str(tmp_path)]).output
     assert len(shown.splitlines()) <= 40 and max(map(len, shown.splitlines())) <= 80
     assert "stage 0         1.104    1.104    2.209    4.418    1.104" in shown

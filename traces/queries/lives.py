@@ -19,9 +19,8 @@ def last_life(trace: Trace) -> Trace:
     steps of this life; tables and windows stay, as generations of tables count on. The same trace if the job had one
     life; a recording of another tool has one.
     """
-    if "source" in trace.header:
-        return trace
-    earlier = _ended_before(trace.steps)
+    life = lives(trace)
+    earlier = life.index[life < life.max()]
     if earlier.empty:
         return trace
     gone = trace.steps[trace.steps["pid"].isin(earlier)]
@@ -38,20 +37,20 @@ def last_life(trace: Trace) -> Trace:
     )
 
 
-def _ended_before(steps: pd.DataFrame) -> pd.Index[int]:
-    """Processes whose last step lies before the last life. The processes of a life take steps at the same time."""
+def lives(trace: Trace) -> pd.Series[int]:
+    """The life of each process that took a step, from 0; index: the process. A recording of another tool has one life.
+
+    The processes of a life take steps at the same time.
+    """
+    steps = trace.steps
     start = steps["end_ns"] - steps["duration_ns"]
-    began = start.groupby(steps["pid"]).min()
-    began = began.sort_values()
-    if began.empty:
-        return began.index
-    ended = steps.groupby("pid")["end_ns"].max()
-    ended = ended[began.index]
-    reached = ended.cummax()
-    reached = reached.shift(fill_value=began.iloc[0])
+    began = start.groupby(steps["pid"]).min().sort_values()
+    if began.empty or "source" in trace.header:
+        return pd.Series(0, index=began.index)
+    ended = steps.groupby("pid")["end_ns"].max()[began.index]
+    reached = ended.cummax().shift(fill_value=began.iloc[0])
     is_first = began > reached
-    life = is_first.cumsum()
-    return began.index[life < life.max()]
+    return is_first.cumsum()
 
 
 def _without(rows: pd.DataFrame, pids: pd.Index[int]) -> pd.DataFrame:

@@ -7,9 +7,11 @@ from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.policies.classical import CLASSICAL
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.replay.decisions import load
-from dynamiccl.envs.replay.job import RecordedJob
+from dynamiccl.envs.replay.job import RecordedJob, _steps_of
 from dynamiccl.envs.search.config import SearchConfig
+from dynamiccl.traces.queries.lives import lives
 from dynamiccl.traces.records import AUTO
+from restarted import LIVES, restarted
 from synthetic_trace import FINAL, GATHER, SCATTER, write_run
 
 RULES = SearchConfig(rounds=120, pairs=10, budget=10.0)
@@ -37,6 +39,16 @@ def test_windows_take_what_the_record_says(trace, recorded):
     tuned = [job.window(FINAL, 4).step_ms for _ in range(len(job.default_ms))]
     np.testing.assert_allclose(tuned, (1 - gain) * np.array(default))
     assert len(job.window({}, 4, give_up_ms=0.1).steps) == 1
+
+
+def test_each_step_of_each_life_is_a_step():
+    """Before: steps of one number in two lives counted as one, with twice the calls; only the first first step went."""
+    trace = restarted()
+    quiet = trace.events[trace.events["table_generation"] == 0]
+    steps = _steps_of(quiet, lives(trace))
+    assert [len(step) for step in steps] == [2] * len(steps), "one call of each of two ranks"
+    assert len(steps) == LIVES[0][2] - 1 + LIVES[1][2] - 1
+    assert len(_steps_of(quiet[quiet["step"] == 0], lives(trace))) == 2, "nothing else is recorded"
 
 
 def test_the_tuner_finds_the_best_of_the_record(trace, recorded):
