@@ -180,6 +180,10 @@ class Daemon:
             self._say(f"{self.outcome.ended}: the job goes on under what was confirmed")
         finally:
             signals.are_heard = False
+            if (self.run.path / STOP).exists() and job.is_alive():
+                # A tuner that was frozen may end after `stop` has withdrawn its table, and must not publish it again.
+                self._mark_dropped(RunEnds.STOPPED())
+                job.confirmed = {}
             job.release()
             job.take(everything=True)
             if job.damaged:
@@ -324,11 +328,14 @@ class Daemon:
             memory.facts = memory.facts or facts_of(self.tuner.windows, self.request)
             memory.leave(self.tuner)
 
-    def _drop(self, why: str, mark: str = "") -> None:
+    def _mark_dropped(self, why: str) -> None:
         if self.outcome.kept:
             self.outcome.dropped = why
         self.outcome.kept = False
         self.outcome.ended = self.outcome.ended or why
+
+    def _drop(self, why: str, mark: str = "") -> None:
+        self._mark_dropped(why)
         self.job.confirm({})
         self._say(mark + why, logging.ERROR if mark else logging.INFO)
 

@@ -14,6 +14,7 @@ from dynamiccl.agent.report import runs
 from dynamiccl.agent.report.runs import state
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.verdict import verdict
+from dynamiccl.envs.nccl.run_folder import STOP
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.nccl.tables import TABLE, load_table
 from dynamiccl.traces.reasons import RunEnds
@@ -240,6 +241,21 @@ def test_a_signal_while_the_tuner_starts_ends_it_like_a_later_one(folder, tmp_pa
     with tuner_of(WatchedJob(folder, lambda job: True), out) as one, ended_politely() as signals:
         summary = one.serve(signals)
     assert summary.ended == RunEnds.TERMINATED() == RunSummary.read(out).ended and not summary.kept
+
+
+def test_a_tuner_that_ends_after_stop_does_not_publish_its_table_again(folder, tmp_path):
+    """A frozen tuner that a signal wakes and ends has not looked for `stop` before it ends."""
+
+    def look(job):
+        assert job.confirmed or (folder.path / STOP).exists()
+        if not (folder.path / STOP).exists():
+            (folder.path / STOP).touch()
+            raise KeyboardInterrupt
+        return True
+
+    with tuner_of(WatchedJob(folder, look), tmp_path / "out") as one:
+        summary = one.serve()
+    assert one.job.confirmed == {} and not summary.kept and summary.dropped == RunEnds.STOPPED()
 
 
 def test_a_store_that_hangs_costs_the_memory_and_not_the_summary(folder, tmp_path, monkeypatch):
