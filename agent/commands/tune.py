@@ -36,6 +36,7 @@ from . import (
 
 if TYPE_CHECKING:
     from ...envs.sim.emulated.settings import Emulated
+    from ..daemon.stopping import Signals
     from ..report.summary import RunSummary
 
 #: Nice value of the tuner: it gets a third of the job's share if both want one core. It must not be lower: even without
@@ -281,16 +282,24 @@ def _attach(call: Call, where: str, again: bool) -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # a sandbox may forbid it
         os.nice(NICE)  # before anything large is imported, and before there are threads
+    from ..daemon.stopping import ended_politely
+
+    with ended_politely() as signals:  # the imports may take seconds beside a job that starts
+        summary = _serve(call, where, again, signals)
+    raise SystemExit(_exit_code(summary))
+
+
+def _serve(call: Call, where: str, again: bool, signals: Signals) -> RunSummary:
+    """Tune the run at ``where`` to its end, and print what it came to."""
     from ...envs.live.locks import Busy
     from ...envs.nccl.shm import RunFolder
     from ...traces.files import TraceError
     from ..daemon.console import LiveView, show_summary
     from ..daemon.daemon import Daemon
     from ..daemon.request import REQUEST, Request
-    from ..daemon.stopping import ended_politely
     from ..report.outputs import default_url
 
-    with refusing(TraceError, Busy, ValueError, OSError), ended_politely() as signals:
+    with refusing(TraceError, Busy, ValueError, OSError):
         path = run_folder(where)
         become_owner(path)
         run = RunFolder(path)
@@ -309,7 +318,7 @@ def _attach(call: Call, where: str, again: bool) -> None:
     else:
         show.console.quiet = False
         show_summary(show.console, summary, request.quiet)
-    raise SystemExit(_exit_code(summary))
+    return summary
 
 
 def _check(call: Call) -> None:

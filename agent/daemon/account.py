@@ -1,14 +1,16 @@
-"""The names of a run's tables, and what its windows cost."""
+"""The names of a run's tables, what its windows cost, and how it stands after its verdict."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ...envs.search.comparison import Comparison, TimedWindow
+from ...envs.search.search import Search
+from ...envs.search.state import Milestones
 from ...traces.records import Decision, Decisions, Slot
 from ..report.summary import RunSummary
 from ..report.verdict import DEFAULT, rows_text
@@ -137,3 +139,19 @@ def _times(side: str, windows: list[TimedWindow]) -> dict[str, Any]:
     times = [window.ms for window in windows]
     middle = float(np.median(times)) if times else None
     return {f"{side}_ms": middle, f"{side}_windows": len(times)}
+
+
+@dataclass(frozen=True)
+class Stand:
+    """How a run stands after its verdict: where this has changed the watch says so, and the files follow."""
+
+    marks: Milestones
+    is_over: bool
+    is_done: bool
+    kept: bool | None
+    table: Decisions
+
+    @classmethod
+    def of(cls, search: Search, kept: bool | None, table: Decisions) -> Stand:
+        """Now."""
+        return cls(replace(search.marks), search.is_over, search.is_done, kept, table)

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,23 +21,21 @@ from ...envs.nccl.run_folder import LAUNCHER, STOP, TUNER
 from ...envs.nccl.shm import RunFolder
 from ...envs.nccl.tables import TABLE
 from ...envs.search.config import SearchConfig
-from ...envs.search.search import Search
-from ...envs.search.state import Milestones
 from ...traces.outside import TraceError
 from ...traces.reasons import RunEnds
-from ...traces.records import TUNED_FUNCS, Decision, Decisions, Slot
+from ...traces.records import TUNED_FUNCS, Decision, Slot
 from ...traces.writer import TraceWriter
 from ..policies.choosing import make_chooser
 from ..report.outputs import claim, link, run_of
 from ..report.summary import RunSummary, read_object
 from ..report.verdict import VERDICT, seconds, verdict
-from .account import Costs
+from .account import Costs, Stand
 from .following import start_follower
 from .log import LOG, log, open_log
 from .memory import Memory, facts_of
 from .request import Request
 from .stopping import Signals
-from .summarise import ReportPage, Results, summarise
+from .summarise import ReportPage, Results, error_of, is_asked_for, summarise
 from .tuner import Tuner, WindowLine
 
 #: Space that a trace may take on disk, however long the job runs.
@@ -52,23 +50,6 @@ def config_of(request: Request) -> SearchConfig:
     if request.windows is not None:
         config = replace(config, rounds=request.windows, rounds_a_slot=0)
     return config
-
-
-@dataclass(frozen=True)
-class _Stand:
-    """How a run stands after its verdict: where this has changed the watch says so, and the files follow."""
-
-    marks: Milestones
-    is_over: bool
-    is_done: bool
-    kept: bool | None
-    table: Decisions
-
-    @classmethod
-    def of(cls, search: Search, daemon: Daemon) -> _Stand:
-        """Now."""
-        marks = replace(search.marks)
-        return cls(marks, search.is_over, search.is_done, daemon.outcome.kept, daemon.job.confirmed)
 
 
 class Daemon:
@@ -89,8 +70,6 @@ class Daemon:
         if (run.path / STOP).exists() and not again:
             raise ValueError("tuning of this run was stopped by `dynamiccl stop`: --again begins once more")
         self._lock = lock(run.path / TUNER, f"{run.path} has a tuner already: stop that one first")
-        if again:
-            (run.path / STOP).unlink(missing_ok=True)
         self.out, self._out_lock = self._claim()
         self.job = Job(run, on_state=self._say)
         self.memory = Memory(request.memory, request.job, self._warn) if request.memory else None
@@ -103,7 +82,10 @@ class Daemon:
             start_follower(self.out, request.log_to)
         self._before = RunSummary()  # of an earlier tuner of the run: it holds until this one searches
         if self.job.confirmed:
+            self.outcome.kept = True  # also if this tuner ends before it has measured anything
             self._go_on_from(RunSummary.read(self.out))
+        if again:  # last: one that is refused has undone nothing
+            (run.path / STOP).unlink(missing_ok=True)
 
     def _claim(self) -> tuple[Path, int]:
         try:
@@ -172,8 +154,8 @@ class Daemon:
             signals.begin()
             told = "a table was confirmed before: going on with it"
             self._say(told if job.confirmed else "waiting for the job's first steps")
-            self._tune()
-            self._watch()
+            if self._tune():
+                self._watch()
             signals.are_heard = False
         except KeyboardInterrupt as reason:
             self.outcome.ended = str(reason) or RunEnds.INTERRUPTED()
@@ -194,26 +176,42 @@ class Daemon:
         facts = facts_of(windows, self.request)
         assert self.job.writer is not None
         self.job.writer.update_header(**facts)
-        if self.memory is None:
+        if self.memory is None or not self.request.budget:  # without a budget nothing is tried
             return {}
         table = self.memory.recall(facts, windows.profiles)
         self._say(f"memory: {self.memory.text}")
         return table
 
-    def _tune(self) -> None:
-        """Up to the verdict, the watch over a table that was confirmed before, or why there is nothing to tune."""
+    def _tune(self) -> bool:
+        """Up to the verdict, the watch over a table that was confirmed before, or why there is nothing to tune. Whether
+        the tuner goes on."""
         job = self.job
         job.thin = False
         if job.confirmed:
-            self.outcome.kept = True
             with contextlib.suppress(JobEnded):  # the watch says why
-                self.tuner.resume(job.confirmed)
+                self._resume()
         else:
             self.tuner.run()
             self._say_verdict()
-        job.confirm(job.confirmed)
         job.thin = True
+        try:
+            job.check()
+        except (Stopped, Withdrawn) as reason:  # before the table is published or stored once more
+            return self._obey(reason)
+        except Closed:
+            pass  # the watch says why
+        job.confirm(job.confirmed)
         self._page.draw_soon(self._leave())
+        return True
+
+    def _resume(self) -> None:
+        """Go on with the table that was confirmed before. Raises JobEnded."""
+        rows = self.job.confirmed
+        gone = self.tuner.resume(rows)
+        if gone:
+            self._say(f"rows dropped, as the job makes no such calls now: {', '.join(map(str, gone))}")
+        if len(gone) == len(rows):
+            self._say_verdict()
 
     def _say_verdict(self) -> None:
         """The verdict, as it stands in the summary, and what is done from there on."""
@@ -221,7 +219,7 @@ class Daemon:
         if summary.steps_to_verdict is not None:
             self._say(f"verdict after {summary.steps_to_verdict} steps: {verdict(summary)}")
             self._log_verdict(summary.steps_to_verdict, summary)
-        elif self.outcome.ended and not _is_asked_for(self.outcome.ended):
+        elif self.outcome.ended and not is_asked_for(self.outcome.ended):
             self._say(self.outcome.ended)
         if search is not None and search.is_over and not search.is_done and not self.request.once:
             n_steps = search.state.noise.window_steps
@@ -246,24 +244,37 @@ class Daemon:
                     continue
                 job.rest()
                 job.check()
+                if self._closed:  # ranks that were started again have agreed anew
+                    self._closed, over = False, tuner.search is None
                 if tuner.looks_again():
                     self._say("looking again for what can be tuned")
-                    self._tune()
+                    if not self._tune():
+                        return
                     over = tuner.search is None
-            except Stopped as reason:
-                self._drop(str(reason))
-                return
-            except Withdrawn as reason:
-                if not self.outcome.failure:
-                    self.outcome.failure, over = str(reason), True
-                    self._drop(str(reason), "FAILURE: ")
-                    self._leave()
-            except Closed as reason:  # the ranks themselves have gone back to what was confirmed
-                if not self._closed and str(reason) != self.outcome.ended:  # else the search has said it
-                    self._say(str(reason))
-                self._closed = over = True
+            except Closed as reason:
+                over = True
+                if not self._obey(reason):
+                    return
             except JobEnded:
                 return
+
+    def _obey(self, reason: Closed) -> bool:
+        """Withdraw the table if ``reason`` asks for it. Whether the tuner goes on."""
+        if isinstance(reason, Stopped):
+            self._drop(str(reason))
+            return False
+        if isinstance(reason, Withdrawn):
+            if not self.outcome.failure:
+                self.outcome.failure = str(reason)
+                self._drop(str(reason), "FAILURE: ")
+                self._leave()
+            self.job.audit.is_told = True
+            return True
+        # The ranks themselves have gone back to what was confirmed.
+        if not self._closed and str(reason) != self.outcome.ended:  # else the search has said it
+            self._say(str(reason))
+        self._closed = True
+        return True
 
     def _keep_up(self) -> None:
         """The page and the files follow figures that move by themselves."""
@@ -284,17 +295,17 @@ class Daemon:
         """One window of the watch, and a word where it has changed something. Raises JobEnded."""
         search = self.tuner.search
         assert search is not None
-        before = _Stand.of(search, self)
+        before = Stand.of(search, self.outcome.kept, self.job.confirmed)
         self.job.thin = search.is_over  # a search asks for kernel times
         self.tuner.step()
         if not search.is_over:
             self._before = RunSummary()
-        now = _Stand.of(search, self)
+        now = Stand.of(search, self.outcome.kept, self.job.confirmed)
         if now != before:
             self._say_changes(before, now)
             self._leave()
 
-    def _say_changes(self, before: _Stand, now: _Stand) -> None:
+    def _say_changes(self, before: Stand, now: Stand) -> None:
         costs = self.tuner.costs
         if now.marks.reopened > before.marks.reopened:
             self._say("the job has changed: measuring NCCL's default again")
@@ -322,8 +333,8 @@ class Daemon:
         search, memory = self.tuner.search, self.memory
         if memory is None:
             return
-        has_result = search is not None and (search.is_over or bool(search.state.current.comparisons))
-        if has_result or self.outcome.failure:
+        has_result = search is not None and any(one.steps for one in search.comparisons)
+        if has_result or self.outcome.failure:  # a run that compared nothing says nothing of what is best
             # A tuner that joined may fail before it has recalled anything.
             memory.facts = memory.facts or facts_of(self.tuner.windows, self.request)
             memory.leave(self.tuner)
@@ -357,11 +368,11 @@ class Daemon:
     def _summarise(self, signals: Signals) -> RunSummary:
         """The last word. The summary and the table come first: whoever ended the tuner may not wait for more."""
         summary = self._summary()
-        why = _error_of(lambda: self._write(summary))
+        why = error_of(lambda: self._write(summary))
         with contextlib.suppress(KeyboardInterrupt):
             signals.are_heard = True
             self._remember()
-            why = why or _error_of(lambda: self._page.draw_last(summary))
+            why = why or error_of(lambda: self._page.draw_last(summary))
             signals.are_heard = False
         if why:
             self._warn(f"the report could not be made ({why}); the rest is whole")
@@ -381,16 +392,3 @@ class Daemon:
             report=str(self.out / "report.html"),
             log=str(self.out / LOG),
         )
-
-
-def _is_asked_for(ended: str) -> bool:
-    """Whether somebody ended tuning from outside: then the table that was kept by then is told at the end."""
-    return ended == RunEnds.STOPPED() or RunEnds.SWITCHED_OFF.facts(ended) is not None
-
-
-def _error_of(work: Callable[[], str | None]) -> str:
-    """What ``work`` says went wrong, or raises; '' where nothing did. What was measured must not be lost with it."""
-    try:
-        return work() or ""
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"

@@ -174,7 +174,8 @@ class Memory:
             found = {m.slot: kept.decision for m in left for kept in run["slots"] if kept.is_again(m)}
             if len(found) > len(table):
                 table = found
-                self.text = f"{len(found)} of {len(mine)} slots begin with what {run['job']} came to, {run['written']}"
+                begins = _begins_with(found, len(mine))
+                self.text = f"{begins} {run['job']} came to, {run['written']}"
         return table
 
     def leave(self, tuner: Tuner) -> None:
@@ -205,6 +206,12 @@ class Memory:
         """For the summary."""
         key = key_of(self.facts) if self.facts else None
         return {"url": self.url, "cluster": key, "jobs": len(self.runs), "text": self.text}
+
+
+def _begins_with(table: Mapping[Slot, Decision], n_slots: int) -> str:
+    """How much of a job begins with a table of before, as the first words of a sentence."""
+    n_rows = sum(not decision.is_auto for decision in table.values())
+    return f"{n_rows} of {n_slots} slots begin with what" if n_rows else "NCCL's default is what"
 
 
 def in_time(work: Callable[[], Any], seconds: float = WAIT_S) -> Any:

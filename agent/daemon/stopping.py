@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ...envs.live.locks import holder, is_locked
 from ...envs.nccl.run_folder import NCCL, STATUS, STOP, TUNER
-from ...envs.nccl.shm import RunFolder, decode_table
 from ...traces.reasons import RunEnds
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a tuner that starts hears signals before it imports anything large
     from ...envs.live.job import Job
+    from ...envs.nccl.shm import RunFolder
 
 #: Seconds between two looks at the job.
 _EVERY_S = 0.05
 #: Seconds after which a tuner has seen that it is to end.
 SEEN_S = 0.5
+#: Signals that a key of a terminal sends.
+_BY_A_KEY = (signal.SIGINT, signal.SIGQUIT)
 
 
 class Stopped(NamedTuple):
@@ -53,6 +55,8 @@ def end_tuning(run: Path, wait_s: float) -> Stopped:
     Raises:
         OSError, ValueError: if the folder holds no run.
     """
+    from ...envs.nccl.shm import RunFolder
+
     folder = RunFolder(run)
     had_table = folder.table.generation() > 0
     (run / STOP).touch()
@@ -65,12 +69,24 @@ def end_tuning(run: Path, wait_s: float) -> Stopped:
 
     job, began = Job(folder), time.monotonic()
     _await_tuner(run, until=began + max(wait_s / 2, SEEN_S))
+    try:
+        return _withdrawn(job, folder, had_tuner, began + wait_s)
+    except FileNotFoundError:
+        if run.exists():
+            raise
+        # Its tuner removes the folder once the job is over and summed up.
+        return Stopped(had_tuner, job_runs=False, in_force=False)
+
+
+def _withdrawn(job: Job, folder: RunFolder, had_tuner: bool, end: float) -> Stopped:
+    """Withdraw the table of a job whose tuner has had its time; what came of it until ``end`` (monotonic seconds)."""
+    run = folder.path
     is_stuck = False
     if not (had_tuner and _has_withdrawn(folder)):
         # After the job's end a tuner keeps its table, and sums up.
         is_stuck = is_locked(run / TUNER) and job.is_alive()
         _withdraw(job, folder)
-    in_force = _runs_default(job, folder, began + wait_s)
+    in_force = _runs_default(job, folder, end)
     left = (holder(run / TUNER) or 0) if is_stuck and is_locked(run / TUNER) else None
     return Stopped(had_tuner, job.is_alive(), in_force, tuner_left=left)
 
@@ -126,6 +142,8 @@ def _is_empty(found: tuple[int, bytes] | None) -> bool:
     """Whether a table, as it was read, leaves everything to NCCL, and for good: after a trial an earlier one holds."""
     if found is None:
         return False
+    from ...envs.nccl.shm import decode_table
+
     table = decode_table(found[1])
     return not table.rules and not table.trial_steps
 
@@ -161,7 +179,7 @@ def _runs_default(job: Job, folder: RunFolder, end: float) -> bool:
 
 
 class Signals:
-    """SIGINT and SIGTERM come as a KeyboardInterrupt that says which it was, once the tuner can end by one.
+    """Signals to end come as a KeyboardInterrupt that says which kind it was, once the tuner can end by one.
 
     One that comes before :meth:`begin` waits for it. The others, while signals are not heard, do nothing.
     """
@@ -185,16 +203,17 @@ class Signals:
 
     def _interrupt(self, number: int) -> NoReturn:
         self.are_heard = False
-        raise KeyboardInterrupt((RunEnds.TERMINATED if number == signal.SIGTERM else RunEnds.INTERRUPTED)())
+        raise KeyboardInterrupt((RunEnds.INTERRUPTED if number in _BY_A_KEY else RunEnds.TERMINATED)())
 
 
 @contextlib.contextmanager
 def ended_politely() -> Iterator[Signals]:
-    """Signals come as :class:`Signals` lets them. A SIGINT that did nothing before still does nothing."""
+    """Signals come as :class:`Signals` lets them. One that was ignored before, but for SIGTERM, still is."""
     signals = Signals()
     numbers = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        numbers.append(signal.SIGINT)
+    for number in (*_BY_A_KEY, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            numbers.append(number)
     before = {number: signal.signal(number, signals.handle) for number in numbers}
     try:
         yield signals

@@ -163,3 +163,16 @@ class ReportPage:
         if not last.wait():
             return ""
         return said.strip().rpartition("\n")[2] or f"its process ended with {last.returncode}"
+
+
+def is_asked_for(ended: str) -> bool:
+    """Whether somebody ended tuning from outside: then the table that was kept by then is told at the end."""
+    return ended == RunEnds.STOPPED() or RunEnds.SWITCHED_OFF.facts(ended) is not None
+
+
+def error_of(work: Callable[[], str | None]) -> str:
+    """What ``work`` says went wrong, or raises; '' where nothing did. What was measured must not be lost with it."""
+    try:
+        return work() or ""
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"

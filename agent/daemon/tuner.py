@@ -108,7 +108,7 @@ class Tuner:
         self._state: Any = None  # the policy's
         self._look_again = LookAgain()
         self._window: Window | Turns | None = None  # the last one
-        self._default_ms = self._current_ms = 0.0  # the last windows of the default, and of the current table
+        self._default_ms = 0.0  # a step under the default, by the last window that tells
         self._open: list[Comparison] = []  # not decided yet
         windows.on_window = self._saw
         windows.on_disobeyed = self._saw_disobeyed
@@ -133,20 +133,36 @@ class Tuner:
         the outcome says so, and the latter may be run again, see :meth:`looks_again`."""
         try:
             self._begin()
-            while self.search is not None and not self.search.is_over:
-                self.step()
+            self._search_on()
         except JobEnded as error:
             self.outcome.ended = self.outcome.ended or str(error)
         finally:  # also if the tuner is interrupted: the table that was adopted stays
             self._conclude()
         return self.outcome
 
-    def resume(self, decisions: dict[Slot, Decision]) -> None:
-        """Go on with a table that was adopted before: only monitoring is left. Raises JobEnded."""
+    def resume(self, decisions: dict[Slot, Decision]) -> list[Slot]:
+        """Go on with a table that was adopted before: only monitoring is left. Raises JobEnded.
+
+        Rows of calls that the job does not make any more leave the table; if no row is left, a search begins. Returns
+        their slots.
+        """
         self._begin()
-        if self.search is not None:
+        if self.search is None:
+            return []
+        known = {profile.slot for profile in self.windows.profiles}
+        gone = [slot for slot in decisions if slot not in known]
+        if len(gone) < len(decisions):
             self.search.resume(self._configs(decisions))
             self._conclude()
+        else:
+            self.windows.confirm(np.zeros(len(known), np.int64))
+            self._search_on()
+        return gone
+
+    def _search_on(self) -> None:
+        """To the verdict; nothing where there is nothing to tune. Raises JobEnded."""
+        while self.search is not None and not self.search.is_over:
+            self.step()
 
     def looks_again(self) -> bool:
         """Whether there was nothing to tune, and the job has taken enough steps since to be looked at once more."""
@@ -165,8 +181,8 @@ class Tuner:
         seen = self.windows.measure(plan)
         self.costs.windows += not was_over
         lost = search.lost
-        search.record(plan, seen)
-        self._charge(plan, search, seen.billed, search.lost - lost, was_over)
+        saved = search.record(plan, seen)
+        self._charge(plan, search, saved, search.lost - lost, was_over)
         self._tell(plan, search)
         is_first_gain = search.confirmed.any() and self.outcome.steps_to_first_gain is None
         if was_over or search.marks.reopened or is_first_gain:
@@ -202,15 +218,21 @@ class Tuner:
 
     # -- costs -------------------------------------------------------------------------------------------------
 
-    def _charge(self, plan: Plan, search: Search, steps: int, lost: float, was_over: bool) -> None:
-        """What a window cost: up to the verdict as the budget counts it, later against the current table."""
-        state, costs = search.state, self.costs
-        assert search.last is not None
+    def _charge(self, plan: Plan, search: Search, saved: float, lost: float, was_over: bool) -> None:
+        """What a window cost: up to the verdict as the budget counts it, later beyond the current table.
+
+        ``saved``: default steps that it saved beyond the current table; ``lost``: those lost against the default.
+        """
+        state, costs, last = search.state, self.costs, search.last
+        assert last is not None
         if not was_over:
             costs.search_ms += lost * state.default_ms
         elif plan.kind == TRIAL:
             costs.trials += 1
-            costs.trials_ms += steps * (search.last.ms - self._current_ms)
+            if last.current is not None:  # by turns: its own steps beside those of the current table
+                costs.trials_ms += len(last.seen.tried) * (last.ms - last.current.ms)
+            else:
+                costs.trials_ms -= saved * state.default_ms
         budget_steps = search.config.budget * max(search.steps, BUDGET_STEPS)
         costs.budget_ms = costs.budget_before_ms + budget_steps * state.default_ms
 
@@ -225,7 +247,7 @@ class Tuner:
     def _tell_profile(self) -> None:
         if self._window is None:
             return
-        step_ms = self._default_ms = self._current_ms = self._window.step_ms
+        step_ms = self._default_ms = self._window.step_ms
         profiles = self.windows.profiles
         share = sum(p.share for p in profiles)
         found = f"{len(profiles)} kinds of call to tune, {share:.0%} of a step of {ms(step_ms)}"
@@ -242,10 +264,10 @@ class Tuner:
         letter = self.names.of(table)
         if not plan.configs.any():
             self._default_ms = last.ms
+        elif last.current is not None:  # by turns the current table ran beside it
+            self._default_ms = search.state.default_ms_now
         events = self._window_events(plan, search, letter)
         events += self._comparison_events(search)
-        if plan.kind != TRIAL and (plan.configs == search.confirmed).all():
-            self._current_ms = last.ms
         is_job = plan.configs.any() or not search.confirmed.any()
         if plan.kind == WATCH and is_job and not events and not search.is_trying:
             return  # nothing but the job as it runs

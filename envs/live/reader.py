@@ -179,7 +179,6 @@ class Reader:
         if self.audit.mismatches:
             two_ways = RunEnds.TWO_WAYS(example=self.audit.example)
         if two_ways and not self.audit.is_told:
-            self.audit.is_told = True
             raise Withdrawn(two_ways)
         if (self.run.path / STOP).exists():
             raise Stopped(RunEnds.STOPPED())

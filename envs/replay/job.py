@@ -107,8 +107,13 @@ def _steps_of(events: pd.DataFrame, life: pd.Series[int]) -> list[pd.DataFrame]:
 
     The first step of a life warms up, and is left out; some recordings have no other.
     """
-    of_process = events["pid"].map(life).fillna(0)
-    groups = dict(list(events.groupby([of_process, events["step"]])))
-    first = dict(reversed(groups))  # the lowest step of each life
-    later = [group for (number, step), group in groups.items() if step != first[number]]
-    return later or list(groups.values())
+    of_process = events["pid"].map(life)
+    keys = [of_process.fillna(0), events["step"]]
+    every, later = list[pd.DataFrame](), list[pd.DataFrame]()
+    before = None
+    for (number, _), group in events.groupby(keys):  # in order of lives and steps
+        every.append(group)
+        if number == before:
+            later.append(group)
+        before = number
+    return later or every

@@ -38,18 +38,20 @@ def last_life(trace: Trace) -> Trace:
 
 
 def lives(trace: Trace) -> pd.Series[int]:
-    """The life of each process that took a step, from 0; index: the process. A recording of another tool has one life.
+    """The life of each process that took a step, from 0; index: the process. None of a recording of another tool.
 
     The processes of a life take steps at the same time.
     """
+    if "source" in trace.header:
+        return pd.Series(dtype=int)
     steps = trace.steps
     start = steps["end_ns"] - steps["duration_ns"]
     began = start.groupby(steps["pid"]).min().sort_values()
-    if began.empty or "source" in trace.header:
+    if began.empty:
         return pd.Series(0, index=began.index)
     ended = steps.groupby("pid")["end_ns"].max()[began.index]
     reached = ended.cummax().shift(fill_value=began.iloc[0])
-    is_first = began > reached
+    is_first = (began > reached).astype(int)
     return is_first.cumsum()
 
 

@@ -74,6 +74,12 @@ def test_a_job_in_which_nothing_loads_the_plugin_is_told_so_and_keeps_its_status
     assert "used in 0 of 0 calls: NCCL has not loaded the plugin" in last_line(done)
 
 
+def test_a_run_folder_that_is_removed_costs_no_status(table):
+    """A clean-up of /dev/shm. Before: a traceback, and status 1 for the job's 7."""
+    done = run("apply", table, "--force", "--", "sh", "-c", 'rm -rf "$DYNAMICCL_RUN"; exit 7')
+    assert done.returncode == 7 and "cannot be counted" in last_line(done), done.stderr
+
+
 def test_a_table_without_rules_is_said_to_be_one(tmp_path):
     """Before: `hi`, and not one word."""
     (tmp_path / "t.json").write_text('{"dynamiccl_table": 1, "rules": []}')

@@ -22,7 +22,7 @@ def runs(tmp_path):
         if not early:
             summary |= {"kept": True, "records_lost": 3, "agreement": {"state": "OPEN", "text": ""}}
             (tmp_path / name / "summary.json").write_text(json.dumps(summary))
-    folder = RunFolder.create("top-test")
+    folder = RunFolder.create(f"top-test-{os.getpid()}")
     held = lock(folder.path / "tuner", "")
     path = tmp_path / "live" / "trace" / "header.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"run": str(folder.path)}))

@@ -314,6 +314,23 @@ def test_after_a_schedulers_signal_the_tuner_gets_seconds(tmp_path, job, status,
     assert time.monotonic() - began < 20
 
 
+def test_the_kill_timer_is_the_jobs_and_not_the_tuners(tmp_path):
+    """Before: after the job's end a signal killed the tuner, and said that the job had not ended."""
+    slow = (
+        "import pathlib, signal, time; signal.signal(15, signal.SIG_IGN);"
+        f"pathlib.Path({str(tmp_path / 'deaf')!r}).touch();"
+        f"time.sleep(1.5); pathlib.Path({str(tmp_path / 'summed')!r}).write_text('up')"
+    )
+    process = start(tmp_path, python("print('the job is over')"), python(slow), kill_after=0.2)
+    wait_for(tmp_path / STATUS, "0")
+    while not (tmp_path / "deaf").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and b"has not ended" not in err
+    assert (tmp_path / "summed").read_text() == "up"
+
+
 def test_ctrl_c_in_a_terminal_leaves_the_tuner_its_minute(tmp_path, monkeypatch):
     """No SIGKILL follows it, and whoever pressed it waits for the verdict."""
     monkeypatch.setattr(

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -100,6 +101,20 @@ def test_a_table_that_a_tuner_publishes_as_it_wakes_up_is_withdrawn_too(run):
     run.acts = itertools.repeat(wake)
     found = end_tuning(run.path, 0.2)
     assert is_withdrawn(run) and run.fd == -1 and found.tuner_left is None
+
+
+@pytest.mark.parametrize("n_looks", [1, 2, 5])
+def test_a_job_that_ends_meanwhile_is_over(run, n_looks):
+    """The tuner's last act removes the run folder. Before: "No such file or directory", status 2."""
+
+    def remove():
+        shutil.rmtree(run.path)
+        run.acts = iter(())
+        return []
+
+    run.acts = iter([*[lambda: None] * (n_looks - 1), remove])
+    found = end_tuning(run.path, 60 if n_looks < 5 else 0.1)
+    assert found.is_over and not found.job_runs
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 from dynamiccl.agent.commands.tune import tune
 from dynamiccl.agent.daemon.daemon import config_of
@@ -10,8 +11,10 @@ from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import DEFAULT, make_chooser
 from dynamiccl.agent.report.verdict import outcome as outcome_text
 from dynamiccl.agent.report.verdict import verdict
+from dynamiccl.envs.live.turns import Turns
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.search.config import SearchConfig
+from dynamiccl.envs.search.interfaces import arms_of
 from dynamiccl.traces.reasons import names
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
@@ -228,3 +231,58 @@ def test_a_run_that_is_told_nothing_searches_as_the_benchmark_does():
     assert config_of(Request()) == SearchConfig()
     options = inspect.signature(tune).parameters
     assert all(options[name].default == value for name, value in vars(Request()).items() if name in options)
+
+
+class AlternatingJob(FakeJob):
+    """Two tables take turns step by step. From its step 12 on it takes ``pace`` of the time; ``cost_ms``: what tables
+    that were tried have cost beyond the current one."""
+
+    takes_turns = True
+    pace, cost_ms = 1.0, 0.0
+
+    def _ms(self, decisions):
+        return truth(decisions) * (1 if self.last_step < 12 else self.pace)
+
+    def alternate(self, decisions, n_steps, turn_steps=1, discard=0, give_up_ms=float("inf")):
+        generation = self.publish(decisions, 100)
+        self.last_step += discard + 2  # two steps wait for the lease
+        steps, times, arms = [], [], arms_of(n_steps, turn_steps)
+        for arm in arms:
+            self.last_step += 1
+            now = self._ms(decisions if arm else self.confirmed)
+            self.cost_ms += now - self._ms(self.confirmed)
+            steps.append(self.last_step)
+            times.append(now * (1 + self.noise * self.rng.standard_normal()))
+            if arm and times[-1] > give_up_ms:
+                break
+        self.confirm(self.confirmed)
+        return Turns((generation,), np.array(steps), np.array(times), arms[: len(steps)])
+
+
+def alternating(pace):
+    job = AlternatingJob(lambda decisions: job._ms(decisions), noise=0.001)
+    job.pace = pace
+    return job
+
+
+def test_by_turns_the_best_so_far_is_compared_with_the_default_of_then():
+    """Before: with that of the job's first steps, which warm up: 20 % too good."""
+    _, lines, tuner = run("expected-improvement", alternating(0.8))
+    later = [line for line in lines if line.first_step > 20]
+    assert later and all(line.default_ms == pytest.approx(80, abs=2) for line in later)
+    letter, ratio = tuner.costs.best
+    assert ratio > 0.75, (letter, ratio)
+
+
+def test_by_turns_a_trial_costs_what_its_own_steps_cost():
+    """Before: the turns of the current table and the steps that waited were charged too, over twice the truth."""
+    job = alternating(1.0)
+    _, _, tuner = run("expected-improvement", job)
+    true_ms = 0.0
+    for _ in range(60):
+        before, trials = job.cost_ms, tuner.costs.trials
+        tuner.step()
+        if tuner.costs.trials > trials:  # a visit to the default is no trial
+            true_ms += job.cost_ms - before
+    assert tuner.costs.trials > 10
+    assert tuner.costs.trials_ms == pytest.approx(true_ms, rel=0.15)
