@@ -109,6 +109,7 @@ class Assembler:
         self.hold = hold
         self.comms: dict[int, Communicator] = {}
         self.offers: dict[tuple[int, str, int], Offer] = {}
+        self._registering: set[int] = set()  # communicators with registered buffers
         self._pending: list[Array] = []
         self._kernels: list[tuple[Array, Array]] = []  # records, and the process of each
         self._steps: list[tuple[Array, int]] = []
@@ -210,8 +211,10 @@ class Assembler:
         n_bytes = int(row["n_bytes"])
         message = (comm_id, func, n_bytes)
         n_pipe_ops = int(row["n_pipe_ops"])
-        is_registered = bool(row["flags"] & FLAG_REGISTERED)
-        self.offers[message] = Offer(costs, algo, proto, n_pipe_ops, is_registered)
+        # Older records may come after newer ones, and buffers may be registered at any time: once so, always so.
+        if row["flags"] & FLAG_REGISTERED:
+            self._registering.add(comm_id)
+        self.offers[message] = Offer(costs, algo, proto, n_pipe_ops, comm_id in self._registering)
 
     def _join(self, rows: Array) -> None:
         """Write the times of all waiting kernels into ``rows``; keep the newest that found no row."""

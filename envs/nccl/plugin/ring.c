@@ -67,13 +67,13 @@ void dccl_emit(const struct dccl_record* record) {
 }
 
 // Communicators and offers, beside the ring: told once, and to be found by a daemon that comes late. Offers
-// leave some places to communicators.
-void dccl_note(const struct dccl_record* record) {
+// leave some places to what must be known: communicators, and that one has registered buffers.
+void dccl_note(const struct dccl_record* record, bool must) {
   struct dccl_ring* r = atomic_load_explicit(&ring, memory_order_acquire);
   if (r == NULL) return;
   dccl_emit(record);
   const bool is_comm = record->kind == DCCL_COMM;
-  const uint64_t room = DCCL_KNOWN_RECORDS - (is_comm ? 0 : DCCL_KNOWN_RECORDS / 8);
+  const uint64_t room = DCCL_KNOWN_RECORDS - (must ? 0 : DCCL_KNOWN_RECORDS / 8);
   if (atomic_load_explicit(&r->known, memory_order_relaxed) >= room) return;
   pthread_mutex_lock(&noting);
   const uint64_t n = atomic_load_explicit(&r->known, memory_order_relaxed);
@@ -81,7 +81,8 @@ void dccl_note(const struct dccl_record* record) {
   for (uint64_t i = 0; fits && i < n; i++) {
     const struct dccl_record* old = (const struct dccl_record*)&r->slots[i];
     if (old->kind == record->kind && old->comm_id == record->comm_id && old->func == record->func &&
-        old->n_bytes == record->n_bytes && (!is_comm || old->comm.rank == record->comm.rank))
+        old->n_bytes == record->n_bytes && old->flags == record->flags &&
+        (!is_comm || old->comm.rank == record->comm.rank))
       fits = false;
   }
   if (fits) {

@@ -26,6 +26,7 @@ struct context {
   uint64_t class;
   bool closed[N_PROTOS][N_PROTOS];  // by NCCL's own protocol of a message, and the table's: see hazards
   bool tries_pat;                   // see on_request
+  _Atomic bool registers;           // a question was about registered buffers, and the ring says so
   struct dccl_next_tuner next;
   struct memo memo[1 << MEMO_BITS][MEMO_WAYS];
 };
@@ -103,12 +104,14 @@ static int choice(const struct dccl_question* q, const float* cost) {
 
 // What the job does without us: `cost` as NCCL offered it, but with the choice, and the prices where they are
 // prices, of the tuner that was asked before us (it forces a cell by a price of 0). A table with nothing in
-// it is no offer.
-static bool emit_offer(const struct context* c, const struct dccl_question* q, const float* cost) {
+// it is no offer. Once a question was about registered buffers, all offers of the communicator say so.
+static bool emit_offer(struct context* c, const struct dccl_question* q, const float* cost) {
+  const bool told = atomic_load_explicit(&c->registers, memory_order_relaxed);
+  const bool is_first = q->reg_buff && !told;
   struct dccl_record r = {.kind = DCCL_OFFER,
                           .func = (uint8_t)q->func,
                           .dtype = DCCL_UNSET,
-                          .flags = q->reg_buff ? DCCL_FLAG_REGISTERED : 0,
+                          .flags = told || is_first ? DCCL_FLAG_REGISTERED : 0,
                           .comm_id = c->comm.comm_id,
                           .n_bytes = q->n_bytes,
                           .step = dccl_step_now(),
@@ -127,7 +130,8 @@ static bool emit_offer(const struct context* c, const struct dccl_question* q, c
     }
   }
   r.offer.n_pipe_ops = q->n_pipe_ops;
-  dccl_note(&r);
+  dccl_note(&r, is_first);
+  if (is_first) atomic_store_explicit(&c->registers, true, memory_order_relaxed);
   return true;
 }
 
@@ -197,7 +201,10 @@ static void decide(void* context, const struct dccl_question* q) {
   }
   const float* cost = asks ? own : q->cost;
   struct memo* m = memo_of(c, key_of(q));
-  if (counts && !atomic_load_explicit(&m->noted, memory_order_relaxed) && dccl_ring_is_open())
+  // A message may be asked about before its buffers are registered, as in steps before a graph is captured.
+  const bool is_known = atomic_load_explicit(&m->noted, memory_order_relaxed) &&
+                        (!q->reg_buff || atomic_load_explicit(&c->registers, memory_order_relaxed));
+  if (counts && !is_known && dccl_ring_is_open())
     atomic_store_explicit(&m->noted, emit_offer(c, q, cost), memory_order_relaxed);
   // A graph replays for ever what it was captured with, and ranks may capture at different times: no table
   // that may change has a word in it.

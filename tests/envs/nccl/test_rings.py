@@ -11,7 +11,7 @@ import pytest
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.plugin.build import plugin_path
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.traces.records import COMM, OFFER
+from dynamiccl.traces.records import COMM, FLAG_REGISTERED, OFFER
 from nccl_releases import REACH
 
 TALKS = """
@@ -131,6 +131,7 @@ comm = Communicator(plugin.path, 70, 8, 1, 0)
 for _ in range(2):
     for n in range(3000):
         comm.get_coll_info("all_gather", 8 * n, np.full((7, 3), 5, np.float32))
+comm.tuner.ask("all_gather", 8, np.full((7, 3), 5, np.float32), is_registered=True)
 Communicator(plugin.path, 71, 8, 1, 0)
 print("ready", flush=True)
 sys.stdin.read()
@@ -143,7 +144,10 @@ def test_a_job_of_ever_new_sizes_leaves_room_for_communicators(folder):
     known = ring.known()
     child.communicate()
     offers = [int(n) for n in known["n_bytes"][known["kind"] == OFFER]]
-    assert len(offers) == len(set(offers)) > 800
+    assert len(offers) - 1 == len(set(offers)) > 800
+    assert offers[-1] == 8 and list(known["flags"][known["flags"] > 0]) == [FLAG_REGISTERED], (
+        "and for registered buffers"
+    )
     assert [int(c) for c in known["comm_id"][known["kind"] == COMM]] == [70, 71]
 
 
