@@ -106,3 +106,11 @@ def test_a_rank_attaches_to_nothing_and_loads_what_it_would_load_without_us(thei
     assert not {"DYNAMICCL_RUN", "DYNAMICCL_NEXT_TUNER"} & set(left)
     assert left.get("NCCL_TUNER_PLUGIN", "") == theirs
     assert "NCCL_PROFILER_PLUGIN" not in left
+
+
+def test_a_plugin_of_theirs_in_a_folder_of_our_name_stays():
+    """Before: it was deleted, and the rank ran without the profiler that it has without us."""
+    ours, theirs = "/x/libnccl-tuner-dynamiccl.so", "/venvs/dynamiccl/lib/libnccl-profiler-site.so"
+    environment = {"NCCL_TUNER_PLUGIN": ours, "NCCL_PROFILER_PLUGIN": theirs}
+    site_switch.leave(environment)
+    assert environment == {"NCCL_PROFILER_PLUGIN": theirs}

@@ -234,8 +234,21 @@ def takes_no_path(release: tuple[int, ...] | None) -> bool:
 
 
 def named(value: str) -> bool:
-    """Whether a variable of NCCL's names our plugin."""
-    return "dynamiccl" in value
+    """Whether a variable of NCCL's names our plugin: by its file, whatever the folder, as NCCL completes it, or as the
+    launcher chose it (DYNAMICCL_PLUGIN).
+
+    >>> named(f"/x/{LIBRARY}"), named("/venvs/dynamiccl/lib/libnccl-tuner-site.so"), named("")
+    (True, False, False)
+    """
+    return os.path.basename(value) == LIBRARY or value in (
+        "dynamiccl",
+        os.environ.get("DYNAMICCL_PLUGIN") or LIBRARY,
+    )
+
+
+def names_none(value: str) -> bool:
+    """Whether a variable of NCCL's keeps it from loading a plugin, in letters of any case."""
+    return value.lower() == "none"
 
 
 def nccl_env(path: Path, *, headroom: int | None = None) -> dict[str, str]:

@@ -81,6 +81,19 @@ def test_the_plugin_is_named_so_that_a_new_library_path_does_not_lose_it(monkeyp
     assert nccl_env(Path(path))["LD_LIBRARY_PATH"].split(":")[0] == os.path.dirname(path)
 
 
+def test_a_tuner_of_theirs_in_a_folder_of_our_name_is_asked_first_all_the_same(monkeypatch):
+    """A virtual environment or a checkout is called dynamiccl. Before: their tuner was dropped without a word."""
+    theirs = "/venvs/dynamiccl/lib/libnccl-tuner-site.so"
+    for name in ("DYNAMICCL_PLUGIN", "NCCL_CONF_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_TUNER_PLUGIN", theirs)
+    assert nccl_env(Path(PATH))["DYNAMICCL_NEXT_TUNER"] == theirs
+    for ours in (PATH, LIBRARY, "dynamiccl", "/copies/plugin.so"):
+        monkeypatch.setenv("DYNAMICCL_PLUGIN", "/copies/plugin.so")
+        monkeypatch.setenv("NCCL_TUNER_PLUGIN", ours)
+        assert "DYNAMICCL_NEXT_TUNER" not in nccl_env(Path(PATH))
+
+
 FOUND = """
 import ctypes, os, sys
 from pathlib import Path
@@ -107,7 +120,10 @@ def test_where_nccl_takes_no_path_it_finds_the_plugin_by_a_library_name_all_the_
     [
         ("NCCL_PROFILER_PLUGIN", "/opt/libnccl-profiler-inspector.so", True),
         ("NCCL_TUNER_PLUGIN", "libnccl-tuner-ofi.so", True),
+        ("NCCL_PROFILER_PLUGIN", "/venvs/dynamiccl/lib/libnccl-profiler-inspector.so", True),
+        ("NCCL_TUNER_PLUGIN", "/venvs/dynamiccl/lib/libnccl-tuner-ofi.so", True),
         ("NCCL_PROFILER_PLUGIN", "none", False),  # its user wants none
+        ("NCCL_PROFILER_PLUGIN", "None", False),
         ("NCCL_PROFILER_PLUGIN", "", False),
         ("NCCL_PROFILER_PLUGIN", PATH, False),
     ],
