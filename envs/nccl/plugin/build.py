@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -102,37 +104,56 @@ def compile_once(
     headers: tuple[str, ...] = HEADERS,
     libraries: tuple[str, ...] = ("-lpthread", "-ldl"),
 ) -> Path:
-    """Path of ``name`` built from ``sources`` of this folder; compiles if sources, flags or compiler are new.
+    """Path of ``name`` built from ``sources`` of this folder; compiles if sources, flags, compiler or machine are new.
 
-    Safe when many ranks start at once: each compiles under a name of its own, then renames. Raises PluginBuildError.
+    Safe when many ranks start at once: each compiles in a folder of its own, then renames. Raises PluginBuildError.
     """
-    cc = compiler()
-    build = build_of(sources, headers)
-    flags = (*flags, f'-DDCCL_BUILD="{build}"')
-    key = hashlib.sha256(repr((name, flags, cc, os.stat(cc[0]).st_mtime_ns)).encode())
-    folder = cache_folder() / key.hexdigest()[:16]
-    target = folder / name
-    if not target.exists():
-        folder.mkdir(mode=0o700, exist_ok=True)
-        _compile([*cc, *flags, *(str(HERE / s) for s in sources)], target, libraries)
+    try:
+        target, command = _in_cache(name, sources, flags, headers)
+        if not target.exists():
+            target.parent.mkdir(mode=0o700, exist_ok=True)
+            _compile(command, target, libraries)
+    except OSError as error:
+        raise PluginBuildError(
+            f"could not build the plugin ({error}): free space there, or set XDG_CACHE_HOME to another folder"
+        ) from None
     return target
 
 
+def _in_cache(
+    name: str, sources: tuple[str, ...], flags: tuple[str, ...], headers: tuple[str, ...]
+) -> tuple[Path, list[str]]:
+    """Where the cache has ``name``, whether it is there or not, and the command that makes it.
+
+    Nodes of two kinds may share a home: the compilers of one release have one path and time on all of them.
+    """
+    cc, build = compiler(), build_of(sources, headers)
+    machine = os.uname().machine, platform.libc_ver()
+    flags = (*flags, f'-DDCCL_BUILD="{build}"')
+    key = hashlib.sha256(repr((name, flags, cc, os.stat(cc[0]).st_mtime_ns, machine)).encode())
+    command = [*cc, *flags, *(str(HERE / s) for s in sources)]
+    return cache_folder() / key.hexdigest()[:16] / name, command
+
+
 def _compile(command: list[str], target: Path, libraries: tuple[str, ...]) -> None:
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    command = [*command, "-o", str(draft), *libraries]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode and TOGETHER in command:
-        command.remove(TOGETHER)
+    # In a folder of its own: two containers, or hosts, that share the target's may have processes of one number.
+    with tempfile.TemporaryDirectory(
+        prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True
+    ) as own:
+        draft = Path(own, target.name)
+        command = [*command, "-o", str(draft), *libraries]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = next(
-            (line for line in done.stderr.splitlines() if "error" in line.lower()), done.stderr[-200:]
-        )
-        raise PluginBuildError(
-            f"{command[0]} could not build the plugin ({reason.strip()}): try another one by CC"
-        )
-    os.replace(draft, target)
+        if done.returncode and TOGETHER in command:
+            command.remove(TOGETHER)
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = next(
+                (line for line in done.stderr.splitlines() if "error" in line.lower()), done.stderr[-200:]
+            )
+            raise PluginBuildError(
+                f"{command[0]} could not build the plugin ({reason.strip()}): try another one by CC"
+            )
+        os.replace(draft, target)
 
 
 def install_into(folder: Path) -> None:
@@ -180,15 +201,28 @@ def needs_compiler() -> bool:
     return not os.environ.get("DYNAMICCL_PLUGIN") and _installed(LIBRARY) is None
 
 
+def _there() -> Path | None:
+    """The plugin's file that a job here would load; None where it has still to be compiled."""
+    if not needs_compiler():
+        return plugin_path()
+    sources, headers, flags, _ = _LIBRARIES[LIBRARY]
+    try:
+        path, _ = _in_cache(LIBRARY, sources, flags, headers)
+    except (PluginBuildError, OSError):
+        return None
+    return path if path.exists() else None
+
+
 def load_fault() -> str:
     """Why the plugin that is there cannot be loaded on this machine, as the loader says; '' if it can be.
 
     Also '' where it has still to be compiled. NCCL takes no notice of a plugin that it cannot load.
     """
-    if needs_compiler():
+    path = _there()
+    if path is None:
         return ""
     # A child loads it: our own process stays as it is, also where the library is damaged.
-    command = [sys.executable, "-I", "-S", "-c", _LOAD, str(plugin_path())]
+    command = [sys.executable, "-I", "-S", "-c", _LOAD, str(path)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired):  # nothing is known
