@@ -285,10 +285,18 @@ def names_none(value: str) -> bool:
     return value.lower() == "none"
 
 
+def channels_env(headroom: int | None) -> dict[str, str]:
+    """What makes communicators with so many channels where NCCL would have made fewer; nothing for None.
+
+    NCCL agrees on the channels before it reads this, so all ranks of a communicator must have the same.
+    """
+    return {} if headroom is None else {"NCCL_MIN_CTAS": str(headroom)}
+
+
 def nccl_env(path: Path, *, headroom: int | None = None) -> dict[str, str]:
     """Environment that makes NCCL load ``path`` as tuner and profiler, beside those that the job has already.
 
-    ``headroom``: channels that communicators are made with, where NCCL would have made fewer.
+    ``headroom``: see :func:`channels_env`.
     """
     theirs = configured()
     path = path.absolute()
@@ -298,8 +306,7 @@ def nccl_env(path: Path, *, headroom: int | None = None) -> dict[str, str]:
     by_name = takes_no_path(nccl_release()) or len(os.fspath(path)) > _LONGEST
     search = os.pathsep.join(filter(None, [str(path.parent), os.environ.get("LD_LIBRARY_PATH")]))
     ours = {"DYNAMICCL_PLUGIN": str(path), "LD_LIBRARY_PATH": search}
-    if headroom is not None:
-        ours["NCCL_MIN_CTAS"] = str(headroom)
+    ours |= channels_env(headroom)
     ours |= dict.fromkeys(("NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"), LIBRARY if by_name else str(path))
     # NCCL loads one tuner: ours asks theirs first. Where none is named it is looked for, see next_tuner.c: unless
     # "none" forbids it.
