@@ -306,8 +306,8 @@ COMM_DTYPE = _record(
     [("rank", "<u4"), ("n_ranks", "<u4"), ("n_nodes", "<u4"), ("spare", "<u4"), ("name", "S64")]
 )
 #: What NCCL offered for a message: predicted microseconds of each (algo, proto), -1 = not available; and, in the
-#: head, the (algo, proto) of NCCL's own choice (the smallest cost). Written when a (comm, func, n_bytes) is new to the
-#: plugin, which forgets old ones where there are hundreds, and when FLAG_REGISTERED is.
+#: head, the (algo, proto) of NCCL's own choice (the smallest cost). Written of TUNED_FUNCS when a (comm, func,
+#: n_bytes) is new to the plugin, which forgets old ones where there are hundreds; of any when FLAG_REGISTERED is new.
 OFFER_DTYPE = _record([("cost_us", "<f4", (N_ALGOS, N_PROTOS)), ("n_pipe_ops", "<i4")])
 #: A collective was enqueued: what really runs (algo, proto, n_channels in the head). `seq` counts per comm and func.
 #: `asked_bytes`: what NCCL asked the tuner about, the whole group's bytes where it was grouped; 0 if it did not ask.

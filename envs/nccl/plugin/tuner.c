@@ -17,7 +17,7 @@ enum { MEMO_BITS = 7, MEMO_WAYS = 2, MOST_CELLS = 64 };
 struct memo {
   _Atomic uint64_t key;    // the message, 0: free
   _Atomic uint64_t value;  // epoch of the table << 25 | whether it speaks << 24 | decision
-  _Atomic bool noted;      // the message's offer is in the ring
+  _Atomic bool noted;      // the message's offer is in the ring, or of no use to a tuner
 };
 
 struct context {
@@ -34,12 +34,16 @@ struct context {
 // Releases write -1 into a cell that they do not have, and 2.32 also numbers like 1.7e38.
 static bool offered(float cost) { return cost >= 0.0f && cost < DCCL_NO_OFFER; }
 
+// Offers of other functions would take the places of these: tuners make no row for them.
+static bool is_tuned(int func) { return func == FUNC_ALL_GATHER || func == FUNC_REDUCE_SCATTER; }
+
 static uint64_t key_of(const struct dccl_question* q) {
   return UINT64_C(1) << 63 | (uint64_t)q->n_bytes << 3 | (unsigned)q->func;
 }
 
 // The place of a message, which may have been another's until now. NCCL asks on one communicator at a time.
-static struct memo* memo_of(struct context* c, uint64_t key) {
+static struct memo* memo_of(struct context* c, const struct dccl_question* q) {
+  const uint64_t key = key_of(q);
   const uint64_t hash = key * UINT64_C(0x9e3779b97f4a7c15);
   struct memo* set = c->memo[hash >> (64 - MEMO_BITS)];
   for (int way = 0; way < MEMO_WAYS; way++) {
@@ -48,7 +52,7 @@ static struct memo* memo_of(struct context* c, uint64_t key) {
   struct memo* m = &set[atomic_load_explicit(&set[0].key, memory_order_relaxed) ? hash >> 32 & 1 : 0];
   atomic_store_explicit(&m->key, 0, memory_order_release);
   atomic_store_explicit(&m->value, 0, memory_order_release);
-  atomic_store_explicit(&m->noted, false, memory_order_release);
+  atomic_store_explicit(&m->noted, !is_tuned(q->func), memory_order_release);
   atomic_store_explicit(&m->key, key, memory_order_release);
   return m;
 }
@@ -200,7 +204,7 @@ static void decide(void* context, const struct dccl_question* q) {
     }
   }
   const float* cost = asks ? own : q->cost;
-  struct memo* m = memo_of(c, key_of(q));
+  struct memo* m = memo_of(c, q);
   // A message may be asked about before its buffers are registered, as in steps before a graph is captured.
   const bool is_known = atomic_load_explicit(&m->noted, memory_order_relaxed) &&
                         (!q->reg_buff || atomic_load_explicit(&c->registers, memory_order_relaxed));

@@ -11,7 +11,7 @@ import pytest
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.plugin.build import plugin_path
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.traces.records import COMM, FLAG_REGISTERED, OFFER
+from dynamiccl.traces.records import COMM, FLAG_REGISTERED, FUNCS, OFFER
 from nccl_releases import REACH
 
 TALKS = """
@@ -128,6 +128,8 @@ from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from nccl_releases import Communicator
 plugin = Plugin.load()
 comm = Communicator(plugin.path, 70, 8, 1, 0)
+for n in range(1000):  # no table has a row for these
+    comm.get_coll_info("all_reduce", 8 * n, np.full((7, 3), 5, np.float32))
 for _ in range(2):
     for n in range(3000):
         comm.get_coll_info("all_gather", 8 * n, np.full((7, 3), 5, np.float32))
@@ -143,7 +145,9 @@ def test_a_job_of_ever_new_sizes_leaves_room_for_communicators(folder):
     (ring,) = folder.rings()
     known = ring.known()
     child.communicate()
-    offers = [int(n) for n in known["n_bytes"][known["kind"] == OFFER]]
+    is_offer = known["kind"] == OFFER
+    offers = [int(n) for n in known["n_bytes"][is_offer]]
+    assert set(known["func"][is_offer]) == {FUNCS.index("all_gather")}
     assert len(offers) - 1 == len(set(offers)) > 800
     assert offers[-1] == 8 and list(known["flags"][known["flags"] > 0]) == [FLAG_REGISTERED], (
         "and for registered buffers"
