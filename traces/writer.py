@@ -82,7 +82,8 @@ class TraceWriter:
         self._next = {kind: next_segment(self.folder, kind) for kind in SEGMENTED}
         self._sizes = {kind: {p: p.stat().st_size for p in segments(self.folder, kind)} for kind in SEGMENTED}
         self._comms: dict[int, dict[int, int]] = {}
-        self._offers, self._offers_at = (0, 0), float("-inf")  # as written last, and when
+        self._assembler: Assembler | None = None
+        self._offers, self._offers_at = (0, 0), float("-inf")  # how many were written, and when
         self._began = self._flushed = time.monotonic()
         self._log = (self.folder / "windows.jsonl").open("a", buffering=1, encoding="utf-8")
 
@@ -102,8 +103,8 @@ class TraceWriter:
     ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
         """Write and return new events, steps and waits of ``assembler``; keep comms and offers up to date too.
 
-        Offers are as old as a segment at most. ``thin``: of the events only those whose kernels were timed are written,
-        and no offers before the end (``everything``).
+        Offers are written as rarely as segments, the last ones by :meth:`close`. ``thin``: of the events only those
+        whose kernels were timed are written, and no offers before the end.
         """
         events, steps = assembler.take(everything)
         written = events[events["start_ns"].notna()] if thin else events
@@ -113,12 +114,17 @@ class TraceWriter:
         if comms != self._comms:
             self._comms = comms
             self.write_whole("comms", assembler.comms_frame())
-        offers, now = (len(assembler.offers), assembler.n_new_offers), time.monotonic()
-        is_due = everything or (not thin and now - self._offers_at >= self._oldest(now))
-        if is_due and offers != self._offers:
+        self._assembler, now = assembler, time.monotonic()
+        if not thin and now - self._offers_at >= self._oldest(now):
+            self._write_offers(assembler, now)
+        return events, steps, waits
+
+    def _write_offers(self, assembler: Assembler, now: float) -> None:
+        """Where there are others than those on disk."""
+        offers = len(assembler.offers), assembler.n_new_offers
+        if offers != self._offers:
             self._offers, self._offers_at = offers, now
             self.write_whole("offers", assembler.offers_frame())
-        return events, steps, waits
 
     def write(
         self,
@@ -210,6 +216,8 @@ class TraceWriter:
     def close(self) -> None:
         """Write what is still held back."""
         self.flush()
+        if self._assembler is not None:
+            self._write_offers(self._assembler, time.monotonic())
         self._log.close()
 
     def _write_header(self) -> None:
