@@ -245,6 +245,39 @@ def test_rings_take_an_eighth_of_what_is_free(tmp_path, mib, ranks, records):
         subprocess.run(["umount", "-l", mount], check=True)
 
 
+@pytest.mark.parametrize(
+    ("limit", "error"),
+    [("FSIZE, (1 << 20, 1 << 20)", "File too large"), ("NOFILE, (free, free)", "Too many open")],
+)
+def test_why_there_is_no_ring_is_said(limit, error):
+    """It is reserved at once: no signal later. Before: "no room in shared memory" in each case, or nothing."""
+    program = f"""
+import os, resource
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
+p = Plugin.load()
+import signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+free = os.open("/dev/null", 0) + 1  # one file more may be open: the folder
+os.close(free - 1)
+resource.setrlimit(resource.RLIMIT_{limit})
+print(p.open())
+p.emit(bytes(128))
+"""
+    run = RunFolder.create()
+    try:
+        env = {**os.environ, "DYNAMICCL_RUN": str(run.path)}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == ["False"] and f"could not be made: {error}" in done.stderr
+        assert not run.rings()
+        if "FSIZE" in limit:  # else there can be no file that tells the daemon
+            assert error in next(iter(run.refused.values()))
+        assert not list(run.path.glob(".*"))
+    finally:
+        run.close()
+
+
 UNLOADS = """
 import ctypes, os, shutil, sys
 from nccl_releases import Communicator
