@@ -54,6 +54,9 @@ from .records import Offer as Offer
 Array = np.ndarray[Any, Any]
 Row = tuple[Any, ...]
 
+#: Offers that are kept of one communicator and function, the newest. Sizes that follow the lengths of texts are many.
+MOST_OFFERS = 2048
+
 #: What a row that waits takes from its COLL record as it is; its rank may be -1.
 _KEPT = tuple(n for n in COLL_DTYPE.names or () if n not in ("stamp", "kind", "rank", "spare", "_pad"))
 _NO_TIME = np.iinfo(np.int64).min
@@ -109,6 +112,9 @@ class Assembler:
         self.hold = hold
         self.comms: dict[int, Communicator] = {}
         self.offers: dict[tuple[int, str, int], Offer] = {}
+        self.n_new_offers = 0  # about messages that were not among `offers`
+        self._offered: dict[tuple[int, str], dict[int, None]] = {}  # of `offers`, the oldest first
+        self._registering: set[int] = set()  # communicators with registered buffers
         self._pending: list[Array] = []
         self._kernels: list[tuple[Array, Array]] = []  # records, and the process of each
         self._steps: list[tuple[Array, int]] = []
@@ -210,8 +216,17 @@ class Assembler:
         n_bytes = int(row["n_bytes"])
         message = (comm_id, func, n_bytes)
         n_pipe_ops = int(row["n_pipe_ops"])
-        is_registered = bool(row["flags"] & FLAG_REGISTERED)
-        self.offers[message] = Offer(costs, algo, proto, n_pipe_ops, is_registered)
+        # Older records may come after newer ones, and buffers may be registered at any time: once so, always so.
+        if row["flags"] & FLAG_REGISTERED:
+            self._registering.add(comm_id)
+        self.n_new_offers += self.offers.pop(message, None) is None
+        self.offers[message] = Offer(costs, algo, proto, n_pipe_ops, comm_id in self._registering)
+        sizes = self._offered.setdefault((comm_id, func), {})
+        sizes.pop(n_bytes, None)
+        sizes[n_bytes] = None
+        if len(sizes) > MOST_OFFERS:
+            oldest = next(iter(sizes))
+            del sizes[oldest], self.offers[comm_id, func, oldest]
 
     def _join(self, rows: Array) -> None:
         """Write the times of all waiting kernels into ``rows``; keep the newest that found no row."""

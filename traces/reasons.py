@@ -93,6 +93,7 @@ class NotTuning(Reason):
     )
     OTHER_BACKEND = "torch.distributed runs on {backend} here; only NCCL asks a tuner"
     NO_PROBE = "no process of the job has loaded the probe yet"
+    NO_RING = "no process of the job has a ring, so nothing is heard of it: {why}"
     NO_STEP = "the probe is loaded; no optimizer step yet"
     NO_STEP_OF_RANK_0 = "the first step of rank 0"
     ELSEWHERE = "rank 0 is on another node: the tuner there tunes, and this one only serves the job"

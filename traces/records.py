@@ -265,15 +265,16 @@ class Offer:
     algo: str  # NCCL's own choice
     proto: str
     n_pipe_ops: int
-    is_registered: bool = False  # both buffers are registered
+    is_registered: bool = False  # the communicator has had a call whose buffers are registered
 
 
 # What the plugin and the probe write into a ring (C: struct dccl_record in envs/nccl/plugin/plugin.h), 128 bytes. The
 # last 88 bytes depend on `kind`; the views below name them.
 COMM, OFFER, COLL, KERNEL, STEP, STATE, WAIT = range(1, 8)
-#: Bits of ``flags``: both buffers are registered (OFFER), captured in a CUDA graph: asked once, replayed often (COLL),
-#: kernel times were taken in it (STEP), told by another thread than the caller's (COLL), the step is one turn's, or a
-#: part of one: every communicator in turns made just one step's collectives, all under one table (STEP).
+#: Bits of ``flags``: the communicator has had a call whose buffers are registered (OFFER), captured in a CUDA graph:
+#: asked once, replayed often (COLL), kernel times were taken in it (STEP), told by another thread than the caller's
+#: (COLL), the step is one turn's, or a part of one: every communicator in turns made just one step's collectives, all
+#: under one table (STEP).
 FLAG_REGISTERED, FLAG_CAPTURED, FLAG_SAMPLED, FLAG_LATE, FLAG_WHOLE = 1, 2, 4, 8, 16
 #: As the generation of a STEP: several tables have answered in it.
 MIXED = 2**32 - 1
@@ -305,7 +306,8 @@ COMM_DTYPE = _record(
     [("rank", "<u4"), ("n_ranks", "<u4"), ("n_nodes", "<u4"), ("spare", "<u4"), ("name", "S64")]
 )
 #: What NCCL offered for a message: predicted microseconds of each (algo, proto), -1 = not available; and, in the
-#: head, the (algo, proto) of NCCL's own choice (the smallest cost). Written when a (comm, func, n_bytes) is new.
+#: head, the (algo, proto) of NCCL's own choice (the smallest cost). Written of TUNED_FUNCS when a (comm, func,
+#: n_bytes) is new to the plugin, which forgets old ones where there are hundreds; of any when FLAG_REGISTERED is new.
 OFFER_DTYPE = _record([("cost_us", "<f4", (N_ALGOS, N_PROTOS)), ("n_pipe_ops", "<i4")])
 #: A collective was enqueued: what really runs (algo, proto, n_channels in the head). `seq` counts per comm and func.
 #: `asked_bytes`: what NCCL asked the tuner about, the whole group's bytes where it was grouped; 0 if it did not ask.

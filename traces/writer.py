@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from .assemble import Assembler
+from .assemble import MOST_OFFERS, Assembler
 from .header import FORMAT, files_of_trace, masked, new_header, plain
 from .outside import atomically, parse_json
 from .segments import (
@@ -81,7 +81,9 @@ class TraceWriter:
         self._buffers: dict[str, list[pd.DataFrame]] = {kind: [] for kind in SEGMENTED}
         self._next = {kind: next_segment(self.folder, kind) for kind in SEGMENTED}
         self._sizes = {kind: {p: p.stat().st_size for p in segments(self.folder, kind)} for kind in SEGMENTED}
-        self._known: tuple[dict[int, dict[int, int]], int] = ({}, 0)
+        self._comms: dict[int, dict[int, int]] = {}
+        self._assembler: Assembler | None = None
+        self._offers, self._offers_at = (0, 0), float("-inf")  # how many were written, and when
         self._began = self._flushed = time.monotonic()
         self._log = (self.folder / "windows.jsonl").open("a", buffering=1, encoding="utf-8")
 
@@ -101,18 +103,28 @@ class TraceWriter:
     ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
         """Write and return new events, steps and waits of ``assembler``; keep comms and offers up to date too.
 
-        ``thin``: of the events only those whose kernels were timed are written.
+        Offers are written as rarely as segments, the last ones by :meth:`close`. ``thin``: of the events only those
+        whose kernels were timed are written, and no offers before the end.
         """
         events, steps = assembler.take(everything)
         written = events[events["start_ns"].notna()] if thin else events
         waits = assembler.take_waits()
         self.write(written, steps, waits)
-        known = ({c.comm_id: dict(c.ranks) for c in assembler.comms.values()}, len(assembler.offers))
-        if known != self._known:
-            self._known = known
+        comms = {c.comm_id: dict(c.ranks) for c in assembler.comms.values()}
+        if comms != self._comms:
+            self._comms = comms
             self.write_whole("comms", assembler.comms_frame())
-            self.write_whole("offers", assembler.offers_frame())
+        self._assembler, now = assembler, time.monotonic()
+        if not thin and now - self._offers_at >= self._oldest(now):
+            self._write_offers(assembler, now)
         return events, steps, waits
+
+    def _write_offers(self, assembler: Assembler, now: float) -> None:
+        """Where there are others than those on disk."""
+        offers = len(assembler.offers), assembler.n_new_offers
+        if offers != self._offers:
+            self._offers, self._offers_at = offers, now
+            self.write_whole("offers", assembler.offers_frame())
 
     def write(
         self,
@@ -126,9 +138,12 @@ class TraceWriter:
                 self._buffers[kind].append(frame)
         rows = max(sum(map(len, frames)) for frames in self._buffers.values())
         now = time.monotonic()
-        age = max(self.segment_seconds, min(60.0, (now - self._began) / 60))
-        if rows >= self.segment_rows or now - self._flushed >= age:
+        if rows >= self.segment_rows or now - self._flushed >= self._oldest(now):
             self.flush()
+
+    def _oldest(self, now: float) -> float:
+        """Seconds that may be missing on disk."""
+        return max(self.segment_seconds, min(60.0, (now - self._began) / 60))
 
     def flush(self) -> None:
         """Write the rows taken in so far as segments."""
@@ -163,11 +178,13 @@ class TraceWriter:
             self.update_header(**{name: self.header.get(name, 0) + gone})
 
     def write_whole(self, kind: Literal["comms", "offers"], frame: pd.DataFrame) -> None:
-        """Write comms or offers, keeping rows that an earlier life of this trace has written."""
+        """Write comms or offers, keeping rows that an earlier life of this trace has written; of offers the newest."""
         path = self.folder / f"{kind}.parquet"
         if path.exists():
             both = pd.concat([read_parquet(path, WHOLE[kind]), frame], ignore_index=True)
             frame = both.drop_duplicates(_KEYS[kind], keep="last").astype(WHOLE[kind])
+            if kind == "offers":
+                frame = frame.groupby(["comm_id", "func"], sort=False).tail(MOST_OFFERS)
         write_parquet(path, frame, WHOLE[kind])
 
     def log(self, kind: str, entry: dict[str, Any]) -> None:
@@ -199,6 +216,8 @@ class TraceWriter:
     def close(self) -> None:
         """Write what is still held back."""
         self.flush()
+        if self._assembler is not None:
+            self._write_offers(self._assembler, time.monotonic())
         self._log.close()
 
     def _write_header(self) -> None:

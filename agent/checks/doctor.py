@@ -155,8 +155,8 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
      "no C compiler: the plugin cannot be built", "install gcc or clang, or set CC", CHANGE),
     ("plugin", lambda f: f.plugin_fault,
      "the plugin cannot be loaded here: {found}",
-     "build the wheel in the image of the jobs, or in one with an older C library; unset DYNAMICCL_PLUGIN if it is set",
-     CHANGE),
+     "build the wheel in the image of the jobs, or in one with an older C library; unset DYNAMICCL_PLUGIN if it is "
+     "set; remove the file if it is in the cache", CHANGE),
     ("shared memory", _little_shared_memory,
      "shared memory has {found[0]} MiB free; {found[1]} ranks need {found[2]} for whole rings: smaller ones lose "
      "records when the tuner is late", "give the container more (docker run --shm-size=1g)", NOTE),
@@ -205,7 +205,7 @@ def checked(facts: Facts) -> dict[str, str]:
     told["PyTorch"] = "loads the probe" if has_torch() else "not among this Python's packages"
     built = "built at first use, a C compiler is here" if facts.has_compiler else "no C compiler"
     there = "built, but cannot be loaded" if facts.plugin_fault else "built, no compiler needed"
-    told["plugin"] = built if needs_compiler() else there
+    told["plugin"] = built if needs_compiler() and not facts.plugin_fault else there
     told["variables"] = ", ".join(set_here) or "none of NCCL's or ours is set"
     told["shared memory"] = "none" if facts.shm_free is None else f"{facts.shm_free / 2**30:.1f} GiB free"
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...envs.nccl.plugin.build import named, names_none
 from .facts import Facts
 
 #: What NCCL takes of shared memory for kernel times, a rank and communicator; see envs/nccl/plugin/room.c.
@@ -19,14 +20,13 @@ def no_room_for_kernel_times(facts: Facts) -> tuple[int, int, int] | None:
 
 #: Part of a library's name -> whose it is, and who names it.
 _KNOWN = {
-    "inspector": "NVIDIA's Inspector, which operators name for every job in a Slurm TaskProlog or SPANK plugin",
-    "dynamiccl": "",
+    "inspector": "NVIDIA's Inspector, which operators name for every job in a Slurm TaskProlog or SPANK plugin"
 }
 
 
 def whose_profiler(facts: Facts) -> str:
     """Who has the place of NCCL's profiler; empty where nobody has, or we."""
     value = facts.env.get("NCCL_PROFILER_PLUGIN", "")
-    if value in ("", "none"):
+    if not value or names_none(value) or named(value):
         return ""
     return next((whose for part, whose in _KNOWN.items() if part in value.lower()), "another profiler")

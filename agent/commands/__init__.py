@@ -84,6 +84,16 @@ OrUntuned = Annotated[
 Json = Annotated[bool, Option(name="--json", help="Print JSON instead of text.")]
 
 
+#: Values of the command that runs.
+_values: dict[str, Any] = {}
+
+
+def begin(values: dict[str, Any]) -> None:
+    """A command with these values begins."""
+    _values.clear()
+    _values.update(values)
+
+
 class Refused(SystemExit):
     """The end of a command that was refused, with status 2. ``message`` names the error and its cure."""
 
@@ -144,11 +154,14 @@ def untuned_if_refused(command: list[str] | None, json: bool = False) -> Iterato
 
 
 def _run_alone(command: list[str], why: str, json: bool) -> NoReturn:
-    """Become the job, without anything of ours in its environment."""
+    """Become the job, without anything of ours in its environment but the channels of --headroom: ranks on other nodes
+    may be tuned, and if one communicator's ranks had different channels, the job would hang."""
+    from ...envs.nccl.plugin.build import channels_env
     from ...envs.nccl.site_switch import leave
     from ..daemon.launcher import say
 
     leave(os.environ)
+    os.environ.update(channels_env(_values.get("headroom")))
     say(f"{why}: the job runs without it")
     if json:
         _print_no_result(why)

@@ -43,16 +43,16 @@ def env(
     torchrun --nproc-per-node 8 train.py &
     dynamiccl tune --attach "$DYNAMICCL_RUN"
     """
-    from ...envs.nccl.plugin.build import PluginBuildError, job_env
+    from ...envs.nccl.plugin.build import PluginBuildError, channels_env, job_env
     from ...envs.nccl.run_folder import make_folder
     from ..daemon.request import Request
 
     if name is not None and Path(name).name != name:
         fail(f"--name is a folder's name without slashes, not {name!r}")
     if off := off_here():
-        print(f"dynamiccl: {off}: no variables", file=sys.stderr)
-        if json:
-            print("{}")
+        kept = channels_env(headroom)  # other nodes may be tuned: all ranks need the same channels
+        print(f"dynamiccl: {off}: {'only --headroom' if kept else 'no variables'}", file=sys.stderr)
+        _print(kept, json)
         return
     emulated, facts = emulation(cluster, bytes_scale, compute_scale, seed) if cluster else (None, {})
     refuse_traps(None, force, emulated=emulated is not None)
@@ -62,7 +62,12 @@ def env(
         if emulated:
             variables |= emulated.env()
             Request(emulated=emulated, facts=facts).write(run)  # so that the tuner that joins says it too
+    _print(variables, json)
+
+
+def _print(variables: dict[str, str], json: bool) -> None:
     if json:
         print(json_module.dumps(variables))
-    else:
-        print("\n".join(f"export {key}={shlex.quote(value)}" for key, value in variables.items()))
+        return
+    for key, value in variables.items():
+        print(f"export {key}={shlex.quote(value)}")

@@ -161,7 +161,8 @@ class Reader:
     def waits_for(self) -> str:
         """What stands between the job and a step under our table, in words."""
         if not self.run.rings():
-            return NotTuning.NO_PROBE()
+            why = next(iter(self.run.refused.values()), "")
+            return NotTuning.NO_RING(why=why) if why else NotTuning.NO_PROBE()
         if not self.ranks:
             return NotTuning.NO_STEP()
         if 0 not in self.ranks:

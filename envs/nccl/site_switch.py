@@ -34,10 +34,12 @@ def switched_off() -> str | None:
 
 def leave(environment: MutableMapping[str, str]) -> None:
     """Take our run, table and plugin out of ``environment``: NCCL then loads what it would load without us."""
+    from .plugin.build import named
+
     for name in ("DYNAMICCL_RUN", "DYNAMICCL_TABLE"):
         environment.pop(name, None)
     for name in _OURS:
-        if "dynamiccl" in environment.get(name, ""):
+        if named(environment.get(name, "")):
             del environment[name]
     theirs = environment.pop("DYNAMICCL_NEXT_TUNER", "")
     if theirs:

@@ -68,6 +68,17 @@ def test_the_launcher_becomes_the_job_alone(tmp_path, words):
     assert line == "dynamiccl: the tuner is switched off here (DYNAMICCL_OFF=1): the job runs without it"
 
 
+@pytest.mark.parametrize(
+    "words", [("tune", "--headroom", "32"), ("apply", "no-such-table.json", "--headroom", "32")]
+)
+def test_the_channels_of_headroom_stay_since_other_nodes_may_be_tuned(words):
+    """Ranks of one communicator with different channels hang. Before: they were set on the tuned nodes alone."""
+    shows = [sys.executable, "-c", "import os; print(os.environ.get('NCCL_MIN_CTAS'))"]
+    assert run(*words, "--", *shows, env=OFF).stdout == "32\n"
+    refused = "--policy=alchemy" if words[0] == "tune" else "--no-gate"
+    assert run(*words, refused, "--or-untuned", "--", *shows).stdout == "32\n"
+
+
 def test_a_program_gets_a_summary_that_says_so(tmp_path):
     """The job's output is on stderr, as it is with a tuner."""
     done = run("tune", "--json", *JOB, env=OFF)
@@ -85,6 +96,7 @@ def test_env_gives_no_variables():
     done = run("env", env=OFF)
     assert (done.returncode, done.stdout) == (0, "") and "switched off" in done.stderr
     assert json.loads(run("env", "--json", env=OFF).stdout) == {}
+    assert run("env", "--headroom", "32", env=OFF).stdout == "export NCCL_MIN_CTAS=32\n"
 
 
 @pytest.mark.parametrize("theirs", ["", "/opt/site/libnccl-tuner.so"])
@@ -106,3 +118,11 @@ def test_a_rank_attaches_to_nothing_and_loads_what_it_would_load_without_us(thei
     assert not {"DYNAMICCL_RUN", "DYNAMICCL_NEXT_TUNER"} & set(left)
     assert left.get("NCCL_TUNER_PLUGIN", "") == theirs
     assert "NCCL_PROFILER_PLUGIN" not in left
+
+
+def test_a_plugin_of_theirs_in_a_folder_of_our_name_stays():
+    """Before: it was deleted, and the rank ran without the profiler that it has without us."""
+    ours, theirs = "/x/libnccl-tuner-dynamiccl.so", "/venvs/dynamiccl/lib/libnccl-profiler-site.so"
+    environment = {"NCCL_TUNER_PLUGIN": ours, "NCCL_PROFILER_PLUGIN": theirs}
+    site_switch.leave(environment)
+    assert environment == {"NCCL_PROFILER_PLUGIN": theirs}

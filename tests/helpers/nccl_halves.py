@@ -145,12 +145,18 @@ class Tuner:
             check(_TUNER_INIT[5](init)(byref(self.context), comm_id, n_ranks, n_nodes, None, *given))
 
     def ask(
-        self, func: str, n_bytes: int, cost: np.ndarray[Any, Any], n_pipe_ops: int = 1, n_channels: int = 0
+        self,
+        func: str,
+        n_bytes: int,
+        cost: np.ndarray[Any, Any],
+        n_pipe_ops: int = 1,
+        n_channels: int = 0,
+        is_registered: bool = False,
     ) -> int:
         """One question; ``cost`` (7, 3) float32 is changed in place. Returns the channel count."""
         self._cost[:] = cost
         self._channels.value = n_channels
-        registered = () if self.version == 3 else (0,)
+        registered = () if self.version == 3 else (int(is_registered),)
         head = (self.context, FUNCS.index(func), n_bytes, n_pipe_ops, self._cost_at, N_ALGOS, N_PROTOS)
         check(self._info(*head, *registered, self._channels_ref))
         cost[:] = self._cost

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pandas as pd
 import pytest
-from dynamiccl.traces.assemble import EVENT_COLUMNS, STEP_COLUMNS, Assembler
+from dynamiccl.traces.assemble import EVENT_COLUMNS, MOST_OFFERS, STEP_COLUMNS, Assembler
 from dynamiccl.traces.files import Trace
 from dynamiccl.traces.records import (
     ALGOS,
@@ -99,6 +99,33 @@ def test_columns_and_values():
         "captured": True,
         "asked_bytes": 1 << 22,
     }
+
+
+def offers_of(sizes, comm_id=7):
+    """OFFER records of all-gathers."""
+    records = np.zeros(len(sizes), OFFER_DTYPE)
+    records["kind"], records["comm_id"], records["func"] = OFFER, comm_id, GATHER
+    records["n_bytes"], records["algo"] = sizes, RING
+    return records
+
+
+def test_of_ever_new_sizes_the_newest_are_kept(tmp_path):
+    """Before: all, about 3 KB each, and each new one wrote the whole file again."""
+    assembler = Assembler()
+    assembler.add(offers_of([4096], comm_id=8), pid=1)
+    sizes = np.arange(1, MOST_OFFERS + 11)
+    with TraceWriter(tmp_path, {}, segment_seconds=1e9) as writer:
+        assembler.add(offers_of(sizes[:20]), pid=1)
+        writer.drain(assembler)
+        assembler.add(offers_of(sizes[:5]), pid=1)  # told again
+        assembler.add(offers_of(sizes[20:]), pid=1)
+        expected = {(8, 4096), *((7, int(n)) for n in (*sizes[:5], *sizes[15:]))}
+        assert {(comm_id, n) for comm_id, _, n in assembler.offers} == expected
+        for thin in (False, True):
+            writer.drain(assembler, everything=True, thin=thin)  # as windows do
+            assert len(Trace.read(tmp_path).offers) == 21, "it is too early for them"
+    written = Trace.read(tmp_path).offers
+    assert set(zip(written["comm_id"], written["n_bytes"], strict=True)) == expected
 
 
 def test_a_rank_that_nobody_said(tmp_path):

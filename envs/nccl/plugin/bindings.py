@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ....traces.reasons import NotAgreeing, RowRefused
 from ....traces.records import TABLE_VERSION
-from .build import LIBRARY, PluginBuildError, named, plugin_path, takes_no_path
+from .build import LIBRARY, PluginBuildError, named, names_none, plugin_path, takes_no_path
 
 #: Of an emulated job: processes of a communicator, by id. Each of them stands for several ranks of the cluster.
 PROCESSES: dict[int, int] = {}
@@ -234,7 +234,7 @@ def take_slots_back() -> dict[str, str]:
     for kind in ("TUNER", "PROFILER"):
         variable = f"NCCL_{kind}_PLUGIN"
         value = os.environ.get(variable, "")
-        if ours and value not in ("", "none") and not named(value):
+        if ours and value and not names_none(value) and not named(value):
             theirs[variable], os.environ[variable] = value, ours
             if kind == "TUNER":
                 os.environ["DYNAMICCL_NEXT_TUNER"] = value

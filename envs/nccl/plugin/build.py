@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -102,37 +104,56 @@ def compile_once(
     headers: tuple[str, ...] = HEADERS,
     libraries: tuple[str, ...] = ("-lpthread", "-ldl"),
 ) -> Path:
-    """Path of ``name`` built from ``sources`` of this folder; compiles if sources, flags or compiler are new.
+    """Path of ``name`` built from ``sources`` of this folder; compiles if sources, flags, compiler or machine are new.
 
-    Safe when many ranks start at once: each compiles under a name of its own, then renames. Raises PluginBuildError.
+    Safe when many ranks start at once: each compiles in a folder of its own, then renames. Raises PluginBuildError.
     """
-    cc = compiler()
-    build = build_of(sources, headers)
-    flags = (*flags, f'-DDCCL_BUILD="{build}"')
-    key = hashlib.sha256(repr((name, flags, cc, os.stat(cc[0]).st_mtime_ns)).encode())
-    folder = cache_folder() / key.hexdigest()[:16]
-    target = folder / name
-    if not target.exists():
-        folder.mkdir(mode=0o700, exist_ok=True)
-        _compile([*cc, *flags, *(str(HERE / s) for s in sources)], target, libraries)
+    try:
+        target, command = _in_cache(name, sources, flags, headers)
+        if not target.exists():
+            target.parent.mkdir(mode=0o700, exist_ok=True)
+            _compile(command, target, libraries)
+    except OSError as error:
+        raise PluginBuildError(
+            f"could not build the plugin ({error}): free space there, or set XDG_CACHE_HOME to another folder"
+        ) from None
     return target
 
 
+def _in_cache(
+    name: str, sources: tuple[str, ...], flags: tuple[str, ...], headers: tuple[str, ...]
+) -> tuple[Path, list[str]]:
+    """Where the cache has ``name``, whether it is there or not, and the command that makes it.
+
+    Nodes of two kinds may share a home: the compilers of one release have one path and time on all of them.
+    """
+    cc, build = compiler(), build_of(sources, headers)
+    machine = os.uname().machine, platform.libc_ver()
+    flags = (*flags, f'-DDCCL_BUILD="{build}"')
+    key = hashlib.sha256(repr((name, flags, cc, os.stat(cc[0]).st_mtime_ns, machine)).encode())
+    command = [*cc, *flags, *(str(HERE / s) for s in sources)]
+    return cache_folder() / key.hexdigest()[:16] / name, command
+
+
 def _compile(command: list[str], target: Path, libraries: tuple[str, ...]) -> None:
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    command = [*command, "-o", str(draft), *libraries]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode and TOGETHER in command:
-        command.remove(TOGETHER)
+    # In a folder of its own: two containers, or hosts, that share the target's may have processes of one number.
+    with tempfile.TemporaryDirectory(
+        prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True
+    ) as own:
+        draft = Path(own, target.name)
+        command = [*command, "-o", str(draft), *libraries]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = next(
-            (line for line in done.stderr.splitlines() if "error" in line.lower()), done.stderr[-200:]
-        )
-        raise PluginBuildError(
-            f"{command[0]} could not build the plugin ({reason.strip()}): try another one by CC"
-        )
-    os.replace(draft, target)
+        if done.returncode and TOGETHER in command:
+            command.remove(TOGETHER)
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = next(
+                (line for line in done.stderr.splitlines() if "error" in line.lower()), done.stderr[-200:]
+            )
+            raise PluginBuildError(
+                f"{command[0]} could not build the plugin ({reason.strip()}): try another one by CC"
+            )
+        os.replace(draft, target)
 
 
 def install_into(folder: Path) -> None:
@@ -180,15 +201,28 @@ def needs_compiler() -> bool:
     return not os.environ.get("DYNAMICCL_PLUGIN") and _installed(LIBRARY) is None
 
 
+def _there() -> Path | None:
+    """The plugin's file that a job here would load; None where it has still to be compiled."""
+    if not needs_compiler():
+        return plugin_path()
+    sources, headers, flags, _ = _LIBRARIES[LIBRARY]
+    try:
+        path, _ = _in_cache(LIBRARY, sources, flags, headers)
+    except (PluginBuildError, OSError):
+        return None
+    return path if path.exists() else None
+
+
 def load_fault() -> str:
     """Why the plugin that is there cannot be loaded on this machine, as the loader says; '' if it can be.
 
     Also '' where it has still to be compiled. NCCL takes no notice of a plugin that it cannot load.
     """
-    if needs_compiler():
+    path = _there()
+    if path is None:
         return ""
     # A child loads it: our own process stays as it is, also where the library is damaged.
-    command = [sys.executable, "-I", "-S", "-c", _LOAD, str(plugin_path())]
+    command = [sys.executable, "-I", "-S", "-c", _LOAD, str(path)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired):  # nothing is known
@@ -234,14 +268,35 @@ def takes_no_path(release: tuple[int, ...] | None) -> bool:
 
 
 def named(value: str) -> bool:
-    """Whether a variable of NCCL's names our plugin."""
-    return "dynamiccl" in value
+    """Whether a variable of NCCL's names our plugin: by its file, whatever the folder, as NCCL completes it, or as the
+    launcher chose it (DYNAMICCL_PLUGIN).
+
+    >>> named(f"/x/{LIBRARY}"), named("/venvs/dynamiccl/lib/libnccl-tuner-site.so"), named("")
+    (True, False, False)
+    """
+    return os.path.basename(value) == LIBRARY or value in (
+        "dynamiccl",
+        os.environ.get("DYNAMICCL_PLUGIN") or LIBRARY,
+    )
+
+
+def names_none(value: str) -> bool:
+    """Whether a variable of NCCL's keeps it from loading a plugin, in letters of any case."""
+    return value.lower() == "none"
+
+
+def channels_env(headroom: int | None) -> dict[str, str]:
+    """What makes communicators with so many channels where NCCL would have made fewer; nothing for None.
+
+    NCCL agrees on the channels before it reads this, so all ranks of a communicator must have the same.
+    """
+    return {} if headroom is None else {"NCCL_MIN_CTAS": str(headroom)}
 
 
 def nccl_env(path: Path, *, headroom: int | None = None) -> dict[str, str]:
     """Environment that makes NCCL load ``path`` as tuner and profiler, beside those that the job has already.
 
-    ``headroom``: channels that communicators are made with, where NCCL would have made fewer.
+    ``headroom``: see :func:`channels_env`.
     """
     theirs = configured()
     path = path.absolute()
@@ -251,8 +306,7 @@ def nccl_env(path: Path, *, headroom: int | None = None) -> dict[str, str]:
     by_name = takes_no_path(nccl_release()) or len(os.fspath(path)) > _LONGEST
     search = os.pathsep.join(filter(None, [str(path.parent), os.environ.get("LD_LIBRARY_PATH")]))
     ours = {"DYNAMICCL_PLUGIN": str(path), "LD_LIBRARY_PATH": search}
-    if headroom is not None:
-        ours["NCCL_MIN_CTAS"] = str(headroom)
+    ours |= channels_env(headroom)
     ours |= dict.fromkeys(("NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"), LIBRARY if by_name else str(path))
     # NCCL loads one tuner: ours asks theirs first. Where none is named it is looked for, see next_tuner.c: unless
     # "none" forbids it.

@@ -90,7 +90,7 @@ void dccl_emit_comm(const struct dccl_comm* comm, const char* name) {
   record.comm.n_ranks = comm->n_ranks;
   record.comm.n_nodes = comm->n_nodes;
   if (name != NULL) snprintf(record.comm.name, sizeof record.comm.name, "%s", name);
-  dccl_note(&record);
+  dccl_note(&record, true);
 }
 
 // ---- what the probe asks ----

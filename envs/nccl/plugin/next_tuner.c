@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 
 #include "plugin.h"
 
@@ -19,6 +20,7 @@ enum { OLDEST = 3, NEWEST = 6 };
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static const void* found[NEWEST + 1];  // its interface of each version, or NULL
 static bool has_any;
+static _Atomic int called;  // the version in which NCCL calls us; set before anything is loaded
 static char source[PATH_MAX];
 static atomic_flag said = ATOMIC_FLAG_INIT, said_of_chunks = ATOMIC_FLAG_INIT;
 
@@ -53,13 +55,16 @@ static void* open_named(const char* name, const char* pattern) {
   return dlopen(full, RTLD_NOW | RTLD_LOCAL);
 }
 
+static bool is_none(const char* name) { return strcasecmp(name, "none") == 0; }
+
+// A list that is there and empty names no plugin.
 static bool take_from_net(void) {
   const char* names = getenv("NCCL_NET_PLUGIN");
   char list[PATH_MAX];
-  snprintf(list, sizeof list, "%s", names != NULL && *names ? names : "libnccl-net.so");
+  snprintf(list, sizeof list, "%s", names != NULL ? names : "libnccl-net.so");
   char* rest = NULL;
   for (char* name = strtok_r(list, ",", &rest); name != NULL; name = strtok_r(NULL, ",", &rest)) {
-    if (strcmp(name, "none") == 0) continue;
+    if (is_none(name)) continue;
     void* library = open_named(name, "libnccl-net-%s.so");
     if (library != NULL && take_from(library)) return true;
     if (library != NULL) dlclose(library);
@@ -69,8 +74,9 @@ static bool take_from_net(void) {
 
 static void load(void) {
   const char* name = getenv("DYNAMICCL_NEXT_TUNER");
-  const bool named = name != NULL && *name;
-  if (named && strcmp(name, "none") == 0) return;
+  const bool named = name != NULL && *name, none = named && is_none(name);
+  // Before 2.28, which brought version 5, this was no word of NCCL's: it looked into the net plugin then too.
+  if (none && called >= 5) return;
   void* library = open_named(named ? name : "libnccl-tuner.so", "libnccl-tuner-%s.so");
   if (library != NULL && take_from(library)) return;
   if (library != NULL) {
@@ -78,13 +84,14 @@ static void load(void) {
     dlclose(library);
     return;  // NCCL would look no further either
   }
-  if (!take_from_net() && named) {
+  if (!take_from_net() && named && !none) {
     snprintf(source, sizeof source, "%s", name);
     leave_out("cannot be loaded");
   }
 }
 
 void dccl_next_tuner_init(struct dccl_next_tuner* next, const struct dccl_tuner_init* a) {
+  called = a->version;
   pthread_once(&once, load);
   *next = (struct dccl_next_tuner){0};
   int v = a->version;

@@ -67,13 +67,13 @@ void dccl_emit(const struct dccl_record* record) {
 }
 
 // Communicators and offers, beside the ring: told once, and to be found by a daemon that comes late. Offers
-// leave some places to communicators.
-void dccl_note(const struct dccl_record* record) {
+// leave some places to what must be known: communicators, and that one has registered buffers.
+void dccl_note(const struct dccl_record* record, bool must) {
   struct dccl_ring* r = atomic_load_explicit(&ring, memory_order_acquire);
   if (r == NULL) return;
   dccl_emit(record);
   const bool is_comm = record->kind == DCCL_COMM;
-  const uint64_t room = DCCL_KNOWN_RECORDS - (is_comm ? 0 : DCCL_KNOWN_RECORDS / 8);
+  const uint64_t room = DCCL_KNOWN_RECORDS - (must ? 0 : DCCL_KNOWN_RECORDS / 8);
   if (atomic_load_explicit(&r->known, memory_order_relaxed) >= room) return;
   pthread_mutex_lock(&noting);
   const uint64_t n = atomic_load_explicit(&r->known, memory_order_relaxed);
@@ -81,7 +81,8 @@ void dccl_note(const struct dccl_record* record) {
   for (uint64_t i = 0; fits && i < n; i++) {
     const struct dccl_record* old = (const struct dccl_record*)&r->slots[i];
     if (old->kind == record->kind && old->comm_id == record->comm_id && old->func == record->func &&
-        old->n_bytes == record->n_bytes && (!is_comm || old->comm.rank == record->comm.rank))
+        old->n_bytes == record->n_bytes && old->flags == record->flags &&
+        (!is_comm || old->comm.rank == record->comm.rank))
       fits = false;
   }
   if (fits) {
@@ -104,14 +105,21 @@ bool dccl_ring_is_open(void) { return atomic_load_explicit(&ring, memory_order_r
 
 uint32_t dccl_step_now(void) { return atomic_load_explicit(&step_now, memory_order_relaxed); }
 
-// A folder that others may write to could have its files swapped: it is not used.
+// A folder that others may write to could have its files swapped: it is not used. Where there is none the run
+// is over, and nothing is said.
 static int open_folder(const char* path) {
   const int folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   struct stat s;
-  if (folder < 0) return -1;
-  if (fstat(folder, &s) == 0 && s.st_uid == geteuid() && (s.st_mode & (S_IWGRP | S_IWOTH)) == 0)
-    return folder;
-  close(folder);
+  const char* why = "it is another user's, or others may write to it";
+  if (folder < 0) {
+    if (errno == ENOENT) return -1;
+    why = strerror(errno);
+  } else {
+    if (fstat(folder, &s) == 0 && s.st_uid == geteuid() && (s.st_mode & (S_IWGRP | S_IWOTH)) == 0)
+      return folder;
+    close(folder);
+  }
+  fprintf(stderr, "dynamiccl: no ring in %s: %s\n", path, why);
   return -1;
 }
 
@@ -141,7 +149,7 @@ static uint64_t records_for(int folder, uint64_t* free_bytes) {
   return records >= DCCL_RING_LEAST ? records : 0;
 }
 
-// Where there is no ring, a file of its name says why: the daemon shows it.
+// Where there is no ring, a file of its name says why, if there can be one: the daemon shows it.
 static void leave_word(int folder, const char* name, const char* text) {
   fprintf(stderr, "dynamiccl: %s\n", text);
   const int fd = openat(folder, name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
@@ -151,15 +159,15 @@ static void leave_word(int folder, const char* name, const char* text) {
 }
 
 // In a shared-memory file system a signal ends posix_fallocate, which then begins anew: a profiler's timer
-// might end it each time.
-static bool reserve(int fd, size_t size) {
+// might end it each time. Returns 0, or the error.
+static int reserve(int fd, size_t size) {
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   int error = EINTR;  // that of a debugger, say, cannot be held back
   for (int i = 0; i < RESERVE_TRIES && error == EINTR; i++) error = posix_fallocate(fd, 0, (off_t)size);
   pthread_sigmask(SIG_SETMASK, &before, NULL);
-  return error == 0;
+  return error;
 }
 
 // The file is made whole under another name first: the reader never meets a ring without header and lock.
@@ -183,12 +191,13 @@ static struct dccl_ring* create_ring(int folder) {
   }
   const size_t size = dccl_ring_bytes(records);
   const int fd = openat(folder, draft, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
-  if (fd < 0) return NULL;
+  int error = fd < 0 || flock(fd, LOCK_EX | LOCK_NB) != 0 ? errno : 0;
   // Reserved now: a full shared-memory file system must say so here and not by a signal at the first write.
-  const bool mine = flock(fd, LOCK_EX | LOCK_NB) == 0 && reserve(fd, size);
-  void* map = mine ? mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
+  if (error == 0) error = reserve(fd, size);
+  void* map = error == 0 ? mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
   // A child must not hold the lock on when its parent is gone; see after_fork for the file itself.
-  if (map != MAP_FAILED && madvise(map, size, MADV_DONTFORK) == 0) {
+  if (error == 0 && (map == MAP_FAILED || madvise(map, size, MADV_DONTFORK) != 0)) error = errno;
+  if (error == 0) {
     struct dccl_ring* r = map;
     r->magic = DCCL_RING_MAGIC;
     r->version = DCCL_RING_VERSION;
@@ -205,11 +214,15 @@ static struct dccl_ring* create_ring(int folder) {
       ring_file = fd;
       return r;
     }
+    error = errno;
   }
   if (map != MAP_FAILED) munmap(map, size);
-  unlinkat(folder, draft, 0);
-  close(fd);
-  leave_word(folder, name, "the ring of this rank could not be made: no room in shared memory");
+  if (fd >= 0) {
+    unlinkat(folder, draft, 0);
+    close(fd);
+  }
+  snprintf(text, sizeof text, "the ring of this rank could not be made: %s", strerror(error));
+  leave_word(folder, name, text);
   return NULL;
 }
 

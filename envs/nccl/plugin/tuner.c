@@ -17,7 +17,7 @@ enum { MEMO_BITS = 7, MEMO_WAYS = 2, MOST_CELLS = 64 };
 struct memo {
   _Atomic uint64_t key;    // the message, 0: free
   _Atomic uint64_t value;  // epoch of the table << 25 | whether it speaks << 24 | decision
-  _Atomic bool noted;      // the message's offer is in the ring
+  _Atomic bool noted;      // the message's offer is in the ring, or of no use to a tuner
 };
 
 struct context {
@@ -26,6 +26,7 @@ struct context {
   uint64_t class;
   bool closed[N_PROTOS][N_PROTOS];  // by NCCL's own protocol of a message, and the table's: see hazards
   bool tries_pat;                   // see on_request
+  _Atomic bool registers;           // a question was about registered buffers, and the ring says so
   struct dccl_next_tuner next;
   struct memo memo[1 << MEMO_BITS][MEMO_WAYS];
 };
@@ -33,12 +34,16 @@ struct context {
 // Releases write -1 into a cell that they do not have, and 2.32 also numbers like 1.7e38.
 static bool offered(float cost) { return cost >= 0.0f && cost < DCCL_NO_OFFER; }
 
+// Offers of other functions would take the places of these: tuners make no row for them.
+static bool is_tuned(int func) { return func == FUNC_ALL_GATHER || func == FUNC_REDUCE_SCATTER; }
+
 static uint64_t key_of(const struct dccl_question* q) {
   return UINT64_C(1) << 63 | (uint64_t)q->n_bytes << 3 | (unsigned)q->func;
 }
 
 // The place of a message, which may have been another's until now. NCCL asks on one communicator at a time.
-static struct memo* memo_of(struct context* c, uint64_t key) {
+static struct memo* memo_of(struct context* c, const struct dccl_question* q) {
+  const uint64_t key = key_of(q);
   const uint64_t hash = key * UINT64_C(0x9e3779b97f4a7c15);
   struct memo* set = c->memo[hash >> (64 - MEMO_BITS)];
   for (int way = 0; way < MEMO_WAYS; way++) {
@@ -47,7 +52,7 @@ static struct memo* memo_of(struct context* c, uint64_t key) {
   struct memo* m = &set[atomic_load_explicit(&set[0].key, memory_order_relaxed) ? hash >> 32 & 1 : 0];
   atomic_store_explicit(&m->key, 0, memory_order_release);
   atomic_store_explicit(&m->value, 0, memory_order_release);
-  atomic_store_explicit(&m->noted, false, memory_order_release);
+  atomic_store_explicit(&m->noted, !is_tuned(q->func), memory_order_release);
   atomic_store_explicit(&m->key, key, memory_order_release);
   return m;
 }
@@ -103,12 +108,14 @@ static int choice(const struct dccl_question* q, const float* cost) {
 
 // What the job does without us: `cost` as NCCL offered it, but with the choice, and the prices where they are
 // prices, of the tuner that was asked before us (it forces a cell by a price of 0). A table with nothing in
-// it is no offer.
-static bool emit_offer(const struct context* c, const struct dccl_question* q, const float* cost) {
+// it is no offer. Once a question was about registered buffers, all offers of the communicator say so.
+static bool emit_offer(struct context* c, const struct dccl_question* q, const float* cost) {
+  const bool told = atomic_load_explicit(&c->registers, memory_order_relaxed);
+  const bool is_first = q->reg_buff && !told;
   struct dccl_record r = {.kind = DCCL_OFFER,
                           .func = (uint8_t)q->func,
                           .dtype = DCCL_UNSET,
-                          .flags = q->reg_buff ? DCCL_FLAG_REGISTERED : 0,
+                          .flags = told || is_first ? DCCL_FLAG_REGISTERED : 0,
                           .comm_id = c->comm.comm_id,
                           .n_bytes = q->n_bytes,
                           .step = dccl_step_now(),
@@ -127,7 +134,8 @@ static bool emit_offer(const struct context* c, const struct dccl_question* q, c
     }
   }
   r.offer.n_pipe_ops = q->n_pipe_ops;
-  dccl_note(&r);
+  dccl_note(&r, is_first);
+  if (is_first) atomic_store_explicit(&c->registers, true, memory_order_relaxed);
   return true;
 }
 
@@ -196,8 +204,11 @@ static void decide(void* context, const struct dccl_question* q) {
     }
   }
   const float* cost = asks ? own : q->cost;
-  struct memo* m = memo_of(c, key_of(q));
-  if (counts && !atomic_load_explicit(&m->noted, memory_order_relaxed) && dccl_ring_is_open())
+  struct memo* m = memo_of(c, q);
+  // A message may be asked about before its buffers are registered, as in steps before a graph is captured.
+  const bool is_known = atomic_load_explicit(&m->noted, memory_order_relaxed) &&
+                        (!q->reg_buff || atomic_load_explicit(&c->registers, memory_order_relaxed));
+  if (counts && !is_known && dccl_ring_is_open())
     atomic_store_explicit(&m->noted, emit_offer(c, q, cost), memory_order_relaxed);
   // A graph replays for ever what it was captured with, and ranks may capture at different times: no table
   // that may change has a word in it.

@@ -231,6 +231,8 @@ def test_what_it_waits_for_is_said(world, folder, monkeypatch):
     job, ring, _ = world
     monkeypatch.setattr(folder, "rings", list)
     assert "no process of the job has loaded the probe" in job.waits_for() and job.is_alive()
+    monkeypatch.setattr(folder, "refused", {"ring-0-1": "ring-0-1: Too many open files"})
+    assert job.waits_for().endswith("has a ring, so nothing is heard of it: ring-0-1: Too many open files")
     monkeypatch.setattr(folder, "rings", lambda: [ring])
     assert "no optimizer step yet" in job.waits_for()
     ring.rank = 3

@@ -1,12 +1,15 @@
 """The plugin in an installation, and how NCCL is told where it is."""
 
 import ctypes
+import errno
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from dynamiccl.agent.checks.doctor import checked, gather
 from dynamiccl.envs.nccl.plugin import build
 from dynamiccl.envs.nccl.plugin.bindings import take_slots_back
 from dynamiccl.envs.nccl.plugin.build import LIBRARY, nccl_env, plugin_path
@@ -54,6 +57,72 @@ def test_a_linker_that_knows_no_optimization_of_the_whole_still_builds_the_plugi
     assert (tmp_path / "lib" / LIBRARY).stat().st_size > 10_000
 
 
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, no installed library, and a compiler's name."""
+    monkeypatch.delenv("DYNAMICCL_PLUGIN", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "INSTALLED", tmp_path / "lib")
+    return tmp_path / "dynamiccl"
+
+
+def compiles_as(monkeypatch, writes):
+    """The compiler is ``writes(draft)``."""
+
+    def compiler(command, **_):
+        writes(Path(command[command.index("-o") + 1]))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", compiler)
+
+
+def test_two_hosts_with_one_home_and_one_process_number_build_at_the_same_time(cache, monkeypatch):
+    """Containers: the launcher is process 1 in each. Before: half a library was renamed, and a traceback followed."""
+    running = []
+
+    def writes(draft):
+        running.append(draft)
+        draft.write_text("half")
+        if len(running) == 1:
+            assert plugin_path().read_text() == "whole"  # by the other host, within this moment
+        draft.unlink(missing_ok=True)  # as linkers do
+        draft.write_text("whole")
+
+    compiles_as(monkeypatch, writes)
+    assert plugin_path().read_text() == "whole" and len(running) == 2
+    assert os.listdir(plugin_path().parent) == [LIBRARY]
+
+
+def test_a_full_disk_is_said_in_one_line(cache, monkeypatch):
+    def writes(draft):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    compiles_as(monkeypatch, writes)
+    with pytest.raises(build.PluginBuildError, match=r"No space left on device.*XDG_CACHE_HOME"):
+        plugin_path()
+
+
+def test_nodes_of_two_kinds_with_one_home_do_not_share_a_library(cache, monkeypatch):
+    """One release of a compiler has one path and time on all of them. Before: the second node got the first's."""
+    compiles_as(monkeypatch, lambda draft: draft.write_text("of this machine"))
+    here, machine = plugin_path(), os.uname()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(os, "uname", lambda: os.uname_result((*machine[:4], "another")))
+        other_machine = plugin_path()
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.17"))
+    assert len({here, other_machine, plugin_path()}) == 3
+
+
+def test_a_damaged_library_in_the_cache_is_told_too(cache, monkeypatch):
+    """Before: "built at first use", of one that was there already and that nothing could load."""
+    assert build.load_fault() == ""
+    with monkeypatch.context() as stand_in:
+        compiles_as(stand_in, lambda draft: draft.write_text("of another machine"))
+        path = plugin_path()
+    assert build.load_fault().startswith(f"{path}: ")
+    assert checked(gather())["plugin"] == "built, but cannot be loaded"
+
+
 PATH = f"/x/{LIBRARY}"
 
 
@@ -79,6 +148,19 @@ def test_the_plugin_is_named_so_that_a_new_library_path_does_not_lose_it(monkeyp
         monkeypatch.delenv(variable, raising=False)
         assert nccl_env(Path(path))[variable] == named
     assert nccl_env(Path(path))["LD_LIBRARY_PATH"].split(":")[0] == os.path.dirname(path)
+
+
+def test_a_tuner_of_theirs_in_a_folder_of_our_name_is_asked_first_all_the_same(monkeypatch):
+    """A virtual environment or a checkout is called dynamiccl. Before: their tuner was dropped without a word."""
+    theirs = "/venvs/dynamiccl/lib/libnccl-tuner-site.so"
+    for name in ("DYNAMICCL_PLUGIN", "NCCL_CONF_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_TUNER_PLUGIN", theirs)
+    assert nccl_env(Path(PATH))["DYNAMICCL_NEXT_TUNER"] == theirs
+    for ours in (PATH, LIBRARY, "dynamiccl", "/copies/plugin.so"):
+        monkeypatch.setenv("DYNAMICCL_PLUGIN", "/copies/plugin.so")
+        monkeypatch.setenv("NCCL_TUNER_PLUGIN", ours)
+        assert "DYNAMICCL_NEXT_TUNER" not in nccl_env(Path(PATH))
 
 
 FOUND = """
@@ -107,7 +189,10 @@ def test_where_nccl_takes_no_path_it_finds_the_plugin_by_a_library_name_all_the_
     [
         ("NCCL_PROFILER_PLUGIN", "/opt/libnccl-profiler-inspector.so", True),
         ("NCCL_TUNER_PLUGIN", "libnccl-tuner-ofi.so", True),
+        ("NCCL_PROFILER_PLUGIN", "/venvs/dynamiccl/lib/libnccl-profiler-inspector.so", True),
+        ("NCCL_TUNER_PLUGIN", "/venvs/dynamiccl/lib/libnccl-tuner-ofi.so", True),
         ("NCCL_PROFILER_PLUGIN", "none", False),  # its user wants none
+        ("NCCL_PROFILER_PLUGIN", "None", False),
         ("NCCL_PROFILER_PLUGIN", "", False),
         ("NCCL_PROFILER_PLUGIN", PATH, False),
     ],

@@ -211,7 +211,7 @@ SEARCHES = """
 import numpy as np
 from dynamiccl.envs.nccl.plugin.build import plugin_path
 from nccl_releases import Communicator
-comm = Communicator(plugin_path(), 42, 8, 1, 0)
+comm = Communicator(plugin_path(), 42, 8, 1, 0, sys.argv[1])
 cost = np.full((7, 3), -1, np.float32)
 cost[1] = 30, 20, 10
 print(comm.get_coll_info("all_gather", 4096, cost))
@@ -222,6 +222,12 @@ print(comm.get_coll_info("all_gather", 4096, cost))
 @pytest.mark.parametrize(
     ("built", "env", "found"),
     [
+        ("libnccl-net.so", {"NCCL_TUNER_PLUGIN": "NONE"}, False),
+        ("libnccl-net.so", {"NCCL_NET_PLUGIN": ""}, False),
+        ("libnccl-net.so", {"NCCL_NET_PLUGIN": "None"}, False),
+        # Before 2.28 "none" was a name like any other, and the tuner of AWS stayed.
+        ("libnccl-net.so", {"NCCL_TUNER_PLUGIN": "none", "RELEASE": "2.27.7"}, True),
+        ("libnccl-net-x.so", {"NCCL_TUNER_PLUGIN": "none", "RELEASE": "2.27.7"}, False),
         ("libnccl-net-fabric.so", {"NCCL_NET_PLUGIN": "fabric"}, True),  # AWS, Google: inside the net plugin
         ("libnccl-net-fabric.so", {"NCCL_NET_PLUGIN": "none,fabric"}, True),
         ("libnccl-net.so", {}, True),
@@ -234,7 +240,8 @@ print(comm.get_coll_info("all_gather", 4096, cost))
 )
 def test_it_is_found_where_nccl_would_find_it(tmp_path, monkeypatch, built, env, found):
     """On AWS and Google Cloud the job lost the tuner that it had: what was compared with was not its default."""
-    their_tuner(tmp_path, 5, name=built)
+    release = env.get("RELEASE", "2.29.7")
+    their_tuner(tmp_path, 5 if release > "2.28" else 4, name=built)
     for name in list(os.environ):
         if name.startswith("NCCL_"):
             monkeypatch.delenv(name)
@@ -245,6 +252,6 @@ def test_it_is_found_where_nccl_would_find_it(tmp_path, monkeypatch, built, env,
         monkeypatch.setenv(name, value)
     job = {**os.environ, **nccl_env(plugin_path())}
     done = subprocess.run(
-        [sys.executable, "-c", REACH + SEARCHES], env=job, capture_output=True, text=True, check=True
+        [sys.executable, "-c", REACH + SEARCHES, release], env=job, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["6" if found else "0"] and done.stderr == ""

@@ -87,3 +87,39 @@ def test_pat_at_a_price_that_nothing_takes_is_had_on_request_alone(
     comm.finalize()
     assert (channels, choose(cost)) == (0, (6, 2) if taken else (1, 2))
     assert (" pat" in plugin.identity()) == (asked_for == "1")
+
+
+def test_a_buffer_that_is_registered_later_is_told_and_never_forgotten(run, plugin):
+    """NVIDIA/nccl#2389. Eager steps ask about a message without registered buffers, a CUDA graph's with them. Before:
+    the first question stood for all, so the guard let Simple follow LL."""
+    drained(run)
+    comm = Communicator(plugin.path, 88, 16, 2, 0, "2.30.7")
+    beside = Communicator(plugin.path, 89, 16, 2, 0, "2.30.7")
+    third = Communicator(plugin.path, 90, 16, 2, 0, "2.30.7")
+
+    def ask(of, func, n_bytes, is_registered):
+        of.tuner.ask(func, n_bytes, offer(ring_ll=20, ring_simple=10), is_registered=is_registered)
+
+    for is_registered in (False, True, False, True):
+        ask(comm, "all_gather", MB, is_registered)
+    ask(comm, "reduce_scatter", MB, False)
+    ask(beside, "all_gather", MB, False)
+    for is_registered in (False, True):  # whichever function it is, it may run LL
+        ask(third, "all_reduce", MB, is_registered)
+        ask(third, "all_gather", MB, False)
+    ring, assembler = run[0].rings()[0], Assembler()
+    assembler.add(drained(run), pid=1)
+    assembler.add(ring.known(), pid=1)  # as after a loss of records: the oldest come again
+    told = {key[:2]: one.is_registered for key, one in assembler.offers.items() if key[0] in (88, 89, 90)}
+    assert told == {
+        (88, "all_gather"): True,
+        (88, "reduce_scatter"): True,
+        (89, "all_gather"): False,
+        (90, "all_gather"): True,
+        (90, "all_reduce"): True,
+    }
+    late = Assembler()
+    late.add(ring.known(), pid=1)
+    assert late.offers[88, "all_gather", MB].is_registered
+    for each in (comm, beside, third):
+        each.finalize()

@@ -176,11 +176,23 @@ def test_the_sum_that_nccl_takes_for_kernel_times_is_said(free_mib, nccl, said):
 
 @pytest.mark.parametrize(
     ("value", "whose"),
-    [("/x/libnccl-profiler-inspector.so", "NVIDIA's Inspector"), ("mine", "another profiler")],
+    [
+        ("/x/libnccl-profiler-inspector.so", "NVIDIA's Inspector"),
+        ("mine", "another profiler"),
+        ("/venvs/dynamiccl/lib/libnccl-profiler-site.so", "another profiler"),
+    ],
 )
 def test_who_has_the_profiler_s_place_is_named(value, whose):
     (found,) = examine(Facts({"NCCL_PROFILER_PLUGIN": value}))
     assert whose in found.what
+
+
+@pytest.mark.parametrize("value", ["none", "NONE", "/x/libnccl-tuner-dynamiccl.so", "dynamiccl"])
+def test_nobody_has_the_profiler_s_place(value):
+    """NCCL reads "none" in letters of any case."""
+    assert "NCCL_PROFILER_PLUGIN" not in {
+        trap.name for trap in examine(Facts({"NCCL_PROFILER_PLUGIN": value}))
+    }
 
 
 def test_a_clean_environment_has_none():

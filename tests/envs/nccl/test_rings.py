@@ -11,7 +11,7 @@ import pytest
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.plugin.build import plugin_path
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.traces.records import COMM, OFFER
+from dynamiccl.traces.records import COMM, FLAG_REGISTERED, FUNCS, OFFER
 from nccl_releases import REACH
 
 TALKS = """
@@ -128,9 +128,12 @@ from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from nccl_releases import Communicator
 plugin = Plugin.load()
 comm = Communicator(plugin.path, 70, 8, 1, 0)
+for n in range(1000):  # no table has a row for these
+    comm.get_coll_info("all_reduce", 8 * n, np.full((7, 3), 5, np.float32))
 for _ in range(2):
     for n in range(3000):
         comm.get_coll_info("all_gather", 8 * n, np.full((7, 3), 5, np.float32))
+comm.tuner.ask("all_gather", 8, np.full((7, 3), 5, np.float32), is_registered=True)
 Communicator(plugin.path, 71, 8, 1, 0)
 print("ready", flush=True)
 sys.stdin.read()
@@ -142,8 +145,13 @@ def test_a_job_of_ever_new_sizes_leaves_room_for_communicators(folder):
     (ring,) = folder.rings()
     known = ring.known()
     child.communicate()
-    offers = [int(n) for n in known["n_bytes"][known["kind"] == OFFER]]
-    assert len(offers) == len(set(offers)) > 800
+    is_offer = known["kind"] == OFFER
+    offers = [int(n) for n in known["n_bytes"][is_offer]]
+    assert set(known["func"][is_offer]) == {FUNCS.index("all_gather")}
+    assert len(offers) - 1 == len(set(offers)) > 800
+    assert offers[-1] == 8 and list(known["flags"][known["flags"] > 0]) == [FLAG_REGISTERED], (
+        "and for registered buffers"
+    )
     assert [int(c) for c in known["comm_id"][known["kind"] == COMM]] == [70, 71]
 
 
@@ -235,6 +243,39 @@ def test_rings_take_an_eighth_of_what_is_free(tmp_path, mib, ranks, records):
         run.close(remove=False)
     finally:
         subprocess.run(["umount", "-l", mount], check=True)
+
+
+@pytest.mark.parametrize(
+    ("limit", "error"),
+    [("FSIZE, (1 << 20, 1 << 20)", "File too large"), ("NOFILE, (free, free)", "Too many open")],
+)
+def test_why_there_is_no_ring_is_said(limit, error):
+    """It is reserved at once: no signal later. Before: "no room in shared memory" in each case, or nothing."""
+    program = f"""
+import os, resource
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
+p = Plugin.load()
+import signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+free = os.open("/dev/null", 0) + 1  # one file more may be open: the folder
+os.close(free - 1)
+resource.setrlimit(resource.RLIMIT_{limit})
+print(p.open())
+p.emit(bytes(128))
+"""
+    run = RunFolder.create()
+    try:
+        env = {**os.environ, "DYNAMICCL_RUN": str(run.path)}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == ["False"] and f"could not be made: {error}" in done.stderr
+        assert not run.rings()
+        if "FSIZE" in limit:  # else there can be no file that tells the daemon
+            assert error in next(iter(run.refused.values()))
+        assert not list(run.path.glob(".*"))
+    finally:
+        run.close()
 
 
 UNLOADS = """

@@ -145,9 +145,17 @@ def test_a_fork_does_not_write_into_its_parents_ring(folder, producer):
     assert rings == {os.getpid(): [0, 1, 2], child: [200, 201]}
 
 
-@pytest.mark.parametrize("obstacle", ["missing", "not a folder", "others may write", "unset"])
-def test_no_ring_no_harm(tmp_path, obstacle):
-    """Whatever is wrong with the folder: the job runs without a ring."""
+@pytest.mark.parametrize(
+    ("obstacle", "said"),
+    [
+        ("missing", ""),  # its run is over
+        ("not a folder", "Not a directory"),
+        ("others may write", "others may write to it"),
+        ("unset", ""),
+    ],
+)
+def test_no_ring_no_harm(tmp_path, obstacle, said):
+    """Whatever is wrong with the folder: the job runs without a ring, and says why."""
     path = tmp_path / "run"
     if obstacle == "not a folder":
         path.write_text("")
@@ -171,34 +179,8 @@ c.finalize()
     )
     # Of a run: collectives are counted all the same, where they are called (2) and where they are launched (2048).
     mask = "0" if obstacle == "unset" else str(2 + 2048)
-    assert done.stdout.split() == ["False", mask] and done.stderr == ""
-
-
-def test_full_disk_means_no_ring():
-    """A file system without room for the ring, which is reserved at once: no ring and no signal later."""
-    program = """
-import resource
-from dynamiccl.envs.nccl.plugin.bindings import Plugin
-p = Plugin.load()
-import signal
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # a ring has 8 MiB
-print(p.open())
-p.emit(bytes(128))
-"""
-    run = RunFolder.create()
-    try:
-        env = {**os.environ, "DYNAMICCL_RUN": str(run.path)}
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
-        )
-        assert done.stdout.split() == ["False"] and "no room in shared memory" in done.stderr
-        assert not run.rings() and "no room in shared memory" in next(
-            iter(run.refused.values())
-        )  # the daemon is told
-        assert not list(run.path.glob(".*"))
-    finally:
-        run.close()
+    assert done.stdout.split() == ["False", mask]
+    assert done.stderr.count("\n") == bool(said) and said in done.stderr
 
 
 def forge(
