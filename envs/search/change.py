@@ -4,6 +4,8 @@ A regime (another batch size, an evaluation) is known by the default in it: the 
 kernels are sampled. When a job has changed, some default steps tell whether it is a regime that was tuned before. Then
 the table adopted in it is the current one again at once, and monitoring begins with these default steps. A table whose
 regime does not come back as it was is never used again.
+
+This file also knows when the default is looked at meanwhile.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ import numpy as np
 
 from .comparison import Comparison
 from .config import (
+    EARLY,
     FAR,
     FRESH,
     LEAST_USUAL,
     LONG_WINDOW,
+    LONGEST,
     MOST_REGIMES,
     ODD,
     ODD_LONG,
@@ -140,6 +144,49 @@ class StepLevel:
             return RETURNED
         self.change = Change(self.levels, level, level - middle)
         return MOVED
+
+
+class VisitSchedule:
+    """When the default is looked at: often until that shows a gain, then less and less while nothing speaks against the
+    table. Times are steps of the job."""
+
+    def __init__(self, visit_steps: int, watch_share: float, now: int) -> None:
+        self.usual = visit_steps / watch_share  # between two visits
+        self.early = self.usual / EARLY
+        self.gap = self.early
+        self.last = now
+        self.is_due = False  # at once
+
+    def wants(self, now: int) -> bool:
+        """Whether the default is due."""
+        return self.is_due or now - self.last >= self.gap
+
+    def visited(self, now: int) -> bool:
+        """The default was measured. Returns whether that was out of turn."""
+        was_due, self.is_due = self.is_due, False
+        self.last = now
+        return was_due
+
+    def gains(self, is_calm: bool) -> None:
+        """The visits show that the table gains; ``is_calm``: so does the last one."""
+        longest = LONGEST * self.usual
+        longer = min(2 * self.gap, longest)
+        may_grow = is_calm and self.gap >= self.usual
+        self.gap = longer if may_grow else self.usual
+
+    def stretch(self, times: float) -> None:
+        """A visit takes so many times as many steps as before."""
+        self.usual *= times
+        self.early *= times
+        self.gap *= times
+
+    def be_next(self, now: int) -> None:
+        """The default is looked at now, as if its time had come."""
+        self.last = now - math.ceil(self.gap)
+
+    def be_early(self) -> None:
+        """The table may not gain: visit as often as at first."""
+        self.gap = self.early
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from .change import AS_USUAL, MOVED, OFF, RETURNED, Change, Regime, StepLevel
+from .change import AS_USUAL, MOVED, OFF, RETURNED, Change, Regime, StepLevel, VisitSchedule
 from .comparison import Comparison, LongSteps, TimedWindow, Window, proves_slower
-from .config import CHECK_QUADS, EARLY, HARM, LONGEST, SMALL, SURE, SWITCHES, SearchConfig
+from .config import CHECK_QUADS, HARM, MOST_SURVIVED, SMALL, SURE, SWITCHES, SearchConfig
 from .interfaces import QUAD, WATCH, Plan
 from .state import Changed, Look, Next, State
 from .step_times import shortest_counted
@@ -19,43 +19,6 @@ Array = np.ndarray[Any, Any]
 
 #: What a window may show: the table is slower than the default; the job has changed for good.
 HARMFUL, CHANGED = "harmful", "changed"
-
-
-class VisitSchedule:
-    """When the default is looked at: often until that shows a gain, then less and less while nothing speaks against the
-    table. Times are steps of the job."""
-
-    def __init__(self, visit_steps: int, watch_share: float, now: int) -> None:
-        self.usual = visit_steps / watch_share  # between two visits
-        self.early = self.usual / EARLY
-        self.gap = self.early
-        self.last = now
-        self.is_due = False  # at once
-
-    def wants(self, now: int) -> bool:
-        """Whether the default is due."""
-        return self.is_due or now - self.last >= self.gap
-
-    def visited(self, now: int) -> bool:
-        """The default was measured. Returns whether that was out of turn."""
-        was_due, self.is_due = self.is_due, False
-        self.last = now
-        return was_due
-
-    def gains(self, is_calm: bool) -> None:
-        """The visits show that the table gains; ``is_calm``: so does the last one."""
-        longest = LONGEST * self.usual
-        longer = min(2 * self.gap, longest)
-        may_grow = is_calm and self.gap >= self.usual
-        self.gap = longer if may_grow else self.usual
-
-    def be_next(self, now: int) -> None:
-        """The default is looked at now, as if its time had come."""
-        self.last = now - math.ceil(self.gap)
-
-    def be_early(self) -> None:
-        """The table may not gain: visit as often as at first."""
-        self.gap = self.early
 
 
 class Watch:
@@ -82,7 +45,6 @@ class Watch:
         time; ``known``: the table's gain as it was adopted (log), and its pairs; ``levels``: logs of step times that
         the job had under this table before; ``visit_steps``: default steps of a visit; 0: those of a window."""
         self.scheduled, self.config = scheduled, config
-        self.by_turns = scheduled.takes_turns
         self.noise, self.window_steps = noise, window_steps
         self.gain, self.pairs = known
         self.level = StepLevel(noise, window_steps, config.change, levels)
@@ -118,6 +80,14 @@ class Watch:
         by_gain = self.visit_steps * max(self.gain, SMALL)
         by_harm = self.window_steps * HARM
         return min(by_gain, by_harm) * 2**self.survived
+
+    def use_windows(self, scheduled: Comparison) -> None:
+        """The job takes no turns any more: visits are windows, which take more steps, and so are the pairs
+        ``scheduled``, which begin anew."""
+        self.scheduled = scheduled
+        before = self.visit_steps
+        self.visit_steps = self.window_steps + SWITCHES
+        self.schedule.stretch(self.visit_steps / before)
 
     def begin_with(self, default_ms: float) -> None:
         """A window of the default was just measured: the table's first one is compared with it."""
@@ -216,7 +186,7 @@ class Watch:
         return max(self.config.change, by_noise)
 
     def _survives(self) -> None:
-        self.survived += 1
+        self.survived = min(self.survived + 1, MOST_SURVIVED)
         self.level.restart_calm()
 
     def _follow(self, log: float, least: float) -> str:
@@ -231,7 +201,8 @@ class Watch:
             self._harm, self.schedule.is_due = 0.0, False
         if found in (OFF, MOVED):
             self._count_harm(least - usual - self.gain)
-        if found == MOVED and self.by_turns and self.has_table:  # turns tell whether that matters
+        takes_turns = self.scheduled.takes_turns
+        if found == MOVED and takes_turns and self.has_table:  # turns tell whether that matters
             self.schedule.is_due = True
             return ""
         return CHANGED if found == MOVED else ""
@@ -335,6 +306,8 @@ class Monitor:
         """See :class:`state.Phase`."""
         state, seen = self._state, window.seen
         self.is_looked_at = False
+        if self.watch.scheduled.takes_turns and not state.turns.is_possible:
+            self.watch.use_windows(state.scheduled_pairs())
         has_table = not state.current.is_default
         is_default = bool(has_table and not window.plan.configs.any())
         account = state.account

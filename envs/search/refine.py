@@ -50,7 +50,6 @@ class Refine:
         self._turns = 0  # of that trial
         self._passed = 0  # turns in a row of which no trial came
         self._is_long = False  # the policy wants a longer trial
-        self._noise = state.pair_noise
         self._compared: dict[bytes, Comparison] = {}  # of each trial with the current table
         self._monitor = Monitor(state, chosen, levels, default_ms)
 
@@ -238,7 +237,8 @@ class Refine:
         key = trial.tobytes()
         found = self._compared.get(key)
         if found is None:
-            found = self._state.compare(trial, self._noise, is_trial=True)
+            noise = self._state.pair_noise
+            found = self._state.compare(trial, noise, is_trial=True)
             self._compared[key] = found
         return found
 

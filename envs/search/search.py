@@ -206,7 +206,7 @@ class Search:
         if len(seen.arms):
             return self._record_turns(plan, seen)
         if plan.turns:  # the job could not take turns
-            state.turns.is_possible = False
+            state.use_windows()
         configs = plan.configs
         default_ms = state.default_ms_now
         limit_ms = state.guard.limit_ms(configs, default_ms)

@@ -180,15 +180,23 @@ class State:
         self.turns.try_again()
         self.noise.begin(default.step_ms, self.config)
         self.belief = Belief(self.prior, self.job.features, self.open, self.job.share)
-        has_calls = bool(np.isfinite(self.default_calls.logs).any())
-        noise = self.pair_noise / math.sqrt(2)
-        self.belief.begin(noise, self.config.reveal, has_calls)
+        self._begin_belief()
         self.guard.begin(self.job, self.belief, before)
         self.account.rounds = 0
         self.comparisons.begin(self.default_ms)
         self.long_steps = LongSteps()
         self.long_steps.add(np.zeros(self.n_slots, np.int64), default.step_ms, self.default_ms)
         self.last = LastWindow(0.0, np.zeros(self.n_slots), 0.0)
+
+    def _begin_belief(self) -> None:
+        has_calls = bool(np.isfinite(self.default_calls.logs).any())
+        noise = self.pair_noise / math.sqrt(2)
+        self.belief.begin(noise, self.config.reveal, has_calls)
+
+    def use_windows(self) -> None:
+        """The job refused turns: what is measured until :meth:`Turns.try_again` has the noise of windows."""
+        self.turns.is_possible = False
+        self._begin_belief()
 
     # -- reading -----------------------------------------------------------------------------------------------
 
