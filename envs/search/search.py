@@ -309,9 +309,10 @@ class Search:
         longer = call_logs - state.default_calls.logs
         calls = np.where(obeyed, longer, np.nan)
         is_refused = ~obeyed & (planned > 0)
-        state.guard.refuse(planned, is_refused)
-        configs = np.where(obeyed, planned, 0)
-        return configs, calls
+        if is_refused.any():
+            state.guard.refuse(planned, is_refused)
+            state.belief.refuse(state.guard.refused)
+        return np.where(obeyed, planned, 0), calls
 
     @property
     def steps_left(self) -> int:

@@ -68,6 +68,7 @@ class Belief:
             index[configs] = np.arange(len(configs))
             self.config.append(index)
         self._places = Places.of(arms, parts, share)
+        self.refused = np.zeros((len(arms), N_CONFIGS), bool)  # by NCCL: may not be had, whatever they save
         self.touched()
         # Standard deviations that the last window was off its prediction: the step, and each slot's calls.
         self.off_step = 0.0
@@ -87,6 +88,11 @@ class Belief:
         self.cov[0, 0] = max(known, noise**2)
         by_noise = DRIFT_PART * noise
         self.drift = max(DRIFT, by_noise)
+
+    def refuse(self, refused: Array) -> None:
+        """NCCL does not obey these configs, (s, N_CONFIGS) bool: none of them is the best of its slot."""
+        self.refused = refused
+        self.touched()
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -179,7 +185,7 @@ class Belief:
         savings = effect.mean
         if lost is None:
             lost = np.zeros(N_CONFIGS, bool)
-        is_lost = lost[arms]
+        is_lost = (lost | self.refused[slot])[arms]
         able = np.where(is_lost, LOST, savings)
         auto = LOST if lost[0] else 0.0
         leader, best = highest(able, auto)
@@ -266,7 +272,7 @@ class Belief:
         return total, figures, by_figure
 
     def best(self) -> Array:
-        """The table of best means, (s,)."""
+        """The table of best means, (s,), without what NCCL refused."""
         known = self._known
         if known.best is None:
             best = np.zeros(self.n_slots, np.int64)
@@ -274,7 +280,7 @@ class Belief:
             first = self._places.first
             for slot, arms in enumerate(self.arms):
                 own = slice(first[slot], first[slot + 1])
-                mean = all_means[own]
+                mean = np.where(self.refused[slot, arms], LOST, all_means[own])
                 if len(arms) and mean.max() > 0:
                     best[slot] = arms[mean.argmax()]
             known.best = best
