@@ -201,16 +201,18 @@ class Refine:
 
     def _tried(self, window: Window) -> None:
         """One window of a trial."""
-        reference = self._reference
+        reference, self._reference = self._reference, None
         assert reference is not None
         trial = window.plan.configs
         comparison = self.comparison_of(trial)
         if comparison.takes_turns:
             comparison = self._state.compare_by_windows(comparison)
             self._compared[trial.tobytes()] = comparison
+        # Where turns were refused, the reference is from before that, when the job was another.
+        if window.plan.turns and not (window.is_aborted or window.is_refused):
+            return
         comparison.add_pair(reference, window.timed)
         self._learn(window, reference)
-        self._reference = None
         self._judge(window, comparison)
 
     def _judge(self, window: Window, comparison: Comparison) -> None:

@@ -228,7 +228,7 @@ class Search:
         state.long_steps.add(configs, seen.step_ms, usual_ms)
         if plan.kind != WATCH or not configs.any():
             self._learn(plan, seen, steps, ms, is_aborted)
-        is_guilty = self._ran(plan, is_aborted)
+        is_guilty = self._ran(plan.as_window if plan.turns else plan, is_aborted)
         window = Window(plan, seen, steps, ms, is_aborted, is_guilty)
         return self._recorded(window, saved - anyway)
 

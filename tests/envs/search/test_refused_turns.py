@@ -1,14 +1,18 @@
 """A job that says that its tables can take turns, as a running job does, and then refuses or stops: the search goes on
 in windows, and nothing that a phase knew of turns stays."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.search.belief.prior import Prior
-from dynamiccl.envs.search.config import SWITCHES
+from dynamiccl.envs.search.comparison import TimedWindow
+from dynamiccl.envs.search.config import DISCARD, SWITCHES
+from dynamiccl.envs.search.interfaces import TRIAL, WATCH
 from dynamiccl.envs.search.monitor import Monitor
+from dynamiccl.envs.search.refine import Refine
 from dynamiccl.envs.search.search import Search
 from told_job import Told
 
@@ -27,7 +31,7 @@ class Refusing(Told):
 
 
 def gains(config):
-    return lambda c: 0.10 * (c[0] == config) - 0.03 * (c[1] > 0)
+    return lambda c: 0.10 * (c[0] == config)
 
 
 def tuned(prior):
@@ -45,7 +49,7 @@ def tuned(prior):
                 search.record(plan, told.measure(plan))
 
     go_on(5_000, lambda: search.is_done)
-    assert search.is_done and search.confirmed.tolist() == [20, 0]
+    assert search.is_done and search.confirmed[0] == 20
     return told, search, go_on
 
 
@@ -103,3 +107,28 @@ def test_trials_and_the_belief_have_the_noise_of_windows_after_a_refusal(prior):
             assert search.state.belief.reveal > of_turns
     trials = [one.test.noise for one in search.comparisons if one.is_trial and not one.takes_turns]
     assert trials and min(trials) > 0.5 * noise.of_pair
+
+
+def test_a_refused_trial_makes_no_pair_with_turns_before_it(prior):
+    """Before: with the last turns of the current table, from before the job's steps became unlike; and the next window
+    counted the step that runs under both tables."""
+    told, search, _ = tuned(prior)
+    state = search.state
+    state.turns.try_again()
+    search.phase = refine = Refine(state, 10, search.confirmed)
+    slower = search.confirmed.copy()
+    slower[0] = 18
+    refine.trial = slower
+    refine._reference = TimedWindow(500.0, 1, 2)
+    plan = search.plan()
+    assert plan.kind == TRIAL and plan.turns
+    search.record(plan, told.measure(plan))
+    assert refine.trial.tolist() == slower.tolist() and not search.comparisons[-1].test.n
+    kinds = []
+    for _ in range(2):
+        plan = search.plan()
+        assert plan.discard >= DISCARD and not plan.turns
+        kinds.append(plan.kind)
+        search.record(plan, told.measure(plan))
+    logs = search.comparisons[-1].test.logs
+    assert kinds == [WATCH, TRIAL] and logs == [pytest.approx(math.log(0.9), abs=0.02)]
