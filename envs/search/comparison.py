@@ -214,6 +214,13 @@ class Comparison:
         self.test.logs.extend(quads.ratios.tolist())
         self.carried.extend(quads.carried.tolist())
 
+    def restart(self, test: SequentialTest) -> None:
+        """Begin anew, with this test: who follows this comparison goes on with it."""
+        self.test = test
+        self.drop_half()
+        for seen in (self.reference_windows, self.table_windows, self.carried):
+            seen.clear()
+
     def drop_carried(self) -> bool:
         """Whether a part of the effect carries over into the next step. The quads so far, which show too little of the
         effect, are dropped then."""

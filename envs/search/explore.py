@@ -143,7 +143,7 @@ class Explore:
         if window.quads is not None and window.current is not None:
             return self._compared_turns(window, window.quads, window.current, comparison)
         if comparison.takes_turns:
-            self.comparison = state.compare_by_windows(comparison)
+            state.compare_by_windows(comparison)
             return None
         if not window.plan.configs.any():
             state.comparisons.default_window(window.ms)

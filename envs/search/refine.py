@@ -206,8 +206,7 @@ class Refine:
         trial = window.plan.configs
         comparison = self.comparison_of(trial)
         if comparison.takes_turns:
-            comparison = self._state.compare_by_windows(comparison)
-            self._compared[trial.tobytes()] = comparison
+            self._state.compare_by_windows(comparison)
         # Where turns were refused, the reference is from before that, when the job was another.
         if window.plan.turns and not (window.is_aborted or window.is_refused):
             return

@@ -279,20 +279,22 @@ class State:
 
     def compare(self, table: Array, noise: float, is_trial: bool = False) -> Comparison:
         """A new comparison of a table (s,) with the current one; ``noise`` of a pair of windows."""
+        test = self._test(noise, is_trial)
+        found = Comparison(table.copy(), self.current.configs.copy(), test, is_trial)
+        self.comparisons.history.append(found)
+        return found
+
+    def _test(self, noise: float, is_trial: bool) -> SequentialTest:
         first = TRIAL_ALPHA if is_trial else ALPHA
         is_improvement = is_trial and not self.current.is_default
         level = ALPHA if is_improvement else first * AGAIN**self.milestones.fruitless
         if self.turns.is_possible:
             noise = self.noise.of_quads(1)
-        test = SequentialTest(noise, level, quads_a_pair=self.quads_a_pair)
-        found = Comparison(table.copy(), self.current.configs.copy(), test, is_trial)
-        self.comparisons.history.append(found)
-        return found
+        return SequentialTest(noise, level, quads_a_pair=self.quads_a_pair)
 
-    def compare_by_windows(self, comparison: Comparison) -> Comparison:
+    def compare_by_windows(self, comparison: Comparison) -> None:
         """The job takes no turns any more: the same comparison begins anew."""
-        self.comparisons.history.remove(comparison)
-        return self.compare(comparison.table, self.pair_noise, comparison.is_trial)
+        comparison.restart(self._test(self.pair_noise, comparison.is_trial))
 
     def scheduled_pairs(self) -> Comparison:
         """The pairs of the current table and the default that monitoring measures now and then."""

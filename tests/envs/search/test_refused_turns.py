@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.search.belief.prior import Prior
-from dynamiccl.envs.search.comparison import TimedWindow
+from dynamiccl.envs.search.comparison import ADOPTED, TimedWindow
 from dynamiccl.envs.search.config import DISCARD, SWITCHES
 from dynamiccl.envs.search.interfaces import TRIAL, WATCH
 from dynamiccl.envs.search.monitor import Monitor
 from dynamiccl.envs.search.refine import Refine
 from dynamiccl.envs.search.search import Search
+from dynamiccl.envs.search.step_times import Quads
 from told_job import Told
 
 
@@ -132,3 +133,19 @@ def test_a_refused_trial_makes_no_pair_with_turns_before_it(prior):
         search.record(plan, told.measure(plan))
     logs = search.comparisons[-1].test.logs
     assert kinds == [WATCH, TRIAL] and logs == [pytest.approx(math.log(0.9), abs=0.02)]
+
+
+def test_a_comparison_that_goes_on_in_windows_stays_the_one_that_was_begun(prior):
+    """Before: another took its place at the end of the list, so that the tuner never told what became of it."""
+    told = Refusing(gains(20))
+    search = Search(*told.begin(), prior)
+    table = np.array([20, 0])
+    one = search.phase.compare(table)
+    seen = TimedWindow(100.0, 1, 4)
+    one.add_quads(Quads.single(0.5), seen, seen)
+    search.record(plan := search.plan(), told.measure(plan))
+    assert search.comparisons == [one] and not one.takes_turns and one.steps == [] and not one.test.n
+    while search.is_comparing:
+        search.record(plan := search.plan(), told.measure(plan))
+    assert search.comparisons == [one] and one.outcome == ADOPTED
+    assert len(one.table_windows) == one.test.n > 0 and search.gain[0] == pytest.approx(0.105, abs=0.01)
