@@ -212,11 +212,14 @@ class Regimes:
 
     known: list[Regime] = field(default_factory=list)
 
-    def leave(self, regime: Regime, default_ms: float | None, noise: float) -> None:
-        """The job has left it. ``default_ms``: of the default that its table was slower than. If that is still the
-        regime's default, the table does not hold any more, and the regime is forgotten."""
+    def leave(
+        self, regime: Regime, noise: float, is_harmful: bool = False, default_ms: float | None = None
+    ) -> None:
+        """The job has left it. A regime whose table is slower than the default (``is_harmful``) is forgotten, unless
+        this default is another one than the regime's: ``default_ms``, if a window of it showed that."""
         before = self.find(regime.step_ms, regime.call_logs, noise)
-        holds = default_ms is None or abs(math.log(default_ms / regime.step_ms)) > _reach(noise)
+        is_elsewhere = default_ms is not None and abs(math.log(default_ms / regime.step_ms)) > _reach(noise)
+        holds = is_elsewhere or not is_harmful
         others = [one for one in self.known if one is not before]
         self.known = [*others, *([regime] if holds else [])][-MOST_REGIMES:]
 

@@ -282,8 +282,7 @@ class Monitor:
     def saw_current(self, window: TimedWindow) -> Next:
         """Turns of the current table, measured beside a trial."""
         found = self.watch.saw_table(window.ms)
-        default_ms = self._state.default_ms
-        return self._found(found, default_ms)
+        return self._found(found)
 
     def look(self) -> Look:
         """For an observation that no decision follows."""
@@ -330,8 +329,7 @@ class Monitor:
         self._add_long_steps(window)
         if not found and has_table:
             found = self._check_long_steps()
-        default_ms = window.ms if is_default else state.default_ms
-        return self._found(found, default_ms)
+        return self._found(found, window.ms if is_default else None)
 
     def _add_long_steps(self, window: Window) -> None:
         long_steps, seen = self._long_steps, window.seen
@@ -341,20 +339,16 @@ class Monitor:
             long_steps.add(table, seen.current, ms)
         long_steps.add(window.plan.configs, seen.tried, window.ms)
 
-    def _found(self, found: str, default_ms: float) -> Next:
-        """What comes after a window that shows this; ``default_ms``: of the default."""
+    def _found(self, found: str, default_ms: float | None = None) -> Next:
+        """What comes after a window that shows this; ``default_ms``: of the default, if it was the default's."""
         if not found:
             return None
         is_harmful = found == HARMFUL
         self._state.milestones.dropped += is_harmful
-        return self._changed(default_ms if is_harmful else None)
-
-    def _changed(self, default_ms: float | None) -> Changed:
-        """The job has changed, or (with ``default_ms``) the table is slower than the default."""
         before = self._state.current.configs
-        if default_ms is not None:
+        if is_harmful:
             before = np.zeros_like(before)
-        return Changed(self.watch.change, self._regime, default_ms, before)
+        return Changed(self.watch.change, self._regime, before, is_harmful, default_ms)
 
     def _check_long_steps(self) -> str:
         """HARMFUL if long steps cost more than the table gains. If they seem to, the default is measured as often as at

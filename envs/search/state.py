@@ -344,8 +344,9 @@ class Changed:
 
     change: Change
     regime: Regime  # that was left
-    default_ms: float | None  # that its table was slower than; None: the table holds
     before: Array  # (s,) configs to try first in a new search
+    is_harmful: bool = False  # its table is slower than the default
+    default_ms: float | None = None  # of the default's window that showed that; None: another window did
     trials: int = 0  # that were left
 
 
