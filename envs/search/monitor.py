@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .change import AS_USUAL, MOVED, OFF, RETURNED, Change, Regime, StepLevel, VisitSchedule
-from .comparison import Comparison, LongSteps, TimedWindow, Window, proves_slower
+from .comparison import Comparison, LongSteps, Window, proves_slower
 from .config import CHECK_QUADS, HARM, MOST_SURVIVED, SMALL, SURE, SWITCHES, SearchConfig
 from .interfaces import QUAD, WATCH, Plan
 from .state import Changed, Look, Next, State
@@ -101,6 +101,11 @@ class Watch:
         """Take in turns of the default and the table, log(default / table) and its standard deviation: HARMFUL, CHANGED
         or ''. Both ran in the same steps, so a change of the job's pace falls out."""
         was_due = self.schedule.visited(now)
+        if not was_due and self.scheduled.refutes(log_ratio):
+            self.schedule.is_due = (
+                True  # of a quad or two one long step may say so: once more, with more quads
+            )
+            return ""
         reach = max(self.config.change, SURE * noise)
         is_known = self.pairs > 0
         has_fallen = is_known and log_ratio < self.gain - reach
@@ -154,6 +159,7 @@ class Watch:
     def _count(self, log_ratio: float) -> str:
         """A pair of the default and the table."""
         scheduled = self.scheduled
+        is_refuted = scheduled.refutes(log_ratio)
         scheduled.add_log(log_ratio)
         total = self.gain * self.pairs + log_ratio
         self.pairs += 1
@@ -161,7 +167,7 @@ class Watch:
         least, _ = scheduled.test.interval
         if least > 0:
             self.schedule.gains(is_calm=log_ratio > 0)
-        return HARMFUL if scheduled.refutes(log_ratio) else ""
+        return HARMFUL if is_refuted else ""
 
     def _asked(self, default: float) -> str:
         """A visit out of turn: is the table slow, or the job?"""
@@ -279,9 +285,10 @@ class Monitor:
         quads = max(quads, state.noise.quads)
         return state.turns.plan(plan, current, quads)
 
-    def saw_current(self, window: TimedWindow) -> Next:
-        """Turns of the current table, measured beside a trial."""
-        found = self.watch.saw_table(window.ms)
+    def saw_current(self, step_ms: Array) -> Next:
+        """Steps (k,) of the current table, measured by turns beside a trial."""
+        least_ms = shortest_counted(step_ms)
+        found = self.watch.saw_table(self._state.noise.usual_ms(step_ms), least_ms)
         return self._found(found)
 
     def look(self) -> Look:

@@ -193,7 +193,7 @@ class Refine:
             self._state.account.since_verdict += window.seen.billed
             comparison = self.comparison_of(window.plan.configs)
             comparison.add_quads(quads, current, window.timed)
-            found = self._monitor.saw_current(current)
+            found = self._monitor.saw_current(window.seen.current)
             self._judge(window, comparison)
         if isinstance(found, Changed):
             return replace(found, trials=self.trials_left)

@@ -211,7 +211,7 @@ class Search:
         default_ms = state.default_ms_now
         limit_ms = state.guard.limit_ms(configs, default_ms)
         steps, is_aborted = _measuring_steps(plan, seen.step_ms, limit_ms)
-        ms = trimmed_mean(steps)
+        ms = state.noise.usual_ms(steps)
         is_default = not configs.any()
         if is_default and not is_aborted:
             state.saw_default(ms)
@@ -236,12 +236,12 @@ class Search:
         """Take in a measurement by turns."""
         state = self.state
         account = state.account
-        current_ms = trimmed_mean(seen.current)
+        current_ms = state.noise.usual_ms(seen.current)
         state.saw_current(current_ms)
         default_ms = state.default_ms_now
         limit_ms = state.guard.limit_ms(plan.configs, default_ms)
         steps, is_aborted = _measuring_steps(plan, seen.tried, limit_ms)
-        ms = trimmed_mean(steps)
+        ms = state.noise.usual_ms(steps)
         last_ms = seen.tried[-1]
         has_ended = bool(last_ms > plan.limit_ms)
         quads = Quads.of(seen.step_ms, seen.arms, plan.turns, has_ended)
