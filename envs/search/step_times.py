@@ -238,7 +238,8 @@ class NoiseEstimate:
         """Step time of a window, which a long step does not move. Of a few steps :func:`trimmed_mean` cuts none off, so
         those that are clearly longer than the shortest are left out: for the noise of a step, or as too slow."""
         if len(step_ms) < TRIMMED:
-            by_noise = math.exp(CLIP * math.sqrt(2) * self.of(1))
+            apart = math.sqrt(2) * self.of(1)
+            by_noise = math.exp(CLIP * apart)
             longest_ms = step_ms.min() * min(by_noise, ABORT)
             step_ms = step_ms[step_ms <= longest_ms]
         return trimmed_mean(step_ms)
