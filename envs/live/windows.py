@@ -152,6 +152,7 @@ class LiveWindows:
         decisions = self.decisions(plan.configs)
         measured = self._in_turns(plan, decisions) if plan.turns else None
         if measured is None:
+            plan = plan.as_window if plan.turns else plan
             measured = job.window(decisions, plan.n_steps, plan.discard, plan.limit_ms, plan.one_of)
         self.windows += 1
         events = pd.DataFrame()

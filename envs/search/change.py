@@ -4,6 +4,8 @@ A regime (another batch size, an evaluation) is known by the default in it: the 
 kernels are sampled. When a job has changed, some default steps tell whether it is a regime that was tuned before. Then
 the table adopted in it is the current one again at once, and monitoring begins with these default steps. A table whose
 regime does not come back as it was is never used again.
+
+This file also knows when the default is looked at meanwhile.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ import numpy as np
 
 from .comparison import Comparison
 from .config import (
+    EARLY,
     FAR,
     FRESH,
     LEAST_USUAL,
     LONG_WINDOW,
+    LONGEST,
     MOST_REGIMES,
     ODD,
     ODD_LONG,
@@ -142,6 +146,49 @@ class StepLevel:
         return MOVED
 
 
+class VisitSchedule:
+    """When the default is looked at: often until that shows a gain, then less and less while nothing speaks against the
+    table. Times are steps of the job."""
+
+    def __init__(self, visit_steps: int, watch_share: float, now: int) -> None:
+        self.usual = visit_steps / watch_share  # between two visits
+        self.early = self.usual / EARLY
+        self.gap = self.early
+        self.last = now
+        self.is_due = False  # at once
+
+    def wants(self, now: int) -> bool:
+        """Whether the default is due."""
+        return self.is_due or now - self.last >= self.gap
+
+    def visited(self, now: int) -> bool:
+        """The default was measured. Returns whether that was out of turn."""
+        was_due, self.is_due = self.is_due, False
+        self.last = now
+        return was_due
+
+    def gains(self, is_calm: bool) -> None:
+        """The visits show that the table gains; ``is_calm``: so does the last one."""
+        longest = LONGEST * self.usual
+        longer = min(2 * self.gap, longest)
+        may_grow = is_calm and self.gap >= self.usual
+        self.gap = longer if may_grow else self.usual
+
+    def stretch(self, times: float) -> None:
+        """A visit takes so many times as many steps as before."""
+        self.usual *= times
+        self.early *= times
+        self.gap *= times
+
+    def be_next(self, now: int) -> None:
+        """The default is looked at now, as if its time had come."""
+        self.last = now - math.ceil(self.gap)
+
+    def be_early(self) -> None:
+        """The table may not gain: visit as often as at first."""
+        self.gap = self.early
+
+
 @dataclass(frozen=True)
 class Regime:
     """A job under the default, and what was adopted in it."""
@@ -165,11 +212,14 @@ class Regimes:
 
     known: list[Regime] = field(default_factory=list)
 
-    def leave(self, regime: Regime, default_ms: float | None, noise: float) -> None:
-        """The job has left it. ``default_ms``: of the default that its table was slower than. If that is still the
-        regime's default, the table does not hold any more, and the regime is forgotten."""
+    def leave(
+        self, regime: Regime, noise: float, is_harmful: bool = False, default_ms: float | None = None
+    ) -> None:
+        """The job has left it. A regime whose table is slower than the default (``is_harmful``) is forgotten, unless
+        this default is another one than the regime's: ``default_ms``, if a window of it showed that."""
         before = self.find(regime.step_ms, regime.call_logs, noise)
-        holds = default_ms is None or abs(math.log(default_ms / regime.step_ms)) > _reach(noise)
+        is_elsewhere = default_ms is not None and abs(math.log(default_ms / regime.step_ms)) > _reach(noise)
+        holds = is_elsewhere or not is_harmful
         others = [one for one in self.known if one is not before]
         self.known = [*others, *([regime] if holds else [])][-MOST_REGIMES:]
 

@@ -14,7 +14,7 @@ come from windows. Nothing but this file knows the difference between the two.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -214,6 +214,13 @@ class Comparison:
         self.test.logs.extend(quads.ratios.tolist())
         self.carried.extend(quads.carried.tolist())
 
+    def restart(self, test: SequentialTest) -> None:
+        """Begin anew, with this test: who follows this comparison goes on with it."""
+        self.test = test
+        self.drop_half()
+        for seen in (self.reference_windows, self.table_windows, self.carried):
+            seen.clear()
+
     def drop_carried(self) -> bool:
         """Whether a part of the effect carries over into the next step. The quads so far, which show too little of the
         effect, are dropped then."""
@@ -294,9 +301,10 @@ class Comparison:
         return None if self.test.n < MORE * terms.max_pairs else False
 
     def refutes(self, log_ratio: float) -> bool:
-        """After a scheduled pair of the adopted table with the default: the table has to go. Either this pair proves by
+        """Whether the adopted table has to go if this scheduled pair with the default is added. Either it proves by
         itself that the table is slower, or PROOF pairs show no gain."""
-        is_worthless = self.test.n >= PROOF and self.test.mean <= 0
+        with_it = replace(self.test, logs=[*self.test.logs, log_ratio])
+        is_worthless = with_it.n >= PROOF and with_it.mean <= 0
         return is_worthless or proves_slower(log_ratio, self.test.noise)
 
 

@@ -179,6 +179,8 @@ EARLY = 16
 PROOF = 6
 #: A table that has become slower than the default by this much (log) is dropped without one more window.
 HARM = 0.12
+#: Visits out of turn that double the price of the next, at most: no price is too large for a float.
+MOST_SURVIVED = 30
 #: The least gain (log) that a look at the default is taken to cost.
 SMALL = 0.05
 #: Standard deviations of a pair by which a table that has become slower has to be slower than the default.

@@ -143,7 +143,7 @@ class Explore:
         if window.quads is not None and window.current is not None:
             return self._compared_turns(window, window.quads, window.current, comparison)
         if comparison.takes_turns:
-            self.comparison = state.compare_by_windows(comparison)
+            state.compare_by_windows(comparison)
             return None
         if not window.plan.configs.any():
             state.comparisons.default_window(window.ms)
@@ -230,7 +230,7 @@ class Remeasure:
         self._regimes = regimes
         self._changed = changed
         noise = state.noise.of_window
-        regimes.leave(changed.regime, changed.default_ms, noise)
+        regimes.leave(changed.regime, noise, changed.is_harmful, changed.default_ms)
         state.milestones.reopened += 1
         none = np.zeros_like(state.current.configs)
         state.current.set(none, [])
@@ -271,7 +271,7 @@ class Remeasure:
         noise = state.noise.of_window
         logs = state.default_calls.logs
         known = self._regimes.same(changed.regime, change, default_ms, logs, noise)
-        if known is not None:
+        if known is not None and not state.comparisons.has_lost(known.configs):
             state.current.set(known.configs, known.comparisons)
             state.milestones.returned += 1
             is_same = np.array_equal(known.configs, before)

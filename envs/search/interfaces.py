@@ -13,6 +13,7 @@ import numpy as np
 from ...traces.fingerprint import FEATURES
 from ...traces.records import PAIRS
 from ...traces.spaces import N_CHANNELS, N_CONFIGS
+from .config import DISCARD
 
 Array = np.ndarray[Any, Any]
 
@@ -99,6 +100,13 @@ class Plan:
     )
     turns: int = 0  # steps of a turn; steps counted and discarded are whole quads of turns then. 0: no turns
 
+    @property
+    def as_window(self) -> Plan:
+        """This plan with turns as a window, where the job cannot take turns now. The step under way when its table
+        comes does not count."""
+        discard = max(self.discard, DISCARD)
+        return replace(self, turns=0, others=0, discard=discard)
+
 
 @dataclass
 class Job:
@@ -134,7 +142,7 @@ class Windows(Protocol):
         ``plan.discard`` that do not count. Ends early with a step above ``plan.limit_ms``, which is then the last.
 
         With turns only steps of the plan's own configs end it early. Times of calls are those of its own configs. If
-        the job cannot take turns now, it runs a plain window and tells no arms.
+        the job cannot take turns now, it runs the plan ``as_window`` and tells no arms.
         """
 
     def confirm(self, configs: Array) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from .change import AS_USUAL, MOVED, OFF, RETURNED, Change, Regime, StepLevel
-from .comparison import Comparison, LongSteps, TimedWindow, Window, proves_slower
-from .config import CHECK_QUADS, EARLY, HARM, LONGEST, SMALL, SURE, SWITCHES, SearchConfig
+from .change import AS_USUAL, MOVED, OFF, RETURNED, Change, Regime, StepLevel, VisitSchedule
+from .comparison import Comparison, LongSteps, Window, proves_slower
+from .config import CHECK_QUADS, HARM, MOST_SURVIVED, SMALL, SURE, SWITCHES, SearchConfig
 from .interfaces import QUAD, WATCH, Plan
 from .state import Changed, Look, Next, State
 from .step_times import shortest_counted
@@ -19,43 +19,6 @@ Array = np.ndarray[Any, Any]
 
 #: What a window may show: the table is slower than the default; the job has changed for good.
 HARMFUL, CHANGED = "harmful", "changed"
-
-
-class VisitSchedule:
-    """When the default is looked at: often until that shows a gain, then less and less while nothing speaks against the
-    table. Times are steps of the job."""
-
-    def __init__(self, visit_steps: int, watch_share: float, now: int) -> None:
-        self.usual = visit_steps / watch_share  # between two visits
-        self.early = self.usual / EARLY
-        self.gap = self.early
-        self.last = now
-        self.is_due = False  # at once
-
-    def wants(self, now: int) -> bool:
-        """Whether the default is due."""
-        return self.is_due or now - self.last >= self.gap
-
-    def visited(self, now: int) -> bool:
-        """The default was measured. Returns whether that was out of turn."""
-        was_due, self.is_due = self.is_due, False
-        self.last = now
-        return was_due
-
-    def gains(self, is_calm: bool) -> None:
-        """The visits show that the table gains; ``is_calm``: so does the last one."""
-        longest = LONGEST * self.usual
-        longer = min(2 * self.gap, longest)
-        may_grow = is_calm and self.gap >= self.usual
-        self.gap = longer if may_grow else self.usual
-
-    def be_next(self, now: int) -> None:
-        """The default is looked at now, as if its time had come."""
-        self.last = now - math.ceil(self.gap)
-
-    def be_early(self) -> None:
-        """The table may not gain: visit as often as at first."""
-        self.gap = self.early
 
 
 class Watch:
@@ -82,7 +45,6 @@ class Watch:
         time; ``known``: the table's gain as it was adopted (log), and its pairs; ``levels``: logs of step times that
         the job had under this table before; ``visit_steps``: default steps of a visit; 0: those of a window."""
         self.scheduled, self.config = scheduled, config
-        self.by_turns = scheduled.takes_turns
         self.noise, self.window_steps = noise, window_steps
         self.gain, self.pairs = known
         self.level = StepLevel(noise, window_steps, config.change, levels)
@@ -119,6 +81,14 @@ class Watch:
         by_harm = self.window_steps * HARM
         return min(by_gain, by_harm) * 2**self.survived
 
+    def use_windows(self, scheduled: Comparison) -> None:
+        """The job takes no turns any more: visits are windows, which take more steps, and so are the pairs
+        ``scheduled``, which begin anew."""
+        self.scheduled = scheduled
+        before = self.visit_steps
+        self.visit_steps = self.window_steps + SWITCHES
+        self.schedule.stretch(self.visit_steps / before)
+
     def begin_with(self, default_ms: float) -> None:
         """A window of the default was just measured: the table's first one is compared with it."""
         self._default = math.log(default_ms)
@@ -131,6 +101,11 @@ class Watch:
         """Take in turns of the default and the table, log(default / table) and its standard deviation: HARMFUL, CHANGED
         or ''. Both ran in the same steps, so a change of the job's pace falls out."""
         was_due = self.schedule.visited(now)
+        if not was_due and self.scheduled.refutes(log_ratio):
+            self.schedule.is_due = (
+                True  # of a quad or two one long step may say so: once more, with more quads
+            )
+            return ""
         reach = max(self.config.change, SURE * noise)
         is_known = self.pairs > 0
         has_fallen = is_known and log_ratio < self.gain - reach
@@ -184,6 +159,7 @@ class Watch:
     def _count(self, log_ratio: float) -> str:
         """A pair of the default and the table."""
         scheduled = self.scheduled
+        is_refuted = scheduled.refutes(log_ratio)
         scheduled.add_log(log_ratio)
         total = self.gain * self.pairs + log_ratio
         self.pairs += 1
@@ -191,7 +167,7 @@ class Watch:
         least, _ = scheduled.test.interval
         if least > 0:
             self.schedule.gains(is_calm=log_ratio > 0)
-        return HARMFUL if scheduled.refutes(log_ratio) else ""
+        return HARMFUL if is_refuted else ""
 
     def _asked(self, default: float) -> str:
         """A visit out of turn: is the table slow, or the job?"""
@@ -216,7 +192,7 @@ class Watch:
         return max(self.config.change, by_noise)
 
     def _survives(self) -> None:
-        self.survived += 1
+        self.survived = min(self.survived + 1, MOST_SURVIVED)
         self.level.restart_calm()
 
     def _follow(self, log: float, least: float) -> str:
@@ -231,7 +207,8 @@ class Watch:
             self._harm, self.schedule.is_due = 0.0, False
         if found in (OFF, MOVED):
             self._count_harm(least - usual - self.gain)
-        if found == MOVED and self.by_turns and self.has_table:  # turns tell whether that matters
+        takes_turns = self.scheduled.takes_turns
+        if found == MOVED and takes_turns and self.has_table:  # turns tell whether that matters
             self.schedule.is_due = True
             return ""
         return CHANGED if found == MOVED else ""
@@ -308,11 +285,11 @@ class Monitor:
         quads = max(quads, state.noise.quads)
         return state.turns.plan(plan, current, quads)
 
-    def saw_current(self, window: TimedWindow) -> Next:
-        """Turns of the current table, measured beside a trial."""
-        found = self.watch.saw_table(window.ms)
-        default_ms = self._state.default_ms
-        return self._found(found, default_ms)
+    def saw_current(self, step_ms: Array) -> Next:
+        """Steps (k,) of the current table, measured by turns beside a trial."""
+        least_ms = shortest_counted(step_ms)
+        found = self.watch.saw_table(self._state.noise.usual_ms(step_ms), least_ms)
+        return self._found(found)
 
     def look(self) -> Look:
         """For an observation that no decision follows."""
@@ -335,6 +312,8 @@ class Monitor:
         """See :class:`state.Phase`."""
         state, seen = self._state, window.seen
         self.is_looked_at = False
+        if self.watch.scheduled.takes_turns and not state.turns.is_possible:
+            self.watch.use_windows(state.scheduled_pairs())
         has_table = not state.current.is_default
         is_default = bool(has_table and not window.plan.configs.any())
         account = state.account
@@ -357,8 +336,7 @@ class Monitor:
         self._add_long_steps(window)
         if not found and has_table:
             found = self._check_long_steps()
-        default_ms = window.ms if is_default else state.default_ms
-        return self._found(found, default_ms)
+        return self._found(found, window.ms if is_default else None)
 
     def _add_long_steps(self, window: Window) -> None:
         long_steps, seen = self._long_steps, window.seen
@@ -368,20 +346,16 @@ class Monitor:
             long_steps.add(table, seen.current, ms)
         long_steps.add(window.plan.configs, seen.tried, window.ms)
 
-    def _found(self, found: str, default_ms: float) -> Next:
-        """What comes after a window that shows this; ``default_ms``: of the default."""
+    def _found(self, found: str, default_ms: float | None = None) -> Next:
+        """What comes after a window that shows this; ``default_ms``: of the default, if it was the default's."""
         if not found:
             return None
         is_harmful = found == HARMFUL
         self._state.milestones.dropped += is_harmful
-        return self._changed(default_ms if is_harmful else None)
-
-    def _changed(self, default_ms: float | None) -> Changed:
-        """The job has changed, or (with ``default_ms``) the table is slower than the default."""
         before = self._state.current.configs
-        if default_ms is not None:
+        if is_harmful:
             before = np.zeros_like(before)
-        return Changed(self.watch.change, self._regime, default_ms, before)
+        return Changed(self.watch.change, self._regime, before, is_harmful, default_ms)
 
     def _check_long_steps(self) -> str:
         """HARMFUL if long steps cost more than the table gains. If they seem to, the default is measured as often as at

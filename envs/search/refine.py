@@ -50,7 +50,6 @@ class Refine:
         self._turns = 0  # of that trial
         self._passed = 0  # turns in a row of which no trial came
         self._is_long = False  # the policy wants a longer trial
-        self._noise = state.pair_noise
         self._compared: dict[bytes, Comparison] = {}  # of each trial with the current table
         self._monitor = Monitor(state, chosen, levels, default_ms)
 
@@ -194,7 +193,7 @@ class Refine:
             self._state.account.since_verdict += window.seen.billed
             comparison = self.comparison_of(window.plan.configs)
             comparison.add_quads(quads, current, window.timed)
-            found = self._monitor.saw_current(current)
+            found = self._monitor.saw_current(window.seen.current)
             self._judge(window, comparison)
         if isinstance(found, Changed):
             return replace(found, trials=self.trials_left)
@@ -202,16 +201,17 @@ class Refine:
 
     def _tried(self, window: Window) -> None:
         """One window of a trial."""
-        reference = self._reference
+        reference, self._reference = self._reference, None
         assert reference is not None
         trial = window.plan.configs
         comparison = self.comparison_of(trial)
         if comparison.takes_turns:
-            comparison = self._state.compare_by_windows(comparison)
-            self._compared[trial.tobytes()] = comparison
+            self._state.compare_by_windows(comparison)
+        # Where turns were refused, the reference is from before that, when the job was another.
+        if window.plan.turns and not (window.is_aborted or window.is_refused):
+            return
         comparison.add_pair(reference, window.timed)
         self._learn(window, reference)
-        self._reference = None
         self._judge(window, comparison)
 
     def _judge(self, window: Window, comparison: Comparison) -> None:
@@ -238,7 +238,8 @@ class Refine:
         key = trial.tobytes()
         found = self._compared.get(key)
         if found is None:
-            found = self._state.compare(trial, self._noise, is_trial=True)
+            noise = self._state.pair_noise
+            found = self._state.compare(trial, noise, is_trial=True)
             self._compared[key] = found
         return found
 

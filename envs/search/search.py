@@ -206,12 +206,12 @@ class Search:
         if len(seen.arms):
             return self._record_turns(plan, seen)
         if plan.turns:  # the job could not take turns
-            state.turns.is_possible = False
+            state.use_windows()
         configs = plan.configs
         default_ms = state.default_ms_now
         limit_ms = state.guard.limit_ms(configs, default_ms)
         steps, is_aborted = _measuring_steps(plan, seen.step_ms, limit_ms)
-        ms = trimmed_mean(steps)
+        ms = state.noise.usual_ms(steps)
         is_default = not configs.any()
         if is_default and not is_aborted:
             state.saw_default(ms)
@@ -228,7 +228,7 @@ class Search:
         state.long_steps.add(configs, seen.step_ms, usual_ms)
         if plan.kind != WATCH or not configs.any():
             self._learn(plan, seen, steps, ms, is_aborted)
-        is_guilty = self._ran(plan, is_aborted)
+        is_guilty = self._ran(plan.as_window if plan.turns else plan, is_aborted)
         window = Window(plan, seen, steps, ms, is_aborted, is_guilty)
         return self._recorded(window, saved - anyway)
 
@@ -236,12 +236,12 @@ class Search:
         """Take in a measurement by turns."""
         state = self.state
         account = state.account
-        current_ms = trimmed_mean(seen.current)
+        current_ms = state.noise.usual_ms(seen.current)
         state.saw_current(current_ms)
         default_ms = state.default_ms_now
         limit_ms = state.guard.limit_ms(plan.configs, default_ms)
         steps, is_aborted = _measuring_steps(plan, seen.tried, limit_ms)
-        ms = trimmed_mean(steps)
+        ms = state.noise.usual_ms(steps)
         last_ms = seen.tried[-1]
         has_ended = bool(last_ms > plan.limit_ms)
         quads = Quads.of(seen.step_ms, seen.arms, plan.turns, has_ended)
@@ -309,9 +309,10 @@ class Search:
         longer = call_logs - state.default_calls.logs
         calls = np.where(obeyed, longer, np.nan)
         is_refused = ~obeyed & (planned > 0)
-        state.guard.refuse(planned, is_refused)
-        configs = np.where(obeyed, planned, 0)
-        return configs, calls
+        if is_refused.any():
+            state.guard.refuse(planned, is_refused)
+            state.belief.refuse(state.guard.refused)
+        return np.where(obeyed, planned, 0), calls
 
     @property
     def steps_left(self) -> int:

@@ -180,15 +180,23 @@ class State:
         self.turns.try_again()
         self.noise.begin(default.step_ms, self.config)
         self.belief = Belief(self.prior, self.job.features, self.open, self.job.share)
-        has_calls = bool(np.isfinite(self.default_calls.logs).any())
-        noise = self.pair_noise / math.sqrt(2)
-        self.belief.begin(noise, self.config.reveal, has_calls)
+        self._begin_belief()
         self.guard.begin(self.job, self.belief, before)
         self.account.rounds = 0
         self.comparisons.begin(self.default_ms)
         self.long_steps = LongSteps()
         self.long_steps.add(np.zeros(self.n_slots, np.int64), default.step_ms, self.default_ms)
         self.last = LastWindow(0.0, np.zeros(self.n_slots), 0.0)
+
+    def _begin_belief(self) -> None:
+        has_calls = bool(np.isfinite(self.default_calls.logs).any())
+        noise = self.pair_noise / math.sqrt(2)
+        self.belief.begin(noise, self.config.reveal, has_calls)
+
+    def use_windows(self) -> None:
+        """The job refused turns: what is measured until :meth:`Turns.try_again` has the noise of windows."""
+        self.turns.is_possible = False
+        self._begin_belief()
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -271,20 +279,22 @@ class State:
 
     def compare(self, table: Array, noise: float, is_trial: bool = False) -> Comparison:
         """A new comparison of a table (s,) with the current one; ``noise`` of a pair of windows."""
+        test = self._test(noise, is_trial)
+        found = Comparison(table.copy(), self.current.configs.copy(), test, is_trial)
+        self.comparisons.history.append(found)
+        return found
+
+    def _test(self, noise: float, is_trial: bool) -> SequentialTest:
         first = TRIAL_ALPHA if is_trial else ALPHA
         is_improvement = is_trial and not self.current.is_default
         level = ALPHA if is_improvement else first * AGAIN**self.milestones.fruitless
         if self.turns.is_possible:
             noise = self.noise.of_quads(1)
-        test = SequentialTest(noise, level, quads_a_pair=self.quads_a_pair)
-        found = Comparison(table.copy(), self.current.configs.copy(), test, is_trial)
-        self.comparisons.history.append(found)
-        return found
+        return SequentialTest(noise, level, quads_a_pair=self.quads_a_pair)
 
-    def compare_by_windows(self, comparison: Comparison) -> Comparison:
+    def compare_by_windows(self, comparison: Comparison) -> None:
         """The job takes no turns any more: the same comparison begins anew."""
-        self.comparisons.history.remove(comparison)
-        return self.compare(comparison.table, self.pair_noise, comparison.is_trial)
+        comparison.restart(self._test(self.pair_noise, comparison.is_trial))
 
     def scheduled_pairs(self) -> Comparison:
         """The pairs of the current table and the default that monitoring measures now and then."""
@@ -334,8 +344,9 @@ class Changed:
 
     change: Change
     regime: Regime  # that was left
-    default_ms: float | None  # that its table was slower than; None: the table holds
     before: Array  # (s,) configs to try first in a new search
+    is_harmful: bool = False  # its table is slower than the default
+    default_ms: float | None = None  # of the default's window that showed that; None: another window did
     trials: int = 0  # that were left
 
 

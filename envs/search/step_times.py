@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from .config import CLIP, NOISE_LEAST, NOISE_STEPS, SearchConfig
+from .config import ABORT, CLIP, NOISE_LEAST, NOISE_STEPS, SearchConfig
 from .interfaces import PATTERN, QUAD
 
 Array = np.ndarray[Any, Any]
@@ -233,6 +233,16 @@ class NoiseEstimate:
             return
         self._logs.extend(logs - median(logs))
         self.of_window = self.of(self.window_steps)
+
+    def usual_ms(self, step_ms: Array) -> float:
+        """Step time of a window, which a long step does not move. Of a few steps :func:`trimmed_mean` cuts none off, so
+        those that are clearly longer than the shortest are left out: for the noise of a step, or as too slow."""
+        if len(step_ms) < TRIMMED:
+            apart = math.sqrt(2) * self.of(1)
+            by_noise = math.exp(CLIP * apart)
+            longest_ms = step_ms.min() * min(by_noise, ABORT)
+            step_ms = step_ms[step_ms <= longest_ms]
+        return trimmed_mean(step_ms)
 
     def of(self, n_steps: int) -> float:
         """Standard deviation of the log step time of a window of this many steps."""

@@ -1,10 +1,11 @@
 """A job whose truth is written in the test, and a search over it that a policy decides."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from dynamiccl.agent.policies.rule import ExpectedImprovement
-from dynamiccl.envs.search.interfaces import LEAVE, Job, Measured
+from dynamiccl.envs.search.interfaces import LEAVE, Job, Measured, arms_of
 from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.search_env import Reward
 from dynamiccl.traces.fingerprint import N_FEATURES
@@ -63,6 +64,32 @@ class Straggling(Told):
             seen.obeyed,
             seen.billed,
             seen.billed_ms + float((steps - seen.step_ms).sum()),
+        )
+
+
+class Turning(Told):
+    """Its tables take turns at every step. ``long``: counted steps of the next measurement that take three times as
+    long, whichever table runs."""
+
+    long = ()
+
+    def begin(self):
+        job, default = super().begin()
+        return replace(job, takes_turns=True), default
+
+    def measure(self, plan):
+        if not plan.turns:
+            return super().measure(plan)
+        self.windows.append(plan)
+        arms = arms_of(plan.n_steps, plan.turns)
+        tables = np.where(arms[:, None] == 1, plan.configs, plan.others)
+        ms = 100.0 * self.scale * (1 - np.array([self.saving(table) for table in tables]))
+        ms *= np.exp(self.noise * self.rng.standard_normal(len(arms)))
+        ms[list(self.long)] *= 3.0
+        self.long = ()
+        billed = plan.n_steps + plan.discard
+        return Measured(
+            ms, np.full(2, np.nan), np.ones(2, bool), billed, billed * float(ms.mean()), arms=arms
         )
 
 

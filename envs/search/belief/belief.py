@@ -68,12 +68,12 @@ class Belief:
             index[configs] = np.arange(len(configs))
             self.config.append(index)
         self._places = Places.of(arms, parts, share)
+        self.refused = np.zeros_like(allowed)  # by NCCL: may not be had, whatever they save
         self.touched()
         # Standard deviations that the last window was off its prediction: the step, and each slot's calls.
         self.off_step = 0.0
         self.off_calls = np.zeros(self.n_slots)
-        # See :meth:`begin`.
-        self.reveal = REVEAL
+        self.reveal = REVEAL  # this and what follows: see :meth:`begin`
         self.drift = DRIFT
         self.has_calls = True
 
@@ -87,6 +87,11 @@ class Belief:
         self.cov[0, 0] = max(known, noise**2)
         by_noise = DRIFT_PART * noise
         self.drift = max(DRIFT, by_noise)
+
+    def refuse(self, refused: Array) -> None:
+        """NCCL does not obey these configs, (s, N_CONFIGS) bool: none of them is the best of its slot."""
+        self.refused = refused
+        self.touched()
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -177,9 +182,10 @@ class Belief:
             return mean, learned, worth
         effect = self._effect(slot)
         savings = effect.mean
+        refused = self.refused[slot]
         if lost is None:
-            lost = np.zeros(N_CONFIGS, bool)
-        is_lost = lost[arms]
+            lost = refused
+        is_lost = lost[arms] | refused[arms]
         able = np.where(is_lost, LOST, savings)
         auto = LOST if lost[0] else 0.0
         leader, best = highest(able, auto)
@@ -266,7 +272,7 @@ class Belief:
         return total, figures, by_figure
 
     def best(self) -> Array:
-        """The table of best means, (s,)."""
+        """The table of best means, (s,), without what NCCL refused."""
         known = self._known
         if known.best is None:
             best = np.zeros(self.n_slots, np.int64)
@@ -274,7 +280,8 @@ class Belief:
             first = self._places.first
             for slot, arms in enumerate(self.arms):
                 own = slice(first[slot], first[slot + 1])
-                mean = all_means[own]
+                is_lost = self.refused[slot, arms]
+                mean = np.where(is_lost, LOST, all_means[own])
                 if len(arms) and mean.max() > 0:
                     best[slot] = arms[mean.argmax()]
             known.best = best
@@ -343,9 +350,8 @@ class Belief:
         self, table: Array, reference: Array, log_ratio: float, noise: float, is_far: bool = False
     ) -> None:
         """Take in the steps under two tables (s,): the log of the step under ``reference`` over that under ``table``,
-        and its standard deviation. What the two have in common cancels. The slope is that at the prediction: most pairs
-        differ by little, and the log hardly bends there. If they may differ by much (``is_far``) it is taken at what
-        was measured, as in :meth:`observe`."""
+        and its standard deviation. What the two have in common cancels. The slope is that at the prediction, as most
+        pairs differ by little; if they may differ by much (``is_far``), that at what was measured."""
         total, at, slopes = self._linear(table)
         other, other_at, other_slopes = self._linear(reference)
         left = max(1 - total, LEAST)

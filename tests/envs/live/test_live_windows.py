@@ -14,7 +14,7 @@ from dynamiccl.envs.live.turns import TRIAL as TRIAL_ARM
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.live_env import LiveEnv
 from dynamiccl.envs.search.belief.prior import Prior
-from dynamiccl.envs.search.config import HORIZON
+from dynamiccl.envs.search.config import DISCARD, HORIZON
 from dynamiccl.envs.search.interfaces import REFERENCE, RUN, SEARCH, TABLE, TRIAL, WATCH, Plan, actions_of
 from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
@@ -251,3 +251,21 @@ def test_steps_that_wait_after_turns_are_billed_as_steps_of_the_current_table():
     job.window = late
     seen = reader.measure(Plan(WATCH, none, 8))
     assert seen.billed == 11 and seen.billed_ms == pytest.approx(1100.0)
+
+
+@pytest.mark.parametrize(("discard", "counts_not"), [(0, DISCARD), (4, 4)])
+def test_a_window_in_place_of_refused_turns_does_not_count_the_step_under_way(discard, counts_not):
+    """Before: the steps that turns do not count, which are none, or a whole quad if NCCL connects first."""
+    job = FakeJob(truth)
+    reader = LiveWindows(job)
+    told, _ = reader.begin()
+    none = np.zeros(len(told.share), np.int64)
+    asked, window = [], job.window
+
+    def listens(decisions, n_steps, discard, *more):
+        asked.append((n_steps, discard))
+        return window(decisions, n_steps, discard, *more)
+
+    job.alternate, job.window = lambda *_: None, listens
+    seen = reader.measure(Plan(TRIAL, none + 16, 8, discard, turns=1, others=none))
+    assert asked == [(8, counts_not)] and seen.billed == 8 + counts_not and not len(seen.arms)

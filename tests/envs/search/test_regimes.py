@@ -1,5 +1,7 @@
 """Regimes that come and go have tables of their own, found again when they return."""
 
+import math
+from dataclasses import replace
 from itertools import cycle, pairwise
 
 import numpy as np
@@ -17,7 +19,7 @@ from dynamiccl.envs.search.refine import Refine
 from dynamiccl.envs.search.search import Search
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import SCATTER, STEP_MS, FakeJob
-from told_job import OPEN, Told, good
+from told_job import OPEN, Told, good, run
 
 
 @pytest.fixture(scope="module")
@@ -193,20 +195,45 @@ def regime(step_ms, us=(100.0, 50.0)):
 def test_a_regime_is_known_by_its_default_step_and_its_calls():
     regimes = Regimes()
     for step_ms in (100.0, 160.0):
-        regimes.leave(regime(step_ms), None, 0.002)
+        regimes.leave(regime(step_ms), 0.002)
     logs = regime(1.0).call_logs
     assert regimes.find(101.0, logs, 0.002).step_ms == 100.0 and regimes.find(130.0, logs, 0.002) is None
     assert regimes.find(158.0, np.full(2, np.nan), 0.002).step_ms == 160.0  # no kernel was sampled
     assert regimes.find(100.0, logs + 0.3, 0.002) is None  # the network is another
     assert regimes.find(110.0, logs, 0.03).step_ms == 100.0  # a noisy job
-    regimes.leave(regime(100.5), None, 0.002)
+    regimes.leave(regime(100.5), 0.002)
     assert sorted(r.step_ms for r in regimes.known) == [100.5, 160.0]
     regimes.leave(
-        regime(161.0), 100.0, 0.002
+        regime(161.0), 0.002, True, 100.0
     )  # it was slower than the default of another regime: no fault of its own
     assert sorted(r.step_ms for r in regimes.known) == [100.5, 161.0]
-    regimes.leave(regime(161.0), 160.0, 0.002)
+    regimes.leave(regime(161.0), 0.002, True, 160.0)
     assert [r.step_ms for r in regimes.known] == [100.5]
+    regimes.leave(regime(100.5), 0.002, True)  # no window of the default says that it is another one
+    assert not regimes.known
     for k in range(12):
-        regimes.leave(regime(200.0 * 1.1**k), None, 0.002)
+        regimes.leave(regime(200.0 * 1.1**k), 0.002)
     assert len(regimes.known) == MOST_REGIMES
+
+
+@pytest.mark.parametrize("by_long_steps", [True, False])
+def test_a_table_that_was_dropped_in_a_window_of_its_own_does_not_come_back_at_once(prior, by_long_steps):
+    """The default was 2.8 % slower since the search began. Before: the default of that time was taken for the one that
+    the table was slower than, so that the regime was kept, and found again by the next default steps."""
+    told = Told(good)
+    search, _ = run(told, prior)
+    state = search.state
+    told.scale = 1.028
+    go_on(search, told, lambda s: s.is_done)
+    search.phase._regime = replace(search.phase._regime, step_ms=1.028 * state.default_ms)
+    table = search.confirmed.copy()
+    if by_long_steps:
+        search.phase._long_steps.add(table, np.full(400, 200.0), 100.0)
+        search.phase._long_steps.add(np.zeros(2, np.int64), np.full(400, 100.0), 100.0)
+    else:
+        search.phase.watch._suspect = math.log(10.0)
+    go_on(search, told, lambda s: s.marks.dropped == 1, windows=1000)
+    assert table.any() and not search.confirmed.any()
+    go_on(search, told, lambda s: s.is_over)
+    assert search.marks.reopened == 1 and search.marks.returned == 0
+    assert not by_long_steps or search.confirmed.tolist() != table.tolist()

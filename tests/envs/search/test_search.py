@@ -1,6 +1,7 @@
 """The search over whole jobs, in simulation and on a job whose truth is written here."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -186,6 +187,44 @@ def test_slots_without_a_turn_run_what_is_believed_best(prior):
     search.record(plan, told.measure(plan))
     search.decide(20, COMPARE)
     assert search.plan().kind == REFERENCE and search.phase.comparison.table.tolist() == [20, 18]
+
+
+class Refused(Told):
+    """NCCL does not obey config 20 of the first slot; it counts how often that was planned."""
+
+    planned = 0
+
+    def measure(self, plan):
+        obeyed = np.array([plan.configs[0] != 20, True])
+        self.planned += not obeyed[0]
+        return replace(
+            super().measure(replace(plan, configs=np.where(obeyed, plan.configs, 0))), obeyed=obeyed
+        )
+
+
+def test_what_nccl_refuses_is_not_tried_again_and_takes_no_other_gain_with_it(prior):
+    """Before: slots without a turn ran it again, the table that was compared held it, and nothing was kept."""
+    told = Refused(good)
+    job, default = told.begin()
+    search = Search(job, default, prior)
+    belief = search.state.belief
+    belief.learn([belief.parts[0].start + 1 + belief.config[0][20]], [-0.5], [0.01])  # it is believed in
+    assert belief.best()[0] == 20
+    for config in (20, 18):
+        search.decide(config)
+    search.record(search.plan(), told.measure(search.plan()))
+    saving, _, _ = belief.outlook(0)
+    assert belief.best()[0] != 20 and belief.best_saving() == belief.saving(belief.best())
+    assert max(np.delete(saving, 20)) == pytest.approx(0)  # the others are compared with what may be had
+    search.decide(0, RUN)  # the next slot has no turn
+    assert search.plan().configs[0] != 20
+    while not search.is_over:
+        plan = search.plan()
+        if plan is None:
+            search.ask(ExpectedImprovement())
+        else:
+            search.record(plan, told.measure(plan))
+    assert told.planned == 1 and search.confirmed[1] == 18
 
 
 def test_who_leaves_has_a_verdict_at_once(prior):

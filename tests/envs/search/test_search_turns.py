@@ -1,7 +1,6 @@
 """A search whose job takes turns: what it plans, what long steps decide, and what it does where turns are refused."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -60,7 +59,7 @@ def played(refused=0, n_windows=60, refuses=lambda search, plan: True, job=11):
         runs = plan
         if plan.turns and refused and refuses(search, plan):
             refused -= 1
-            runs = replace(plan, turns=0, others=0)
+            runs = plan.as_window
         search.record(plan, windows.measure(runs))
     return search, plans
 
