@@ -96,7 +96,7 @@ def _prepare_together(
     from ...envs.nccl.shm import MAX_RULES, RunFolder
 
     _check_size(table, MAX_RULES, "; up to 1024 with --no-gate")
-    refuse_traps(command, force, table=table, emulated="DYNAMICCL_CLUSTER" in os.environ)
+    refuse_traps(command, force, table=table, emulated=bool(os.environ.get("DYNAMICCL_CLUSTER")))
     run = RunFolder.create()
     run.table.publish(table)
     nobody_reads_kernel_times = {"DYNAMICCL_SAMPLE_EVERY": "0"}

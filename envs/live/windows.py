@@ -5,6 +5,7 @@ Works on :class:`live.Job` and on whatever stands in for it (a recorded job).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from typing import Any
@@ -24,10 +25,11 @@ from ..search.interfaces import Job as TunedJob
 from .gpu_memory import take_out
 from .job import Window
 from .obedience import Disobeyed
-from .registered import take_out_simple
+from .registered import Open
 from .turns import Turns
 
 Array = np.ndarray[Any, Any]
+log = logging.getLogger("dynamiccl.live")
 
 
 class LiveWindows:
@@ -49,10 +51,10 @@ class LiveWindows:
         self.on_window = on_window
         self.on_disobeyed: Callable[[Disobeyed], object] = lambda row: None
         self.left_alone: list[str] = []  # why no table may touch a slot
-        self.withheld: list[str] = []  # which settings of the slots are not tried, and why
         self._refused: set[tuple[Slot, Decision]] = set()
         self.profiles: list[SlotProfile] = []
         self.profile_events = pd.DataFrame()
+        self._open = Open([], [], self.profile_events, {})
         self.exposed: dict[Slot, float] = {}  # part of each slot's time; empty: the job does not tell
         self.windows = 0
         self._before_ms = 0.0  # a step under the table before
@@ -110,10 +112,10 @@ class LiveWindows:
         calls = np.array([p.calls * tries_few for p in found])
         features = [one.vector() for one in prints]
         mask = [distinct(one) for one in prints]
-        self.withheld = self._withhold(mask)
+        self._withhold(mask)
         return TunedJob(
             features=np.concatenate(features),
-            mask=np.concatenate(mask),
+            mask=self._open.mask,
             share=np.array([p.share for p in found]),
             call_us=np.where(is_timed, call_us, np.nan),
             calls=calls,
@@ -121,20 +123,38 @@ class LiveWindows:
             families=warm_up_families(own_pairs),
         )
 
-    def _withhold(self, masks: list[Array]) -> list[str]:
-        """Takes out of the slots' masks, (1, N_CONFIGS) each, what could harm this job; says what."""
+    def _withhold(self, masks: list[Array]) -> None:
+        """Takes out of the slots' masks, (1, N_CONFIGS) each, what could harm this job."""
         found = self.profiles
         events = self.profile_events
-        offers = self.job.assembler.offers
-        texts = take_out_simple(found, masks, events, offers)
         free = self.job.memory_free
-        return texts + take_out(found, masks, events, free)
+        too_large = take_out(found, masks, events, free)
+        self._open = Open(found, masks, events, self.job.assembler.offers)
+        self._open.texts += too_large
+
+    @property
+    def withheld(self) -> list[str]:
+        """Which settings of the slots are not tried, and why."""
+        return self._open.texts
+
+    def _close(self) -> None:
+        """What has become dangerous leaves the table at once, and is not tried any more."""
+        job = self.job
+        texts = self._open.close(job.assembler.offers)
+        if not texts:
+            return
+        for text in texts:
+            log.warning("%s", text)
+        rows = self._open.rows(job.confirmed)
+        if rows != job.confirmed:
+            job.confirm(rows)
 
     def decisions(self, configs: Array) -> dict[Slot, Decision]:
-        """What slots are told under configs (s,); those left to NCCL are left out."""
+        """What slots are told under configs (s,); those left to NCCL are left out, and what may not be tried."""
         found = dict[Slot, Decision]()
-        for profile, config in zip(self.profiles, configs, strict=True):
-            if config:
+        for i, profile in enumerate(self.profiles):
+            config = configs[i]
+            if config and self._open.mask[i, config]:
                 found[profile.slot] = spaces.decision_of(config)
         return found
 
@@ -149,6 +169,7 @@ class LiveWindows:
             job.poll()
         before = job.last_step
         between = max(before - self._last_step, 0)
+        self._close()
         decisions = self.decisions(plan.configs)
         measured = self._in_turns(plan, decisions) if plan.turns else None
         if measured is None:
@@ -160,6 +181,8 @@ class LiveWindows:
             events = self._events(measured, is_few)
         call_us = self._calls(events)
         obeyed = self._obeyed(measured)
+        slots = np.arange(len(obeyed))
+        obeyed &= self._open.mask[slots, plan.configs]
         self.on_window(plan, measured)
         found = self._measured(plan, measured, before, call_us, obeyed)
         return replace(found, between=between)

@@ -102,7 +102,8 @@ static bool has_threads(uint64_t needed) {
 
 bool dccl_may_time_kernels(void) {
   if (atomic_load(&waiting) == 0 || atomic_load(&release) >= FIRST_RELEASE_WITHOUT_CRASH) return true;
-  if (getenv("DYNAMICCL_CLUSTER") != NULL) return true;  // emulated: no NCCL is here
+  const char* cluster = getenv("DYNAMICCL_CLUSTER");
+  if (cluster != NULL && *cluster) return true;  // emulated: no NCCL is here
   const uint64_t needed = atomic_load(&waiting) * atomic_load(&local_ranks);
   return free_shared_memory() >= needed * POOL_BYTES && has_files() && has_threads(needed);
 }
