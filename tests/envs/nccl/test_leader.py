@@ -1,5 +1,7 @@
 """Which table rank 0 leads next, and which ranks it asks: without a store, or with one in this process."""
 
+from itertools import product
+
 import pytest
 from dynamiccl.envs.nccl.agreement import arrivals
 from dynamiccl.envs.nccl.agreement.leader import PATIENCE, Leader
@@ -120,6 +122,40 @@ def test_a_trial_is_not_ended_by_what_stays_but_by_the_next_table():
     rank.leader.news, rank.counts = True, {7: 130, 9: 130}
     rank.publish(3, *TRIAL)
     assert rank.next() == 3
+
+
+EVENTS = ("stays", "tries", "news", "lost", "switched", "trial over")
+
+
+def wrong_round(events):
+    """The first round of these events that gives a table to stay that is not the newest, or ends a running trial with
+    one that was there before it; empty if there is none. Whoever is late has what stays, at the end."""
+    rank, newest, generation, runs = Rank0(), 0, 0, False
+    for event in (*events, "switched", "trial over", "news", "switched"):
+        led = rank.next()
+        if event in ("stays", "tries"):
+            generation += 1
+            newest = generation if event == "stays" else newest
+            rank.publish(generation, *(TRIAL if event == "tries" else ()))
+        elif event == "news":
+            rank.leader.news = True
+        elif event == "trial over":
+            runs, rank.counts = False, {7: 200, 9: 200}
+        elif led:
+            is_trial = rank.leader.next(lambda: rank.counts)[1] == message(led, *TRIAL)[1]
+            if not is_trial and (led != newest or (runs and led != generation)):
+                return f"table {led} in the round after {events}"
+            if event == "switched":
+                rank.round(UNTIL if is_trial else BOTH)
+                runs, rank.counts = is_trial, {7: 140, 9: 140}
+            else:
+                rank.round()
+    return f"{events} leave the late without table {newest}" if rank.leader.news and newest else ""
+
+
+def test_no_order_of_events_leads_a_table_that_was_withdrawn_or_ends_a_trial():
+    found = [wrong for events in product(EVENTS, repeat=4) if (wrong := wrong_round(events))]
+    assert found == []
 
 
 def test_a_refused_table_is_led_no_more():
