@@ -91,6 +91,9 @@ class Tables:
     def confirmed(self) -> None:
         return None
 
+    def is_old(self, found: tuple[int, bytes]) -> bool:
+        return False
+
     def note_trial(self, generation: int) -> None: ...
 
 

@@ -41,6 +41,7 @@ _SILENT_S = 30.0  # a store that is away for longer is told of
 #: never answers the request under way. Where requests fail, `RoundStore.settle` gives up first, and says why.
 HOLD_S = int(LOST_S) + 60
 _IN_A_ROW = 3  # so many lost rounds, and the user hears of it
+_WAITING = AgreementState.WAITING, NotTuning.NOT_ALL_THERE()
 TOGETHER = AgreementState.OPEN, "all ranks decide together"
 
 #: A state, its reason, and the generation of a table that was refused, else 0.
@@ -102,7 +103,7 @@ class Agreement:
 
     def _take_part(self) -> None:
         """Rounds, whatever becomes of the store, until this rank is to part."""
-        self._say(AgreementState.WAITING, NotTuning.NOT_ALL_THERE())
+        self._say(*_WAITING)
         faults, away_since, told = 0, 0.0, False
         while not self.stopped:
             began = time.monotonic()
@@ -206,7 +207,7 @@ class Agreement:
     def _lead_rounds(self, leader: Leader) -> None:
         asked, lookout = 0.0, self._store.lookout
         while not self._end.wait(_LOOK_S):
-            leader.look()
+            self._look(leader)
             self._look_around()
             self._store.keeps_watch()
             if time.monotonic() - asked > (IDLE_S if lookout.is_quiet() else _NEWS_S):
@@ -227,6 +228,12 @@ class Agreement:
             self._stop_if_over(leader)
             if self.stopped:
                 return
+
+    def _look(self, leader: Leader) -> None:
+        """Whether there is another table. A daemon that waits for an old trial hears that it will not come."""
+        if old := leader.look():
+            self._say(AgreementState.NO_TURNS, NotAgreeing.OLD_TRIAL(), old)
+            self._say(*_WAITING)
 
     def _stop_if_over(self, leader: Leader) -> None:
         """No communicator is left that a table could reach."""

@@ -85,12 +85,16 @@ class Leader:
         self._unlike: set[str] = set()  # reasons that were told
         self.last = LastTable()
 
-    def look(self) -> None:
-        """Whether the daemon has published another table."""
-        if (found := self._published.take()) is not None:
-            self._wanted, self.not_before = found, 0.0
-            if not trial_of(found[1]).trial_steps:
-                self._stays = found  # the one before may have been withdrawn: nobody gets it any more
+    def look(self) -> int:
+        """Whether the daemon has published another table; the generation of an old trial, which is not led, else 0."""
+        if (found := self._published.take()) is None:
+            return 0
+        if self._published.is_old(found):
+            return found[0]
+        self._wanted, self.not_before = found, 0.0
+        if not trial_of(found[1]).trial_steps:
+            self._stays = found  # the one before may have been withdrawn: nobody gets it any more
+        return 0
 
     def begin_life(self) -> None:
         """Rank 0 has connected anew. What the ranks' plugins were told still holds."""

@@ -20,19 +20,21 @@ class TableMailbox:
         self._tried = self._tried_before = self._read_tried()
 
     def take(self) -> tuple[int, bytes] | None:
-        """(generation, message) of what was published since the last call; None if nothing was, or is whole.
-
-        A trial that a life before has begun is over: its tuner may be dead, and its first call may be what ended that
-        life.
-        """
+        """(generation, message) of what was published since the last call; None if nothing was, or is whole."""
         with contextlib.suppress(OSError):  # no such file (yet), or not ours
             if self._file is None:
                 self._file = TableFile(self._path)
             if (found := self._file.read()) is not None and found[0] != self._generation:
                 self._generation = found[0]
-                is_trial = trial_of(found[1]).trial_steps > 0
-                return None if is_trial and found[0] == self._tried_before else found
+                return found
         return None
+
+    def is_old(self, found: tuple[int, bytes]) -> bool:
+        """Whether it is a trial that a life before has begun.
+
+        It is over: its tuner may be dead, and its first call may be what ended that life.
+        """
+        return found[0] == self._tried_before and trial_of(found[1]).trial_steps > 0
 
     def note_trial(self, generation: int) -> None:
         """A round for a trial begins: lives after this one leave it alone."""

@@ -22,7 +22,7 @@ from dynamiccl.envs.nccl.agreement.protocol import Switch
 from dynamiccl.envs.nccl.agreement.store import Proposal
 from dynamiccl.envs.nccl.plugin.bindings import CommView, Span
 from dynamiccl.envs.nccl.shm import encode_table
-from dynamiccl.traces.reasons import RowRefused
+from dynamiccl.traces.reasons import NotAgreeing, NotTuning, RowRefused
 from dynamiccl.traces.records import AgreementState, Table
 from memory_store import MemoryStore
 from nccl_late import TELLS_LATE
@@ -283,6 +283,7 @@ def test_a_refused_table_is_led_once_and_told_by_its_reason(tmp_path, monkeypatc
     published = SimpleNamespace(
         confirmed=lambda: (1, encode_table(Table(1))),
         take=lambda: tables.pop(0) if tables else None,
+        is_old=lambda found: False,
         note_trial=lambda generation: None,
     )
     agreement = Agreement(
@@ -303,6 +304,26 @@ def test_a_refused_table_is_led_once_and_told_by_its_reason(tmp_path, monkeypatc
         AgreementState.LOSING,
     ]
     assert said[1][1:] == (RowRefused.PLUGIN_REFUSES(error="x"), 0)
+
+
+def test_a_tuner_that_lives_hears_of_an_old_trial_at_once(tmp_path, monkeypatch):
+    """It would wait for its first step for half a minute."""
+    monkeypatch.setattr(lookouts, "shared_roots", lambda: iter([tmp_path]))
+    said, served = [], MemoryStore()
+    tables = [(5, encode_table(Table(5, (), 32)))]
+    published = SimpleNamespace(
+        confirmed=lambda: None,
+        take=lambda: tables.pop(0) if tables else None,
+        is_old=lambda found: found[0] == 5,
+    )
+    steps, tell = SimpleNamespace(ended=0), lambda *word: said.append(word)
+    agreement = Agreement(0, 1, stub(), steps, published, lambda: served, tell=tell)
+    wait_until(lambda: len(said) == 3)
+    agreement.close()
+    agreement.join()
+    waiting = AgreementState.WAITING, NotTuning.NOT_ALL_THERE(), 0
+    assert said == [waiting, (AgreementState.NO_TURNS, NotAgreeing.OLD_TRIAL(), 5), waiting]
+    assert len(NotAgreeing.OLD_TRIAL()) <= 80, "what a record holds"
 
 
 def test_a_store_that_stays_away_ends_no_thread(monkeypatch):
