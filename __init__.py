@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["Run", "__version__", "advise", "apply", "attach", "tune"]
 
 # pytest imports this file once more, by the name of the folder that it lies in.
-if __name__ == "dynamiccl" and not {"DYNAMICCL_RUN", "DYNAMICCL_CLUSTER"} & os.environ.keys():
+if __name__ == "dynamiccl" and not any(map(os.environ.get, ("DYNAMICCL_RUN", "DYNAMICCL_CLUSTER"))):
     from .envs.registration import register_envs
 
     register_envs()

@@ -8,15 +8,18 @@ import os
 
 
 def autoload() -> None:
-    """Register the emulated backend, install the probe, each where the environment asks for it; never raises."""
+    """Register the emulated backend, install the probe, each where the environment asks for it; never raises.
+
+    As in the plugin, an empty variable counts as not set: an empty path would be the job's current folder.
+    """
     try:
-        if "DYNAMICCL_CLUSTER" in os.environ:
+        if os.environ.get("DYNAMICCL_CLUSTER"):
             from dynamiccl.envs.sim.emulated.backend import register
 
             register()
         if _is_of_a_job_within():
             del os.environ["DYNAMICCL_RUN"]
-        if "DYNAMICCL_RUN" in os.environ and not _is_switched_off():
+        if os.environ.get("DYNAMICCL_RUN") and not _is_switched_off():
             from dynamiccl.envs.nccl.probe.probe import install
 
             install()

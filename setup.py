@@ -8,6 +8,7 @@ not editable has the C plugin in it, where there is a compiler; otherwise it is 
 import importlib.util
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -70,7 +71,11 @@ class WithPlugin(build_py):
         return [module for module in found if package != "dynamiccl" or module[1] == "__init__"]
 
     def run(self):
-        """As the base class, then the plugin."""
+        """As the base class, then the plugin.
+
+        What a build before has left goes first: it may be of another machine, or of modules that are no more.
+        """
+        shutil.rmtree(Path(self.build_lib) / "dynamiccl", ignore_errors=True)
         super().run()
         build = plugin_build()
         try:

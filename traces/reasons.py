@@ -151,6 +151,7 @@ class NotAgreeing(Reason):
         "the last steps of a communicator of rank {rank} had different numbers of collectives, or its ranks count "
         "steps differently: tables cannot alternate step by step"
     )
+    OLD_TRIAL = "this trial began before the ranks, or their group, were made anew"
     NO_ROOM = "no room for another table: the {n} communicators of a rank hold all tables that there are"
     NOT_SWITCHED = "rank {rank} could not change its table as the others did: {error}"
     TOO_MANY = "rank {rank}: too many destroyed process groups wait for the tuner to leave them"

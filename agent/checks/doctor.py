@@ -22,6 +22,7 @@ from ...envs.nccl.plugin.installed import has_torch, in_sight, nccl_release
 from ...envs.nccl.run_folder import free_bytes
 from ...envs.nccl.site_switch import switched_off
 from ...envs.nccl.steps.nvml import gpus
+from ...envs.nccl.steps.user_numbers import wrong_number
 from ...envs.nccl.variables import ALGO, PROTO
 from ...traces.here import machine
 from ...traces.names import PAIRS, TUNED_FUNCS
@@ -151,6 +152,8 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
     ("autoload", lambda f: f.env.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1",
      "TORCH_DEVICE_BACKEND_AUTOLOAD={TORCH_DEVICE_BACKEND_AUTOLOAD}: PyTorch does not load the probe",
      "unset it, or call dynamiccl_autoload.autoload() after import torch", CHANGE),
+    ("number", lambda f: wrong_number(f.env), "{found}: this variable takes a number of 0 or more",
+     "correct it, or unset it", CHANGE),
     ("compiler", lambda f: not f.has_compiler,
      "no C compiler: the plugin cannot be built", "install gcc or clang, or set CC", CHANGE),
     ("plugin", lambda f: f.plugin_fault,
@@ -171,7 +174,7 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
 )
 # fmt: on
 #: Traps that also hold for a job on the emulated cluster, in which NCCL has no part.
-WITHOUT_NCCL = ("autoload", "compiler", "plugin", "shared memory", "switched off", "fixed table")
+WITHOUT_NCCL = ("autoload", "number", "compiler", "plugin", "shared memory", "switched off", "fixed table")
 
 
 def examine(facts: Facts) -> list[Finding]:

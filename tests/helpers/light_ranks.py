@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from dynamiccl.envs.nccl.agreement import leader
 from dynamiccl.envs.nccl.agreement.agreement import Agreement
 from dynamiccl.envs.nccl.agreement.mailbox import TableMailbox
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
@@ -197,7 +196,7 @@ def run(
             try:
                 os.close(read)
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
-                leader.ATTACH_S = attach_s
+                os.environ["DYNAMICCL_ATTACH_S"] = str(attach_s)
                 light = LightRank(rank, n_ranks, server.port, folder.path)
                 program(light)
                 with os.fdopen(write, "w") as file:

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from paths import ROOT
@@ -63,6 +64,23 @@ def test_without_a_run_import_torch_meets_one_small_module():
     CPU of 2.6 s, on a busy machine.
     """
     assert autoloaded()[1] == ["dynamiccl_autoload"]
+
+
+def test_an_empty_variable_counts_as_not_set(monkeypatch):
+    """Before: ``DYNAMICCL_RUN= python ...`` attached to the job's current folder, and wrote files into it."""
+    installed = []
+    for name, call in (("nccl.probe.probe", "install"), ("sim.emulated.backend", "register")):
+        fake = SimpleNamespace(**{call: lambda name=name: installed.append(name)})
+        monkeypatch.setitem(sys.modules, f"dynamiccl.envs.{name}", fake)
+    for value, n in (("", 0), ("/x", 2)):
+        for name in ("DYNAMICCL_RUN", "DYNAMICCL_CLUSTER"):
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("DYNAMICCL_WITHIN", raising=False)
+        dynamiccl_autoload.autoload()
+        assert len(installed) == n, installed
+    looks = "import sys, dynamiccl; print('dynamiccl.envs.registration' in sys.modules)"
+    assert python(looks, DYNAMICCL_RUN="", DYNAMICCL_CLUSTER="").stdout == "True\n"
+    assert python(looks, DYNAMICCL_RUN="/x").stdout == "False\n"
 
 
 @pytest.mark.timing

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynamiccl.envs.nccl.agreement import agreement as agreements
-from dynamiccl.envs.nccl.agreement import leader as leaders
 from dynamiccl.envs.nccl.agreement import lookout
+from dynamiccl.envs.nccl.agreement.leader import Leader
 from dynamiccl.envs.nccl.plugin.bindings import CommView
 from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.traces.records import Decision, Rule, Table
@@ -91,6 +91,11 @@ class Tables:
     def confirmed(self) -> None:
         return None
 
+    def is_old(self, found: tuple[int, bytes]) -> bool:
+        return False
+
+    def note_trial(self, generation: int) -> None: ...
+
 
 class Counted:
     """A connection that notes what is asked, and when."""
@@ -126,12 +131,12 @@ def write_whole(place: Path, text: str) -> None:
     scratch.rename(place)
 
 
-def agreed_begin(folder: Path, leader: leaders.Leader | None, wait_s: float) -> float:
+def agreed_begin(folder: Path, leader: Leader | None, wait_s: float) -> float:
     """When all nodes begin, by this machine's clock: rank 0's node writes it once it has heard of all ranks."""
     until = time.monotonic() + wait_s
-    while leader is not None and leader._absent and time.monotonic() < until:
+    while leader is not None and leader.arrivals._absent and time.monotonic() < until:
         time.sleep(0.1)
-    if leader is not None and not leader._absent:
+    if leader is not None and not leader.arrivals._absent:
         write_whole(folder / "begin", str(time.monotonic() + _SAME_BEGIN_S))
     return float(wait_for(folder / "begin", wait_s))
 
@@ -202,7 +207,7 @@ def main() -> None:
     parser.add_argument("--quiet-s", type=float, default=10.0)
     parser.add_argument("--wait-s", type=float, default=300.0, help="for all ranks to come")
     args = parser.parse_args()
-    leaders.ATTACH_S = args.wait_s
+    os.environ["DYNAMICCL_ATTACH_S"] = str(args.wait_s)
     n_nodes = args.ranks // args.per_node
     found: list[dict[str, Any]] = [{}] * n_nodes
     with tempfile.TemporaryDirectory() as folder:

@@ -35,11 +35,13 @@ _HELD_S = 0.02
 _LOOKS = 3  # of rank 0 for the votes, of another rank for the decision: so many a round takes at least
 _VOTES_S = 0.5  # for the votes of all ranks, or four rounds as they last
 _SOON_S, _LATER_S = 0.25, 60.0  # until a store that is away is tried again: at first, and at most
+_FAULTS = 8  # doublings from the one to the other
 _SILENT_S = 30.0  # a store that is away for longer is told of
 #: The plugin holds a call for no longer, whatever becomes of this thread: a store that hangs with its connections open
 #: never answers the request under way. Where requests fail, `RoundStore.settle` gives up first, and says why.
 HOLD_S = int(LOST_S) + 60
 _IN_A_ROW = 3  # so many lost rounds, and the user hears of it
+_WAITING = AgreementState.WAITING, NotTuning.NOT_ALL_THERE()
 TOGETHER = AgreementState.OPEN, "all ranks decide together"
 
 #: A state, its reason, and the generation of a table that was refused, else 0.
@@ -92,13 +94,23 @@ class Agreement:
         return _HELD_S + _A_RANK_S * self.n_ranks
 
     def _run(self) -> None:
-        self._say(AgreementState.WAITING, NotTuning.NOT_ALL_THERE())
+        try:
+            self._take_part()
+        except Exception as error:  # a fault of ours writes one line into the job's output, and no traceback
+            with contextlib.suppress(Exception):
+                self._stop(NotAgreeing.FAULT(rank=self.rank, error=f"{type(error).__name__}: {error}"))
+        self._part()
+
+    def _take_part(self) -> None:
+        """Rounds, whatever becomes of the store, until this rank is to part."""
+        self._say(*_WAITING)
         faults, away_since, told = 0, 0.0, False
         while not self.stopped:
             began = time.monotonic()
             try:
                 self._store.connect()
                 if self._leader is not None:
+                    self._leader.begin_life()
                     self._lead_rounds(self._leader)
                 else:
                     self._follow_rounds()
@@ -113,7 +125,9 @@ class Agreement:
                     why = NotAgreeing.FAULT(rank=self.rank, error=str(error) or type(error).__name__)
                     self._tell(None, NotAgreeing.NOT_CONNECTED(why=why), 0)
                     told = True
-                self._end.wait(min(_SOON_S * 2**faults, _LATER_S))
+                self._end.wait(min(_SOON_S * 2 ** min(faults, _FAULTS), _LATER_S))
+
+    def _part(self) -> None:
         self._plugin.part(self._owner)
         if self._leader is not None:
             with contextlib.suppress(Exception):  # the store is gone before
@@ -174,8 +188,7 @@ class Agreement:
         """Note how fast this rank goes, and say where a communicator is new."""
         if not self._pace.is_due():
             return
-        views = self._plugin.comms().items()
-        counts = {comm: view.made for comm, view in views if view.marks or view.no_clock}
+        counts = self._counts()
         self._pace.sample(self._steps.ended, counts)
         if new := counts.keys() - self._comms:
             self._comms |= new
@@ -184,12 +197,17 @@ class Agreement:
             else:
                 self._leader.news = True
 
+    def _counts(self) -> dict[int, int]:
+        """Collectives made on each communicator of this rank."""
+        views = self._plugin.comms().items()
+        return {comm: view.made for comm, view in views if view.marks or view.no_clock}
+
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
     def _lead_rounds(self, leader: Leader) -> None:
         asked, lookout = 0.0, self._store.lookout
         while not self._end.wait(_LOOK_S):
-            leader.look()
+            self._look(leader)
             self._look_around()
             self._store.keeps_watch()
             if time.monotonic() - asked > (IDLE_S if lookout.is_quiet() else _NEWS_S):
@@ -200,7 +218,7 @@ class Agreement:
                     self._stop(why)
                     return
                 continue
-            message = leader.next()
+            message = leader.next(self._counts)
             if message is None:
                 continue
             if until_awake_s := self._store.wakes():
@@ -211,6 +229,12 @@ class Agreement:
             if self.stopped:
                 return
 
+    def _look(self, leader: Leader) -> None:
+        """Whether there is another table. A daemon that waits for an old trial hears that it will not come."""
+        if old := leader.look():
+            self._say(AgreementState.NO_TURNS, NotAgreeing.OLD_TRIAL(), old)
+            self._say(*_WAITING)
+
     def _stop_if_over(self, leader: Leader) -> None:
         """No communicator is left that a table could reach."""
         if not self.stopped and leader.is_over(self._comms):
@@ -220,11 +244,9 @@ class Agreement:
     def _lead(self, leader: Leader, message: tuple[int, bytes]) -> None:
         """One round."""
         generation, table = message
-        leader.number += 1
-        # One vote at least is worth waiting for: who was silent may be back.
-        n_votes = max(len(leader.known) - len(leader.silent), min(1, len(leader.known)))
-        proposal = Proposal(leader.number, table, n_votes)
         trial, left_out = trial_of(table), dict[int, LeftOut]()
+        n_votes = leader.begin_round(generation, trial.trial_steps > 0)
+        proposal = Proposal(leader.number, table, n_votes)
         must = leader.switched if leader.lost < PATIENCE else set[int]()
         rhythms: protocol.Rhythms = {}
         known = leader.gone, must, left_out, rhythms
@@ -233,11 +255,22 @@ class Agreement:
         leader.ended(message, decision, left_out, rhythms, self._comms)
         if leader.number > 2 and not leader.silent:
             self._store.forget(leader.number - 2)  # all have voted since
+        self._say_what_came(leader, generation, decision, left_out)
+
+    def _say_what_came(
+        self, leader: Leader, generation: int, decision: Decision, left_out: dict[int, LeftOut]
+    ) -> None:
+        """Of a round."""
+        refused = left_out.get(0)
         if decision.switches:
+            if unlike := leader.unlike(left_out):  # rank 0's tables change, so no state says it
+                self._tell(None, unlike, 0)
             for turns in leader.last.steady or [0]:
                 self._say(*TOGETHER, turns)
-        elif trial.turn_steps and 0 in left_out and left_out[0].for_good:
-            self._say(AgreementState.NO_TURNS, left_out[0].why, generation)
+        elif refused is not None and refused.is_refusal:
+            self._say(AgreementState.LOSING, refused.why)
+        elif refused is not None and refused.for_good:
+            self._say(AgreementState.NO_TURNS, refused.why, generation)
         elif leader.lost >= _IN_A_ROW:
             self._say(AgreementState.LOSING, leader.why)
 
@@ -288,7 +321,7 @@ class Agreement:
         leader, store = self._leader, self._store
         assert leader is not None
         longest_s = max(_VOTES_S + 2 * store.lookout.spread_s(), 4 * self._pace.round_s)
-        votes = store.votes(number, leader.known, longest_s)
+        votes = store.votes(number, leader.arrivals.here, longest_s)
         leader.silent = {vote.rank for vote in votes if vote.round != number}
         return votes
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from ....traces.reasons import NotAgreeing
+from ..plugin.bindings import Span
 from ..shm import trial_of
+from .arrivals import Arrivals
 from .mailbox import TableMailbox
 from .protocol import Decision, LeftOut, Rhythms
 from .store import RoundStore
 
-#: How long rank 0 waits for ranks that have not taken a step yet, or whose NCCL has not loaded the tuner.
-ATTACH_S = float(os.environ.get("DYNAMICCL_ATTACH_S", "60"))
 _AGAIN_S = 0.2  # until a lost round is tried again, doubled each time
 PATIENCE = 5  # so many lost rounds in a row, and rank 0 goes on without who does not vote
 
@@ -23,7 +22,9 @@ PATIENCE = 5  # so many lost rounds in a row, and rank 0 goes on without who doe
 class LastTable:
     """The table that was decided last."""
 
-    is_trial: bool = False
+    trial: Mapping[int, Span] | None = (
+        None  # where it holds on rank 0's own communicators; None: it is there to stay
+    )
     generation: int = 0  # whose turns the next round checks; 0: none
     rhythms: Rhythms = field(
         default_factory=dict
@@ -49,13 +50,26 @@ class LastTable:
         else:
             self.steady.append(generation)
 
+    def is_over(self, counts: Mapping[int, int]) -> bool:
+        """Whether no trial is under way; ``counts``: collectives made on each communicator of rank 0.
+
+        Over is a trial that has ended on one of them and is under way on none. One that has not come to its beginning
+        by then rests.
+        """
+        if self.trial is None:
+            return True
+        found = [(counts[comm], span) for comm, span in self.trial.items() if comm in counts]
+        if any(span.since <= made < span.until for made, span in found):
+            return False
+        return not found or any(made >= span.until for made, span in found)
+
 
 class Leader:
     """What rank 0 knows of the other ranks, and which tables are wanted."""
 
     def __init__(self, n_ranks: int, published: TableMailbox) -> None:
-        self.known: set[int] = set()  # ranks that are there, but rank 0
-        self.silent: set[int] = set()  # of them, who has not voted in the last round
+        self.arrivals = Arrivals(n_ranks)
+        self.silent: set[int] = set()  # of those that are here, who has not voted in the last round
         self.gone: dict[int, str] = {}  # communicators that have left for good, and why
         self.switched: set[int] = set()  # communicators of the last round that was not lost
         self.news = False  # a rank or a communicator is new
@@ -65,43 +79,62 @@ class Leader:
             "",
         )  # the last round, lost ones in a row, why the last of them was
         self.not_before = 0.0  # of the next round
-        self._absent, self._published = set(range(1, n_ranks)), published
-        self._until = time.monotonic() + ATTACH_S
+        self._published = published
         self._wanted: tuple[int, bytes] | None = None  # to be in force, and is not
-        self._stays = published.confirmed()  # the last table that was decided to stay, in this life or before
+        self._stays = published.confirmed()  # the newest table to stay, decided or not
+        self._unlike: set[str] = set()  # reasons that were told
         self.last = LastTable()
 
-    def look(self) -> None:
-        """Whether the daemon has published another table."""
-        if (found := self._published.take()) is not None:
-            self._wanted, self.not_before = found, 0.0
+    def look(self) -> int:
+        """Whether the daemon has published another table; the generation of an old trial, which is not led, else 0."""
+        if (found := self._published.take()) is None:
+            return 0
+        if self._published.is_old(found):
+            return found[0]
+        self._wanted, self.not_before = found, 0.0
+        if not trial_of(found[1]).trial_steps:
+            self._stays = found  # the one before may have been withdrawn: nobody gets it any more
+        return 0
+
+    def begin_life(self) -> None:
+        """Rank 0 has connected anew. What the ranks' plugins were told still holds."""
+        self.arrivals.begin_life(self.silent)
+        self.silent = set()
 
     def hears(self, store: RoundStore) -> None:
         """Whether ranks have come, or communicators."""
-        if not store.has_news():
-            return
-        self.news = True
-        if store.are_there(sorted(self._absent)):
-            here = set(self._absent)
-        else:
-            here = {rank for rank in self._absent if store.are_there([rank])}
-        self.known |= here
-        self._absent -= here
+        if store.has_news():
+            self.news = True
+            self.arrivals.hear(store)
 
     def is_waiting(self, comms: frozenset[int]) -> bool:
-        """Whether ranks, or rank 0's own communicators ``comms``, may still come before the first round."""
-        return (bool(self._absent) or not comms) and self.number == 0 and time.monotonic() < self._until
+        """Whether ranks, or rank 0's own communicators ``comms``, may still come before the next round."""
+        return self.arrivals.are_awaited() or not (comms or self.arrivals.is_late())
 
     def misses(self) -> str:
         """Why no round can be led, not even later; empty if one can."""
-        late = time.monotonic() > self._until
+        late = self.arrivals.is_late()
         return self.why if late and self.lost >= PATIENCE and not self.switched else ""
 
-    def next(self) -> tuple[int, bytes] | None:
-        """The table of the next round, if there is to be one: first what stays, for who does not have it yet."""
-        if self._stays is not None and not self.last.is_trial and (self.news or not self.switched):
-            return self._stays
-        return self._wanted
+    def next(self, counts: Callable[[], Mapping[int, int]]) -> tuple[int, bytes] | None:
+        """The table of the next round, if there is to be one: first what stays, for who does not have it yet.
+
+        During a trial it waits: it would end the trial. ``counts()``: see :meth:`LastTable.is_over`.
+        """
+        is_missed = self.news or not self.switched
+        if self._stays is None or self._wanted is self._stays or not is_missed:
+            return self._wanted
+        return self._stays if self.last.is_over(counts()) else self._wanted
+
+    def begin_round(self, generation: int, is_trial: bool) -> int:
+        """The votes to wait for."""
+        self.number += 1
+        self.arrivals.begin_round()
+        if is_trial:
+            self._published.note_trial(generation)
+        here = len(self.arrivals.here)
+        # One vote at least is worth waiting for: who was silent may be back.
+        return max(here - len(self.silent), min(1, here))
 
     def ended(
         self,
@@ -122,8 +155,10 @@ class Leader:
         self.lost, self.news = 0, False
         if message == self._wanted:
             self._wanted = None
+        if is_refused and message == self._stays:
+            self._stays = None
         if decision.switches:
-            self._switch(message, decision, rhythms, own)
+            self._switch(message, decision, left_out, rhythms, own)
 
     def _lose(self, left_out: dict[int, LeftOut]) -> None:
         """No communicator has switched: the round is led again, later each time."""
@@ -134,7 +169,12 @@ class Leader:
         self.not_before = time.monotonic() + pause_s
 
     def _switch(
-        self, message: tuple[int, bytes], decision: Decision, rhythms: Rhythms, own: Collection[int]
+        self,
+        message: tuple[int, bytes],
+        decision: Decision,
+        left_out: Collection[int],
+        rhythms: Rhythms,
+        own: Collection[int],
     ) -> None:
         trial = trial_of(message[1])
         switched = set(decision.switches)
@@ -144,11 +184,18 @@ class Leader:
             foreign = {comm: rhythms[comm] for comm in switched.difference(own)}
             last.take_turns(decision.generation, foreign)
             # Turns need a rhythm: who has none keeps its table, and is in later rounds as before.
-            switched |= self.switched
+            switched |= self.switched.difference(left_out)
         self.switched = switched
-        last.is_trial = trial.trial_steps > 0
-        if not last.is_trial:
-            self._stays = message
+        last.trial = None
+        if trial.trial_steps:
+            last.trial = {comm: span for comm, span in decision.switches.items() if comm in own}
+
+    def unlike(self, left_out: Mapping[int, LeftOut]) -> str:
+        """Why ranks with other code have no part in the round, unless it was asked before; empty if there are none."""
+        whys = {one.why for one in left_out.values() if NotAgreeing.NOT_ALIKE.facts(one.why)}
+        fresh = sorted(whys - self._unlike)
+        self._unlike |= whys
+        return "; ".join(fresh)
 
     def is_over(self, comms: frozenset[int]) -> bool:
         """Whether all of rank 0's communicators have left for good."""

@@ -98,6 +98,7 @@ class LeftOut(NamedTuple):
 
     why: str
     for_good: bool = False
+    is_refusal: bool = False  # by a plugin: no communicator may have this table
 
 
 ABORT = Decision()
@@ -139,11 +140,12 @@ def _sorted_out(votes: Sequence[Vote], gone: Reasons) -> tuple[dict[int, Words],
     """The words on each communicator whose ranks are of one mind, and why the others are left out."""
     sound: dict[int, Words] = {}
     left_out: dict[int, LeftOut] = {}
+    strangers = [vote for vote in votes if not vote.comms and vote.identity != votes[0].identity]
     for comm in sorted({comm for vote in votes for comm in vote.comms}):
         members = [vote for vote in votes if comm in vote.comms]
         if comm in gone:
             left_out[comm] = LeftOut(gone[comm], True)
-        elif odd := _odd(comm, members):
+        elif odd := _odd(comm, members, strangers):
             left_out[comm] = odd
         else:
             sound[comm] = [vote.comms[comm] for vote in members]
@@ -214,18 +216,23 @@ def _turns(rhythms: WordsOf, trial: Trial) -> dict[int, Span]:
     return spans
 
 
-def _odd(comm: int, members: Sequence[Vote]) -> LeftOut | None:
-    """Why the members of a communicator are not of one mind; None if they are."""
+def _odd(comm: int, members: Sequence[Vote], strangers: Sequence[Vote]) -> LeftOut | None:
+    """Why the members of a communicator are not of one mind; None if they are.
+
+    ``strangers``: ranks with other code that have named no communicator, since theirs refuses the table. If one is
+    missing here, it is taken for one of them.
+    """
     first, words = members[0], [vote.comms[comm] for vote in members]
     for vote in members:
         if why := vote.comms[comm].no_clock:
             return LeftOut(NotAgreeing.NO_CLOCK(rank=vote.rank, why=why), True)
-    for other in members:
+    is_short = len(members) != words[0].n_ranks
+    for other in (*members, *(strangers if is_short else ())):
         if other.identity != first.identity:
             ranks = {"rank": other.rank, "other": first.rank}
             identities = {"what": other.identity, "others": first.identity}
             return LeftOut(NotAgreeing.NOT_ALIKE(**ranks, **identities))
-    if len(members) != words[0].n_ranks or len({(one.n_ranks, one.n_nodes) for one in words}) > 1:
+    if is_short or len({(one.n_ranks, one.n_nodes) for one in words}) > 1:
         counts = {"n": len(members), "of": words[0].n_ranks}
         return LeftOut(NotAgreeing.NOT_ALL_VOTED(rank=first.rank, **counts))
     return _other_calls(comm, members)
@@ -351,10 +358,14 @@ def lead(
 
 
 def _why_no_round(votes: list[Vote]) -> LeftOut | None:
-    """Why no communicator at all can switch in this round; None where some may."""
-    if refusal := next((vote.refusal for vote in votes if vote.refusal), ""):
-        return LeftOut(refusal, True)  # the table is the same bytes everywhere: no rank may have it
-    if no_room := next((vote.no_room for vote in votes if vote.no_room), ""):
+    """Why no communicator at all can switch in this round; None where some may.
+
+    Ranks whose code is not rank 0's have no say: they share no communicator with those that switch.
+    """
+    alike = [vote for vote in votes if vote.identity == votes[0].identity]
+    if refusal := next((vote.refusal for vote in alike if vote.refusal), ""):
+        return LeftOut(refusal, True, True)  # the bytes and the code are the same everywhere
+    if no_room := next((vote.no_room for vote in alike if vote.no_room), ""):
         return LeftOut(no_room)
     if any(vote.comms for vote in votes):
         return None

@@ -274,12 +274,16 @@ def _closed() -> Any:
 
 
 def _vote(raw: bytes) -> Vote:
+    """A rank of another release may know other fields: its identity says that, and the rest is left out."""
     found = json.loads(raw)
     comms = {}
-    for comm, one in found.pop("comms").items():
-        one["marks"] = {int(at): mark for at, mark in one["marks"].items()}
-        comms[int(comm)] = CommVote(**one)
-    return Vote(**found, comms=comms)
+    try:
+        for comm, one in found.pop("comms").items():
+            one["marks"] = {int(at): mark for at, mark in one["marks"].items()}
+            comms[int(comm)] = CommVote(**one)
+        return Vote(**found, comms=comms)
+    except (KeyError, TypeError):
+        return Vote(found["rank"], found["round"], found["identity"])
 
 
 def _decision(raw: bytes) -> Decision:

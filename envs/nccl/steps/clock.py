@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import struct
 import time
 from collections import deque
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 from ....traces.records import FLAG_SAMPLED, FLAG_WHOLE, STEP, STEP_DTYPE, UNSET
 from ..plugin.bindings import Plugin
 from .sampling import Sampling
+from .user_numbers import sample_every
 from .words import say
 
 # STEP_DTYPE as a struct: packing it is quicker than filling a numpy record.
@@ -118,8 +118,7 @@ class StepRecorder:
     def __init__(self, torch: Any, plugin: Plugin) -> None:
         self.step = 0  # under way
         self._cuda, self._plugin = torch.cuda, plugin
-        fixed = os.environ.get("DYNAMICCL_SAMPLE_EVERY")
-        self._sampling = Sampling(int(fixed) if fixed else None)
+        self._sampling = Sampling(sample_every())
         self._sampled = False  # kernel times are being taken
         self._clock: CudaClock | None = None
         self._memory: Memory | None = None
@@ -170,5 +169,7 @@ class StepRecorder:
 
     def close(self) -> None:
         """The interpreter exits: what the GPU clock still owes is written if it is ready."""
-        if self._clock:
-            self._clock.settle()
+        if self._clock and self._works:
+            # A CUDA error that has ended the job comes again at each call: the last words are to be the job's.
+            with contextlib.suppress(Exception):
+                self._clock.settle()

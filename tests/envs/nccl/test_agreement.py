@@ -7,21 +7,51 @@ Every test looks at what each collective of each communicator was answered on ev
 import functools
 import json
 import os
+import struct
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
+from dynamiccl.envs.nccl.agreement import agreement as agreements
+from dynamiccl.envs.nccl.agreement import lookout as lookouts
 from dynamiccl.envs.nccl.agreement.agreement import Agreement
 from dynamiccl.envs.nccl.agreement.protocol import Switch
 from dynamiccl.envs.nccl.agreement.store import Proposal
-from dynamiccl.envs.nccl.plugin.bindings import Span
-from dynamiccl.traces.records import AgreementState
+from dynamiccl.envs.nccl.plugin.bindings import CommView, Span
+from dynamiccl.envs.nccl.shm import encode_table
+from dynamiccl.traces.reasons import NotAgreeing, NotTuning, RowRefused
+from dynamiccl.traces.records import AgreementState, Table
+from memory_store import MemoryStore
 from nccl_late import TELLS_LATE
 from paths import HELPERS
 
 JOBS = HELPERS / "agreement_jobs.py"
+
+
+def stub(**more):
+    """A plugin of a rank with one communicator of its own."""
+    counts = SimpleNamespace(
+        join=lambda: 1,
+        hold=lambda seconds: None,
+        part=lambda owner: None,
+        tuners=lambda: 1,
+        identity=str,
+        waiting=lambda: 0,
+        comms=lambda: {7: CommView(1, 1, 64, {64: 1}, "", 4, 0)},
+        limit=lambda owner, comm, distance: 64 + distance,
+        lift=lambda owner, generation: None,
+    )
+    return SimpleNamespace(**{**vars(counts), **more})
+
+
+def wait_until(true):
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.002)
 
 
 @pytest.fixture(params=["at once", pytest.param("later", marks=pytest.mark.slow)], autouse=True)
@@ -224,12 +254,110 @@ def test_a_rank_whose_plugin_refuses_a_switch_says_so_and_changes_no_further_tab
         over.wait(10)
         raise ConnectionError("none")
 
-    stub = SimpleNamespace(join=lambda: 1, hold=lambda seconds: None, part=lambda owner: None, switch=refuses)
     agreement = Agreement(
-        1, 2, stub, None, None, no_store, tell=lambda state, text, generation: said.append(text)
+        1,
+        2,
+        stub(switch=refuses),
+        None,
+        None,
+        no_store,
+        tell=lambda state, text, generation: said.append(text),
     )
     agreement._do(Switch(7, Span(3)), Proposal(1, b"table", 1))
     over.set()
     agreement.join()
     assert said == ["rank 1 could not change its table as the others did: [Errno 22] Invalid argument"]
     assert agreement.stopped == said[0]
+
+
+def test_a_refused_table_is_led_once_and_told_by_its_reason(tmp_path, monkeypatch):
+    """Before: in silence, or as turns that the job's steps do not allow."""
+    monkeypatch.setattr(lookouts, "shared_roots", lambda: iter([tmp_path]))
+    said, staged, served = [], [], MemoryStore()
+
+    def refuses(owner, message):
+        staged.append(message)
+        raise ValueError(RowRefused.PLUGIN_REFUSES(error="x"))
+
+    tables = [(2, encode_table(Table(2, (), 32, 2, 1, 0))), None, (3, encode_table(Table(3)))]
+    published = SimpleNamespace(
+        confirmed=lambda: (1, encode_table(Table(1))),
+        take=lambda: tables.pop(0) if tables else None,
+        is_old=lambda found: False,
+        note_trial=lambda generation: None,
+    )
+    agreement = Agreement(
+        0,
+        1,
+        stub(stage=refuses),
+        SimpleNamespace(ended=0),
+        published,
+        lambda: served,
+        tell=lambda *word: said.append(word),
+    )
+    wait_until(lambda: len(staged) == 3)
+    agreement._end.wait(0.1)
+    agreement.close()
+    agreement.join()
+    assert len(staged) == 3 and [state for state, *_ in said] == [
+        AgreementState.WAITING,
+        AgreementState.LOSING,
+    ]
+    assert said[1][1:] == (RowRefused.PLUGIN_REFUSES(error="x"), 0)
+
+
+def test_a_tuner_that_lives_hears_of_an_old_trial_at_once(tmp_path, monkeypatch):
+    """It would wait for its first step for half a minute."""
+    monkeypatch.setattr(lookouts, "shared_roots", lambda: iter([tmp_path]))
+    said, served = [], MemoryStore()
+    tables = [(5, encode_table(Table(5, (), 32)))]
+    published = SimpleNamespace(
+        confirmed=lambda: None,
+        take=lambda: tables.pop(0) if tables else None,
+        is_old=lambda found: found[0] == 5,
+    )
+    steps, tell = SimpleNamespace(ended=0), lambda *word: said.append(word)
+    agreement = Agreement(0, 1, stub(), steps, published, lambda: served, tell=tell)
+    wait_until(lambda: len(said) == 3)
+    agreement.close()
+    agreement.join()
+    waiting = AgreementState.WAITING, NotTuning.NOT_ALL_THERE(), 0
+    assert said == [waiting, (AgreementState.NO_TURNS, NotAgreeing.OLD_TRIAL(), 5), waiting]
+    assert len(NotAgreeing.OLD_TRIAL()) <= 80, "what a record holds"
+
+
+def test_a_store_that_stays_away_ends_no_thread(monkeypatch):
+    """Before: after 1,023 failures, 17 hours, an OverflowError in the job's output, and no table changed any more."""
+    monkeypatch.setattr(agreements, "_SOON_S", 0.0)
+    tries = []
+
+    def refuses():
+        tries.append(1)
+        raise ConnectionRefusedError("refused")
+
+    agreement = Agreement(1, 2, stub(), None, None, refuses)
+    wait_until(lambda: len(tries) > 1100 or not agreement.is_alive())
+    assert agreement.is_alive() and agreement.stopped == ""
+    agreement.close()
+    agreement.join()
+
+
+def test_a_fault_of_ours_in_the_thread_is_one_line_and_this_rank_parts():
+    said, parted = [], []
+
+    def tells(state, text, generation):
+        said.append(text)
+        if state == AgreementState.WAITING:
+            raise struct.error("argument out of range")
+
+    agreement = Agreement(0, 2, stub(part=parted.append), None, nothing_published(), no_store, tell=tells)
+    wait_until(lambda: not agreement.is_alive())
+    assert said[1:] == [agreement.stopped] == ["rank 0: error: argument out of range"] and parted == [1]
+
+
+def no_store():
+    raise ConnectionError("none")
+
+
+def nothing_published():
+    return SimpleNamespace(confirmed=lambda: None, take=lambda: None)

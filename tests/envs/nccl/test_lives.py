@@ -8,37 +8,13 @@ from dynamiccl.envs.nccl.agreement import agreement as agreements
 from dynamiccl.envs.nccl.agreement import lookout as lookouts
 from dynamiccl.envs.nccl.agreement.agreement import Agreement
 from dynamiccl.envs.nccl.agreement.store import Parted, Proposal, RoundStore
-
-
-class Store:
-    """A job's store in this process, with the calls of PyTorch's that the agreement makes."""
-
-    def __init__(self):
-        self.values = {}
-
-    def set(self, key, value):
-        self.values[key] = value.encode()
-
-    def get(self, key):
-        return self.values[key]
-
-    def add(self, key, n):
-        self.set(key, str(int(self.values.get(key, b"0")) + n))
-        return int(self.values[key])
-
-    def check(self, keys):
-        return all(key in self.values for key in keys)
-
-    def compare_set(self, key, expected, desired):
-        if self.values.get(key, b"").decode() == expected:
-            self.set(key, desired)
-        return self.values.get(key, expected.encode())
+from memory_store import MemoryStore
 
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     monkeypatch.setattr(lookouts, "shared_roots", lambda: iter([tmp_path]))
-    return Store()
+    return MemoryStore()
 
 
 def life(store):

@@ -122,6 +122,7 @@ SEEDED = {
     "CTA policy": Facts({"NCCL_CTA_POLICY": "1"}),
     "ranks on a GPU": Facts(nccl=(2, 29, 7), n_gpus=1, ranks_per_node=2),
     "autoload": Facts({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
+    "number": Facts({"DYNAMICCL_SAMPLE_EVERY": "abc"}),
     "compiler": Facts(has_compiler=False),
     "plugin": Facts(plugin_fault="version `GLIBC_2.38' not found"),
     "shared memory": Facts(n_gpus=8, shm_free=64 * 2**20),

@@ -137,6 +137,43 @@ def test_the_clock_and_the_memory_are_those_of_the_gpu_that_steps(places, reserv
     assert record["memory_used"] == used_gib * GIB and bool(record["memory_total"]) is bool(touched)
 
 
+class Broken(Gpus):
+    """After a device-side assert every call of CUDA fails."""
+
+    is_broken = False
+
+    def Event(self, enable_timing: bool) -> SimpleNamespace:
+        event = super().Event(enable_timing)
+        return SimpleNamespace(record=event.record, query=self.asks)
+
+    def asks(self) -> bool:
+        if self.is_broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return False
+
+
+def test_a_job_that_dies_of_a_cuda_error_has_the_last_word(capfd):
+    """Before: a second traceback, ours, at the end of each rank's output."""
+    cuda = Broken(gpu0=1)
+    recorder = StepRecorder(SimpleNamespace(cuda=cuda), Seen())
+    for step in range(1, 4):
+        recorder.ended(0, step, optimizer_on(0))
+    cuda.is_broken = True
+    recorder.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_clock_that_has_failed_is_not_asked_again():
+    cuda = Broken(gpu0=1)
+    recorder = StepRecorder(SimpleNamespace(cuda=cuda), Seen())
+    for step in range(1, 4):
+        cuda.is_broken = step == 3
+        recorder.ended(0, step, optimizer_on(0))
+    cuda.asks = pytest.fail
+    recorder.close()
+    assert not recorder._works
+
+
 def test_the_clock_of_the_gpu_begins_with_the_first_optimizer_that_has_one():
     cuda, plugin = Gpus(gpu2=1), Seen()
     recorder = StepRecorder(SimpleNamespace(cuda=cuda), plugin)

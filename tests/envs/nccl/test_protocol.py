@@ -123,7 +123,12 @@ def unlimited(rank, number, identity):
 
 @pytest.mark.parametrize(
     ("name", "mutant"),
-    [("decide", smallest), ("follow", hasty), ("follow", unlimited), ("_odd", lambda comm, members: None)],
+    [
+        ("decide", smallest),
+        ("follow", hasty),
+        ("follow", unlimited),
+        ("_odd", lambda comm, members, strangers: None),
+    ],
     ids=[
         "N below a limit",
         "no look at the register",
@@ -164,6 +169,34 @@ def test_who_is_not_of_one_mind_is_left_out_by_name(votes, for_good, words):
         assert 5 in decision.switches and not out
         return
     assert not decision.switches and words in out[5].why and out[5].for_good is for_good
+
+
+def led(own, *others):
+    """What rank 0 decides of a table to stay, and whom it leaves out. A vote with a refusal has no communicators."""
+    left_out = {}
+    part = protocol.lead(1, own.identity, 3, Trial(), {}, set(), left_out, {})
+    assert isinstance(next(part), protocol.Propose) and isinstance(part.send(None), protocol.Gather)
+    assert isinstance(part.send(list(others)), protocol.Stage)
+    request = part.send((own.refusal, own.no_room))
+    if isinstance(request, protocol.Limit):
+        request = part.send(own.comms)
+    return request.decision, left_out
+
+
+@pytest.mark.parametrize("fault", [{"refusal": "no such format"}, {"no_room": "full"}])
+def test_a_rank_of_another_release_leaves_only_its_own_communicators_out(fault):
+    """Before: where its plugin refused the table no rank had one, and nobody said a word."""
+    old = Vote(2, 1, "old", {}, **fault)
+    three = together(vote(0), vote(0, n_ranks=3, comm=9)), together(vote(1), vote(1, n_ranks=3, comm=9))
+    decision, left_out = led(*three, old)
+    assert decision == Decision(3, {5: Span(10)})
+    assert left_out == {9: protocol.LeftOut("rank 2 has old, rank 0 has same")}
+
+
+def test_a_refusal_by_rank_0_s_own_code_is_one_for_all():
+    refuses = Vote(1, 1, "same", {}, "too many rows")
+    for decision, left_out in (led(vote(0), refuses), led(replace(refuses, rank=0), vote(1))):
+        assert decision == ABORT and left_out[0] == protocol.LeftOut("too many rows", True, True)
 
 
 def rhythm(rank, limit, a_step, offset, comm=5, pace=4.0, n_ranks=2):

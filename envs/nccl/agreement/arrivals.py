@@ -1,0 +1,52 @@
+"""Which ranks have come, as rank 0 hears of it, and for how long the next round waits for the others."""
+
+from __future__ import annotations
+
+import time
+
+from ..steps.user_numbers import attach_s
+from .store import RoundStore
+
+#: So long for those that were there before rank 0 lost its connection: they hear of its new life within a second.
+_BACK_S = 5.0
+
+
+class Arrivals:
+    """The ranks but rank 0."""
+
+    def __init__(self, n_ranks: int) -> None:
+        self.here: set[int] = set()  # who has cast a vote in this life: its key is in the store
+        self._absent = set(range(1, n_ranks))
+        self._awaited = set(self._absent)  # by the next round
+        self._until = time.monotonic() + attach_s()
+
+    def begin_life(self, silent: set[int]) -> None:
+        """Rank 0 has connected anew. Nobody has a key in this life yet, so everybody has to come again.
+
+        The next round does not wait for those that were ``silent`` in the last one.
+        """
+        self._absent |= self.here
+        if self.here and not self._awaited:
+            self._awaited, self._until = self.here - silent, time.monotonic() + _BACK_S
+        self.here = set()
+
+    def hear(self, store: RoundStore) -> None:
+        """Somebody has come."""
+        if store.are_there(sorted(self._absent)):
+            here = set(self._absent)
+        else:
+            here = {rank for rank in self._absent if store.are_there([rank])}
+        self.here |= here
+        self._absent -= here
+
+    def are_awaited(self) -> bool:
+        """Whether ranks may still come before the next round."""
+        return bool(self._absent & self._awaited) and not self.is_late()
+
+    def is_late(self) -> bool:
+        """Nobody is waited for any more."""
+        return time.monotonic() > self._until
+
+    def begin_round(self) -> None:
+        """Who comes from now on is in a later one."""
+        self._awaited = set()

@@ -1,0 +1,279 @@
+"""Which table rank 0 leads next, and which ranks it asks: without a store, or with one in this process."""
+
+from itertools import product
+
+import pytest
+from dynamiccl.envs.nccl.agreement import arrivals
+from dynamiccl.envs.nccl.agreement.leader import PATIENCE, Leader
+from dynamiccl.envs.nccl.agreement.mailbox import TableMailbox
+from dynamiccl.envs.nccl.agreement.protocol import ABORT, Decision, LeftOut
+from dynamiccl.envs.nccl.agreement.store import RoundStore
+from dynamiccl.envs.nccl.plugin.bindings import Span
+from dynamiccl.envs.nccl.shm import TableFile, encode_table
+from dynamiccl.traces.reasons import NotAgreeing
+from dynamiccl.traces.records import Table
+from memory_store import MemoryStore
+
+TRIAL, TURNS = (8,), (32, 2, 1, 0)
+LATE = LeftOut(NotAgreeing.NOT_ALL_VOTED(rank=0, n=2, of=3))
+VOTE = '{"rank": RANK, "round": 0, "identity": "x", "comms": {}}'
+RHYTHMS = {7: (4, 0), 9: (4, 0)}
+
+
+class Box:
+    """What the daemon publishes."""
+
+    def __init__(self, confirmed=None):
+        self._confirmed, self.found = confirmed, None
+
+    def confirmed(self):
+        return self._confirmed
+
+    def take(self):
+        found, self.found = self.found, None
+        return found
+
+    def is_old(self, found):
+        return False
+
+    def note_trial(self, generation):
+        pass
+
+
+def message(generation, *trial):
+    return generation, encode_table(Table(generation, (), *trial))
+
+
+class Rank0:
+    """A leader with a daemon beside it; ``counts``: collectives made on its communicators."""
+
+    def __init__(self, confirmed=None):
+        self.box = Box(confirmed)
+        self.leader = Leader(3, self.box)
+        self.counts = {7: 100, 9: 100}
+
+    def publish(self, generation, *trial):
+        self.box.found = message(generation, *trial)
+        self.leader.look()
+
+    def next(self):
+        """The generation that is led next, 0 for none."""
+        found = self.leader.next(lambda: self.counts)
+        return found[0] if found else 0
+
+    def round(self, spans=None, left_out=None):
+        """Lead the next one; its generation. ``spans``: of the communicators that switch."""
+        found = self.leader.next(lambda: self.counts)
+        decision = Decision(found[0], spans) if spans else ABORT
+        self.leader.begin_round(found[0], False)
+        self.leader.ended(found, decision, left_out or {}, RHYTHMS, {7, 9, 11})
+        return found[0]
+
+
+BOTH = {7: Span(128), 9: Span(128)}
+UNTIL = {7: Span(128, 160), 9: Span(128, 160)}
+
+
+def test_a_table_that_was_withdrawn_is_led_no_more():
+    """Before: the communicators that were late got it, a second before its withdrawal."""
+    rank = Rank0()
+    rank.publish(1)
+    assert rank.round(BOTH) == 1
+    rank.leader.news = True  # a communicator came
+    assert rank.round() == 1, "it is lost"
+    rank.publish(2)
+    assert rank.next() == 2 and rank.leader.not_before == 0.0
+    assert rank.round(BOTH) == 2
+    rank.leader.news = True
+    assert rank.round(BOTH) == 2 and rank.next() == 0
+
+
+def test_a_new_life_leads_the_newer_of_what_was_confirmed_and_what_was_published_to_stay():
+    rank = Rank0(message(1))
+    assert rank.next() == 1
+    rank.publish(2)
+    assert rank.round(BOTH) == 2 and rank.next() == 0
+    rank = Rank0(message(1))
+    rank.publish(2, *TRIAL)
+    assert rank.round(BOTH) == 1 and rank.next() == 2, "a trial follows what stays"
+
+
+@pytest.mark.parametrize("trial", [TRIAL, TURNS])
+def test_a_communicator_that_comes_in_a_trial_gets_what_stays_after_it(trial):
+    """Before: never, where no other table followed the trial: its tuner was dead, or all turns were steady."""
+    rank = Rank0()
+    rank.publish(1)
+    rank.round(BOTH)
+    rank.publish(2, *trial)
+    rank.round(UNTIL)
+    rank.leader.news = True
+    assert rank.next() == 0, "a round now would end the trial"
+    rank.counts = {7: 130, 9: 130, 11: 5}
+    assert rank.next() == 0
+    rank.counts = {7: 161, 9: 159, 11: 5}
+    assert rank.next() == 0
+    rank.counts = {7: 161, 9: 100, 11: 5}  # communicator 9 rests
+    assert rank.round({**BOTH, 11: Span(30)}) == 1 and rank.next() == 0
+
+
+def test_a_trial_is_not_ended_by_what_stays_but_by_the_next_table():
+    rank = Rank0()
+    rank.publish(1)
+    rank.round(BOTH)
+    rank.publish(2, *TRIAL)
+    rank.round(UNTIL)
+    rank.leader.news, rank.counts = True, {7: 130, 9: 130}
+    rank.publish(3, *TRIAL)
+    assert rank.next() == 3
+
+
+EVENTS = ("stays", "tries", "news", "lost", "switched", "trial over")
+
+
+def wrong_round(events):
+    """The first round of these events that gives a table to stay that is not the newest, or ends a running trial with
+    one that was there before it; empty if there is none. Whoever is late has what stays, at the end."""
+    rank, newest, generation, runs = Rank0(), 0, 0, False
+    for event in (*events, "switched", "trial over", "news", "switched"):
+        led = rank.next()
+        if event in ("stays", "tries"):
+            generation += 1
+            newest = generation if event == "stays" else newest
+            rank.publish(generation, *(TRIAL if event == "tries" else ()))
+        elif event == "news":
+            rank.leader.news = True
+        elif event == "trial over":
+            runs, rank.counts = False, {7: 200, 9: 200}
+        elif led:
+            is_trial = rank.leader.next(lambda: rank.counts)[1] == message(led, *TRIAL)[1]
+            if not is_trial and (led != newest or (runs and led != generation)):
+                return f"table {led} in the round after {events}"
+            if event == "switched":
+                rank.round(UNTIL if is_trial else BOTH)
+                runs, rank.counts = is_trial, {7: 140, 9: 140}
+            else:
+                rank.round()
+    return f"{events} leave the late without table {newest}" if rank.leader.news and newest else ""
+
+
+def test_no_order_of_events_leads_a_table_that_was_withdrawn_or_ends_a_trial():
+    found = [wrong for events in product(EVENTS, repeat=4) if (wrong := wrong_round(events))]
+    assert found == []
+
+
+def test_a_refused_table_is_led_no_more():
+    """Before: one that was confirmed was led 16 times a second, and no other ever."""
+    refused = {0: LeftOut("the plugin refuses the table: x", True, True)}
+    rank = Rank0(message(1))
+    assert rank.round(left_out=refused) == 1 and rank.next() == 0
+    rank.publish(2, *TRIAL)
+    assert rank.round(left_out=refused) == 2 and rank.next() == 0
+    rank.publish(3)
+    assert rank.round(BOTH) == 3
+
+
+def test_a_communicator_whose_rank_votes_no_more_is_let_go_once():
+    """Before: of tables in turns each was lost five times, for 14 s."""
+    rank = Rank0()
+    rank.publish(1)
+    rank.round(BOTH)
+    rank.publish(2, *TURNS)
+    for _ in range(PATIENCE):
+        assert 9 in rank.leader.switched
+        rank.round(left_out={9: LATE})
+    rank.round({7: Span(128, 160)}, {9: LATE})
+    assert rank.leader.switched == {7}
+
+
+def test_a_communicator_without_a_rhythm_stays_in_later_rounds():
+    rank = Rank0()
+    rank.publish(1)
+    rank.round(BOTH)
+    rank.publish(2, *TURNS)
+    rank.round({7: Span(128, 160)})
+    assert rank.leader.switched == {7, 9}
+
+
+def test_ranks_with_other_code_are_told_of_once():
+    """Before: not at all where other communicators switch."""
+    leader = Leader(3, Box())
+    alike = {"rank": 2, "what": "old", "other": 0, "others": "new"}
+    left_out = {9: LeftOut(NotAgreeing.NOT_ALIKE(**alike)), 11: LATE}
+    assert leader.unlike(left_out) == "rank 2 has old, rank 0 has new" and leader.unlike(left_out) == ""
+
+
+# -- which ranks are there -------------------------------------------------------------------------------------------
+
+
+def test_after_a_lost_connection_no_rank_is_asked_that_has_not_come_again(monkeypatch):
+    """Before: rank 0 waited at the store for the key of one that was gone, and PyTorch warned in the job's output."""
+    served = MemoryStore()
+    store, leader = RoundStore(lambda: served, 0, 3), Leader(3, Box())
+
+    def begins():
+        store.connect()
+        leader.begin_life()
+
+    def come(*ranks):
+        for rank in ranks:
+            served.set(f"{store.life}/vote/{rank}", VOTE.replace("RANK", str(rank)))
+            store.says_news()
+        leader.hears(store)
+
+    begins()
+    assert leader.is_waiting(frozenset({7}))
+    come(1, 2)
+    assert not leader.is_waiting(frozenset({7})) and leader.begin_round(1, False) == 2
+    leader.silent = {2}
+    begins()
+    assert store.votes(2, leader.arrivals.here, 0.0) == []
+    assert leader.is_waiting(frozenset({7})), "rank 1 is about to come again"
+    come(1)
+    assert not leader.is_waiting(frozenset({7})), "nobody waits for who was silent before"
+    assert leader.begin_round(2, False) == 1
+    assert [vote.rank for vote in store.votes(2, leader.arrivals.here, 0.0)] == [1]
+    monkeypatch.setattr(arrivals, "_BACK_S", 0.0)
+    begins()
+    assert not leader.is_waiting(frozenset({7})), "not for ever"
+    store.close()
+
+
+def test_a_vote_of_a_release_with_other_fields_says_only_that_it_is_not_alike():
+    """Before: a TypeError, which ended the round for all."""
+    served = MemoryStore()
+    store = RoundStore(lambda: served, 0, 2)
+    store.connect()
+    vote = '{"rank": 1, "round": 4, "identity": "newer", "comms": {"7": {"marks": {}, "colour": 3}}}'
+    served.set(f"{store.life}/vote/1", vote)
+    (found,) = store.votes(4, [1], 0.0)
+    assert (found.rank, found.round, found.identity, found.comms) == (1, 4, "newer", {})
+    store.close()
+
+
+# -- the table file --------------------------------------------------------------------------------------------------
+
+
+def test_a_trial_is_begun_in_one_life_only(tmp_path):
+    """Before: after each restart an unproven table ran for the whole trial again, also where its tuner was dead."""
+    path = tmp_path / "table"
+    file = TableFile(path, write=True)
+    file.publish(Table(2, (), *TRIAL))
+    leader = Leader(1, TableMailbox(path))
+    assert leader.look() == 0 and leader.next(dict) == message(2, *TRIAL)
+    leader.begin_round(2, True)
+    after = Leader(1, TableMailbox(path))
+    assert after.look() == 2 and after.next(dict) is None
+    file.publish(Table(3, (), *TRIAL))
+    assert after.look() == 0 and after.next(dict) == message(3, *TRIAL), "the tuner lives"
+    file.publish(Table(2))
+    after = Leader(1, TableMailbox(path))
+    assert after.look() == 0 and after.next(dict) == message(2), "it is there to stay"
+    file.close()
+
+
+def test_a_damaged_note_of_a_trial_counts_as_none(tmp_path):
+    (tmp_path / "tried").write_text("x")
+    file = TableFile(tmp_path / "table", write=True)
+    file.publish(Table(2, (), *TRIAL))
+    assert not TableMailbox(tmp_path / "table").is_old(message(2, *TRIAL))
+    file.close()
