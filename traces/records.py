@@ -361,9 +361,7 @@ class AgreementState(IntEnum):
     LOSING = (
         5  # open, but one round after the other comes to nothing: the text says why. 4 is in older traces
     )
-    NO_TURNS = (
-        6  # the trial of this generation is not begun: its turns cannot follow steps, or it is an old one
-    )
+    NO_TURNS = 6  # open, but the table of this generation was refused: its turns cannot follow steps
 
 
 #: A cost of this or more means that NCCL does not have the pair: 2.32 writes 1.7e38 for PAT.
