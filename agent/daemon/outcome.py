@@ -36,6 +36,7 @@ class Outcome:
         self.tables = tables
         self.summary = RunSummary(kept=False, in_force=DEFAULT)
         self.n_comparisons = 0  # of the search that were told
+        self._n_dropped = 0  # tables of the search that were dropped, and are told or history
         # Rows that NCCL did not follow, and what it did.
         self._disobeyed: dict[tuple[Slot, Decision], str] = {}
 
@@ -129,8 +130,11 @@ class Outcome:
             summary.steps_to_verdict = now
         steps = account.since_verdict
         summary.default_share_after = account.default_since_verdict / steps if steps else None
-        if marks.dropped and not summary.dropped and not summary.kept:
+        if summary.kept:  # what became of a table before it is history
+            summary.dropped = None
+        elif marks.dropped > self._n_dropped and not summary.dropped:
             summary.dropped = RunEnds.SLOWER()
+        self._n_dropped = marks.dropped
 
     def _refusal(self, i: int, config: int) -> dict[str, Any]:
         slot = self.windows.profiles[i].slot

@@ -55,12 +55,9 @@ def outcome(c: Mapping[str, Any]) -> str:
 
 
 def _evidence(c: Mapping[str, Any]) -> str:
-    """How long a comparison took."""
-    if c.get("by_turns") and c["steps"]:
-        first, last = c["steps"]
-        n_steps = last - first + 1
-        return f"certain after {n_steps} steps" if c["outcome"] == "kept" else f"{n_steps} alternating steps"
-    return f"{c['pairs']} pair{'s' * (c['pairs'] > 1)}"
+    """What a comparison has measured."""
+    n = c["pairs"]
+    return f"{n} {'alternation' if c.get('by_turns') else 'pair'}{'s' * (n > 1)}"
 
 
 def cost(s: RunSummary) -> str:

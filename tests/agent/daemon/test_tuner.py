@@ -1,11 +1,14 @@
 """The tuning run on a job whose truth is known."""
 
 import inspect
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from dynamiccl.agent.commands.tune import tune
+from dynamiccl.agent.daemon.account import TableNames
 from dynamiccl.agent.daemon.daemon import config_of
+from dynamiccl.agent.daemon.outcome import Outcome
 from dynamiccl.agent.daemon.request import Request
 from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import DEFAULT, make_chooser
@@ -286,3 +289,20 @@ def test_by_turns_a_trial_costs_what_its_own_steps_cost():
             true_ms += job.cost_ms - before
     assert tuner.costs.trials > 10
     assert tuner.costs.trials_ms == pytest.approx(true_ms, rel=0.15)
+
+
+def test_what_became_of_an_earlier_table_is_not_told_of_a_later_one():
+    """Before: REVERTED, "the table is no longer faster", of a table that a change of the job had ended."""
+    outcome = Outcome(LiveWindows(FakeJob(truth)), TableNames())
+    account = SimpleNamespace(default_since_verdict=0, since_verdict=0)
+
+    def note(kept, dropped):
+        marks = SimpleNamespace(first_gain=1, verdict=1, dropped=dropped)
+        search = SimpleNamespace(
+            marks=marks, confirmed=np.array([kept]), state=SimpleNamespace(account=account)
+        )
+        outcome._note_milestones(search)
+        return bool(outcome.summary.dropped)
+
+    stands = [note(*stand) for stand in ((1, 0), (0, 1), (0, 1), (1, 1), (0, 1), (1, 1), (0, 2))]
+    assert stands == [False, True, True, False, False, False, True]
