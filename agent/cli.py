@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from ..traces.here import pip_install
-from .commands import Argument, Call, Option, begin
+from .commands import Argument, Call, Option
 
 #: What a command may lack, and the extra that brings it; all else is in `tuner`.
 _EXTRAS = {"torch": "train", "stable_baselines3": "train", "sb3_contrib": "train"}
@@ -115,7 +115,6 @@ class Parser(argparse.ArgumentParser):
         values = {**self.defaults, **of_site, **said}
         if "call" in values:
             values["call"] = Call({**values}, frozenset(said))
-        begin(values)
         self.function(**values)
 
     def error(self, message: str) -> NoReturn:

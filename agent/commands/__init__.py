@@ -84,16 +84,6 @@ OrUntuned = Annotated[
 Json = Annotated[bool, Option(name="--json", help="Print JSON instead of text.")]
 
 
-#: Values of the command that runs.
-_values: dict[str, Any] = {}
-
-
-def begin(values: dict[str, Any]) -> None:
-    """A command with these values begins."""
-    _values.clear()
-    _values.update(values)
-
-
 class Refused(SystemExit):
     """The end of a command that was refused, with status 2. ``message`` names the error and its cure."""
 
@@ -123,8 +113,8 @@ def refuse_if_off() -> None:
         fail(f"{off}: ask the operators of this cluster")
 
 
-def run_alone_if_off(command: list[str] | None, json: bool = False) -> None:
-    """Become the job, without anything of ours, if the site has turned the tuner off.
+def run_alone_if_off(command: list[str] | None, headroom: int | None, json: bool = False) -> None:
+    """Become the job, without anything of ours but the channels of ``headroom``, if the site has turned the tuner off.
 
     ``json``: stdout belongs to a program, so the job's output goes to stderr, and stdout gets a summary without result.
     """
@@ -132,13 +122,13 @@ def run_alone_if_off(command: list[str] | None, json: bool = False) -> None:
         refuse_if_off()
         return
     if off := off_here():
-        _run_alone(command, off, json)
+        _run_alone(command, headroom, off, json)
 
 
 @contextmanager
-def untuned_if_refused(command: list[str] | None, json: bool = False) -> Iterator[None]:
-    """In this context an error makes this process the job, without anything of ours. No job may run yet. None: errors
-    pass through."""
+def untuned_if_refused(command: list[str] | None, headroom: int | None, json: bool = False) -> Iterator[None]:
+    """In this context an error makes this process the job, without anything of ours but the channels of ``headroom``.
+    No job may run yet. None: errors pass through."""
     from ...traces.reasons import RunEnds
 
     if command is None:
@@ -147,21 +137,21 @@ def untuned_if_refused(command: list[str] | None, json: bool = False) -> Iterato
     try:
         yield
     except Refused as error:
-        _run_alone(command, RunEnds.NOT_STARTED(why=error.message), json)
+        _run_alone(command, headroom, RunEnds.NOT_STARTED(why=error.message), json)
     except Exception as error:  # also a fault of ours: the job matters more
         why = f"{type(error).__name__}: {error}"
-        _run_alone(command, RunEnds.NOT_STARTED(why=why), json)
+        _run_alone(command, headroom, RunEnds.NOT_STARTED(why=why), json)
 
 
-def _run_alone(command: list[str], why: str, json: bool) -> NoReturn:
-    """Become the job, without anything of ours in its environment but the channels of --headroom: ranks on other nodes
-    may be tuned, and if one communicator's ranks had different channels, the job would hang."""
+def _run_alone(command: list[str], headroom: int | None, why: str, json: bool) -> NoReturn:
+    """Become the job. Its ranks keep the channels of --headroom: those on other nodes may be tuned, and if one
+    communicator's ranks had different channels, the job would hang."""
     from ...envs.nccl.plugin.build import channels_env
     from ...envs.nccl.site_switch import leave
     from ..daemon.launcher import say
 
     leave(os.environ)
-    os.environ.update(channels_env(_values.get("headroom")))
+    os.environ.update(channels_env(headroom))
     say(f"{why}: the job runs without it")
     if json:
         _print_no_result(why)

@@ -67,14 +67,14 @@ def apply(
     from ...envs.nccl.tables import load_table
     from ..daemon.launcher import say
 
-    run_alone_if_off(command)
+    run_alone_if_off(command, headroom)
     if not command:
         fail("say what to run, after --")
     program = shutil.which(command[0])
     if program is None:
         fail(f"{command[0]} is not a program that can be run")
     prepare = _prepare_together if gate else _prepare_alone
-    untuned = untuned_if_refused(command if or_untuned else None)
+    untuned = untuned_if_refused(command if or_untuned else None, headroom)
     with untuned, refusing(OSError, ValueError, PluginBuildError):
         if cluster:
             os.environ.update(emulation(cluster, bytes_scale, compute_scale)[0].env())

@@ -33,6 +33,7 @@ def stop(
     \b
     dynamiccl stop runs/tune/latest
     """
+    from ...envs.nccl.shm import RunFolder  # noqa: F401 -- while root may still read its own installation
     from ..daemon.stopping import end_tuning
 
     with refusing(ValueError, OSError):

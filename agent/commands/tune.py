@@ -185,7 +185,7 @@ def tune(
     """
     # Import nothing large: the job waits for these imports. The tuner imports the rest while the job starts.
     _check(call)
-    run_alone_if_off(command, json)
+    run_alone_if_off(command, headroom, json)
     if attach:
         if headroom:
             fail(
@@ -194,7 +194,7 @@ def tune(
         _attach(call, attach, again)
         return
     _check_program(command)
-    with untuned_if_refused(command if or_untuned else None, json):
+    with untuned_if_refused(command if or_untuned else None, headroom, json):
         _start(call.values)
 
 
