@@ -183,13 +183,16 @@ class Daemon:
         return table
 
     def _tune(self) -> bool:
-        """Up to the verdict, the watch over a table that was confirmed before, or why there is nothing to tune. Whether
-        the tuner goes on."""
+        """Up to the verdict, or to the watch over a table that was confirmed before. Whether the tuner goes on."""
         job = self.job
         job.thin = False
         if job.confirmed:
             with contextlib.suppress(JobEnded):  # the watch says why
                 self._resume()
+            if self.tuner.search is not None and not self.tuner.search.is_over:  # no row could go on
+                self._before = RunSummary()
+                self.tuner.run(is_begun=True)
+                self._say_verdict()
         else:
             self.tuner.run()
             self._say_verdict()
@@ -206,12 +209,10 @@ class Daemon:
 
     def _resume(self) -> None:
         """Go on with the table that was confirmed before. Raises JobEnded."""
-        rows = self.job.confirmed
-        gone = self.tuner.resume(rows)
-        if gone:
-            self._say(f"rows dropped, as the job makes no such calls now: {', '.join(map(str, gone))}")
-        if len(gone) == len(rows):
-            self._say_verdict()
+        if gone := self.tuner.resume(self.job.confirmed):
+            self._say(
+                f"rows dropped, as no such calls are made or tuned here now: {', '.join(map(str, gone))}"
+            )
 
     def _say_verdict(self) -> None:
         """The verdict, as it stands in the summary, and what is done from there on."""
@@ -233,7 +234,8 @@ class Daemon:
 
     def _watch(self) -> None:
         """Until the job ends: the search keeps watch, takes a table back, and begins anew where the job has changed."""
-        job, tuner, over = self.job, self.tuner, self.tuner.search is None
+        job, tuner = self.job, self.tuner
+        over = tuner.search is None or bool(self.outcome.failure)
         while job.is_alive():
             self._keep_up()
             try:
@@ -241,11 +243,13 @@ class Daemon:
                     return
                 if not over:
                     self._step()
+                    over = tuner.search is None
                     continue
                 job.rest()
                 job.check()
                 if self._closed:  # ranks that were started again have agreed anew
                     self._closed, over = False, tuner.search is None
+                    self.outcome.ended = None
                 if tuner.looks_again():
                     self._say("looking again for what can be tuned")
                     if not self._tune():
@@ -298,6 +302,8 @@ class Daemon:
         before = Stand.of(search, self.outcome.kept, self.job.confirmed)
         self.job.thin = search.is_over  # a search asks for kernel times
         self.tuner.step()
+        if (search := self.tuner.search) is None:  # the job has become another one, with nothing to tune
+            return
         if not search.is_over:
             self._before = RunSummary()
         now = Stand.of(search, self.outcome.kept, self.job.confirmed)

@@ -40,6 +40,13 @@ class Outcome:
         # Rows that NCCL did not follow, and what it did.
         self._disobeyed: dict[tuple[Slot, Decision], str] = {}
 
+    def begin_anew(self, dropped: str | None) -> None:
+        """Another search begins, under the default. ``dropped``: why the table that was kept holds no more."""
+        self.n_comparisons = self._n_dropped = 0
+        self.summary.kept = False
+        self.summary.in_force = DEFAULT
+        self.summary.dropped = dropped or self.summary.dropped
+
     def disobeyed(self, row: Disobeyed) -> None:
         """NCCL did not follow a row."""
         text = str(row)

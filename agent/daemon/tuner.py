@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...envs.live.job import Window
-from ...envs.live.job_ends import JobEnded
+from ...envs.live.job_ends import JobEnded, OtherJob
 from ...envs.live.obedience import Disobeyed
 from ...envs.live.turns import Turns
 from ...envs.live.windows import LiveWindows
@@ -128,12 +128,17 @@ class Tuner:
         comparisons = self.search.comparisons if self.search is not None else []
         return self.result.sum_up(comparisons, self.costs)
 
-    def run(self) -> RunSummary:
+    def run(self, is_begun: bool = False) -> RunSummary:
         """Profile, search, compare. A job that ends early ends the run early, and so does one without anything to tune:
-        the outcome says so, and the latter may be run again, see :meth:`looks_again`."""
+        the outcome says so, and the latter may be run again, see :meth:`looks_again`.
+
+        ``is_begun``: the job is profiled, and no table holds.
+        """
         try:
-            self._begin()
-            self._search_on()
+            if not is_begun:
+                self._begin()
+            while self.search is not None and not self.search.is_over:
+                self.step()
         except JobEnded as error:
             self.outcome.ended = self.outcome.ended or str(error)
         finally:  # also if the tuner is interrupted: the table that was adopted stays
@@ -143,26 +148,26 @@ class Tuner:
     def resume(self, decisions: dict[Slot, Decision]) -> list[Slot]:
         """Go on with a table that was adopted before: only monitoring is left. Raises JobEnded.
 
-        Rows of calls that the job does not make any more leave the table; if no row is left, a search begins. Returns
-        their slots.
+        Returns the slots of rows that cannot go on: the job makes no such calls now, or they must not run. If no row is
+        left, NCCL's default is in force, and :meth:`run` begins a search.
         """
         self._begin()
         if self.search is None:
             return []
-        known = {profile.slot for profile in self.windows.profiles}
-        gone = [slot for slot in decisions if slot not in known]
-        if len(gone) < len(decisions):
-            self.search.resume(self._configs(decisions))
+        kept = dict[Slot, Decision]()
+        for slot, decision in decisions.items():
+            if self.windows.may_run(slot, decision):
+                kept[slot] = decision
+        configs = self._configs(kept)
+        if configs.any():
+            self.search.resume(configs)
             self._conclude()
         else:
-            self.windows.confirm(np.zeros(len(known), np.int64))
-            self._search_on()
-        return gone
-
-    def _search_on(self) -> None:
-        """To the verdict; nothing where there is nothing to tune. Raises JobEnded."""
-        while self.search is not None and not self.search.is_over:
-            self.step()
+            self.windows.confirm(configs)
+            self.outcome.kept = False
+            self.outcome.steps_to_first_gain = self.outcome.steps_to_verdict = None
+        left = self.windows.decisions(configs)
+        return [slot for slot in decisions if slot not in left]
 
     def looks_again(self) -> bool:
         """Whether there was nothing to tune, and the job has taken enough steps since to be looked at once more."""
@@ -178,7 +183,11 @@ class Tuner:
             if search.is_over != was_over:
                 self._conclude()
                 return
-        seen = self.windows.measure(plan)
+        try:
+            seen = self.windows.measure(plan)
+        except OtherJob as reason:
+            self._begin_anew(str(reason))
+            return
         self.costs.windows += not was_over
         lost = search.lost
         saved = search.record(plan, seen)
@@ -187,6 +196,15 @@ class Tuner:
         is_first_gain = search.confirmed.any() and self.outcome.steps_to_first_gain is None
         if was_over or search.marks.reopened or is_first_gain:
             self._conclude()
+
+    def _begin_anew(self, why: str) -> None:
+        """Over a job that is another than the one known: from the default on. Raises JobEnded."""
+        kept = self.outcome.kept
+        self.windows.confirm(np.zeros(len(self.windows.profiles), np.int64))
+        self.search, self._state, self._open = None, None, []
+        self.result.begin_anew(why if kept else None)
+        self._begin()
+        self._conclude()
 
     def _begin(self) -> None:
         self._look_again.cancel()

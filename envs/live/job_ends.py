@@ -20,3 +20,7 @@ class Stopped(Closed):
 
 class Withdrawn(Closed):
     """Ranks ran one collective two ways: the table was taken back. A failure."""
+
+
+class OtherJob(JobEnded):
+    """What was known of the job holds no more, as the message says: a search over it has to begin anew."""

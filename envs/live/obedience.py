@@ -56,7 +56,7 @@ class CallAudit:
         self.calls_checked = 0
         self.mismatches = 0
         self.example = ""  # the first mismatch in words
-        self.is_told = False  # the job's reader has raised it
+        self.is_told = False  # the tuner has withdrawn the table for it
         self._waiting = np.empty(
             0, [("key", "u8"), ("value", "u8"), ("comm_id", "u8"), ("actor", "u8"), ("row", "V128")]
         )

@@ -7,7 +7,7 @@ not see that another message of the communicator runs with LL, while a table rep
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,81 +15,67 @@ import pandas as pd
 
 from ...traces.queries.slots import SlotProfile, of_class
 from ...traces.reasons import RowRefused
-from ...traces.records import AUTO, PAIRS, Decision, Offer, Slot
-from ...traces.spaces import N_CHANNELS, N_CONFIGS, N_PAIRS, config_of
+from ...traces.records import PAIRS, Decision, Slot
+from ...traces.spaces import N_CHANNELS, N_PAIRS
 
 Array = np.ndarray[Any, Any]
 
 _SIMPLE = [pair for pair, (_, proto) in enumerate(PAIRS, 1) if proto == "simple"]
 
 
-def registering(offers: Mapping[tuple[int, str, int], Offer]) -> set[int]:
-    """Communicators with registered buffers, as far as NCCL has told."""
-    found = set[int]()
-    for (comm_id, _, _), offer in offers.items():
-        if offer.is_registered:
-            found.add(comm_id)
-    return found
+class Guard:
+    """Which settings must not run in each slot. Buffers may be registered later, as by a first capture: then more."""
 
-
-def take_out_simple(
-    profiles: Sequence[SlotProfile],
-    masks: Sequence[Array],
-    events: pd.DataFrame,
-    offers: Mapping[tuple[int, str, int], Offer],
-) -> list[str]:
-    """Takes Simple out of the masks, (1, N_CONFIGS) bool each, of slots where it would newly follow LL.
-
-    ``events``: of all functions, in some default steps. Returns one text for each such slot.
-    """
-    registers = registering(offers)
-    texts = []
-    for profile, mask in zip(profiles, masks, strict=True):
-        slot = profile.slot
-        calls = of_class(events, slot)
-        has_ll = (calls["proto"] == "ll").any()
-        has_registered = calls["comm_id"].isin(registers).any()
-        is_new = slot.n_nodes > 1 and profile.proto != "simple"
-        if is_new and has_ll and has_registered:
-            mask.reshape(N_PAIRS, N_CHANNELS)[_SIMPLE] = False
-            texts.append(RowRefused.AFTER_LL(slot=slot))
-    return texts
-
-
-class Open:
-    """What may be tried in each slot. Buffers may be registered later, as by a first capture: then it gets less."""
-
-    def __init__(
-        self,
-        profiles: Sequence[SlotProfile],
-        masks: Sequence[Array],
-        events: pd.DataFrame,
-        offers: Mapping[tuple[int, str, int], Offer],
-    ) -> None:
-        """See :func:`take_out_simple`, which takes out of the ``masks``."""
+    def __init__(self, profiles: Sequence[SlotProfile], events: pd.DataFrame) -> None:
+        """``events``: of all functions, in some default steps."""
         self._profiles = profiles
         self._events = events
-        self._registers = registering(offers)
-        self.texts = take_out_simple(profiles, masks, events, offers)
-        none = np.zeros((0, N_CONFIGS), bool)
-        self.mask: Array = np.concatenate([none, *masks])  # (s, N_CONFIGS), as the search has it
+        self.slots = set[Slot]()  # in which Simple would newly follow LL
 
-    def close(self, offers: Mapping[tuple[int, str, int], Offer]) -> list[str]:
-        """Close what has become dangerous; a text for each slot, once more communicators have registered buffers."""
-        registers = registering(offers)
-        if registers <= self._registers:
-            return []
-        self._registers = registers
-        masks = [row[None] for row in self.mask]
-        texts = take_out_simple(self._profiles, masks, self._events, offers)
-        self.texts += texts
+    def look(self, assembler: Any) -> list[str]:
+        """What has become dangerous since the last look: a text for each slot."""
+        registered = set[int]()
+        for key, offer in assembler.offers.items():
+            if offer.is_registered:
+                registered.add(key[0])
+        texts = []
+        for profile in self._profiles:
+            slot = profile.slot
+            if slot in self.slots or profile.proto == "simple":
+                continue
+            if self._follows_ll(slot, registered, assembler):
+                self.slots.add(slot)
+                text = RowRefused.AFTER_LL(slot=slot)
+                texts.append(text)
         return texts
 
-    def rows(self, rows: Mapping[Slot, Decision]) -> dict[Slot, Decision]:
-        """The rows of a table that may still run."""
-        kept = dict(rows)
-        for profile, is_open in zip(self._profiles, self.mask, strict=True):
-            decision = kept.get(profile.slot, AUTO)
-            if not is_open[config_of(decision)]:
-                del kept[profile.slot]
-        return kept
+    def _follows_ll(self, slot: Slot, registered: set[int], assembler: Any) -> bool:
+        """Whether calls of the slot's class run LL over nodes, and a communicator of the class has registered buffers.
+        It may be one that came later: a table's rows hold for the class."""
+        calls = of_class(self._events, slot)
+        is_ll = calls["proto"] == "ll"
+        if slot.n_nodes < 2 or not is_ll.any():
+            return False
+        here = set(calls["comm_id"])
+        known = getattr(assembler, "comms", {})
+        for comm_id in registered:
+            comm = known.get(comm_id)
+            if comm_id in here:
+                return True
+            if comm is None:
+                continue
+            if comm.n_ranks == slot.n_ranks and comm.n_nodes == slot.n_nodes:
+                return True
+        return False
+
+    def close(self, masks: Sequence[Array]) -> None:
+        """Take Simple out of the masks, (1, N_CONFIGS) bool each, of these slots."""
+        for profile, mask in zip(self._profiles, masks, strict=True):
+            if profile.slot in self.slots:
+                pairs = mask.reshape(N_PAIRS, N_CHANNELS)
+                pairs[_SIMPLE] = False
+
+    def may_run(self, slot: Slot, decision: Decision) -> bool:
+        """Whether a row is not dangerous."""
+        is_safe = slot not in self.slots
+        return is_safe or decision.proto != "simple"

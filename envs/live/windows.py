@@ -5,7 +5,6 @@ Works on :class:`live.Job` and on whatever stands in for it (a recorded job).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from typing import Any
@@ -24,12 +23,12 @@ from ..search.interfaces import PROFILE, UNTIMED, Measured, Plan, warm_up_famili
 from ..search.interfaces import Job as TunedJob
 from .gpu_memory import take_out
 from .job import Window
+from .job_ends import OtherJob
 from .obedience import Disobeyed
-from .registered import Open
+from .registered import Guard
 from .turns import Turns
 
 Array = np.ndarray[Any, Any]
-log = logging.getLogger("dynamiccl.live")
 
 
 class LiveWindows:
@@ -54,9 +53,9 @@ class LiveWindows:
         self._refused: set[tuple[Slot, Decision]] = set()
         self.profiles: list[SlotProfile] = []
         self.profile_events = pd.DataFrame()
-        self._open = Open([], [], self.profile_events, {})
+        self._guard = Guard([], self.profile_events)
+        self.withheld: list[str] = []  # which settings of the slots are not tried, and why
         self.exposed: dict[Slot, float] = {}  # part of each slot's time; empty: the job does not tell
-        self.windows = 0
         self._before_ms = 0.0  # a step under the table before
         self._last_step = 0  # of the last window, and what was billed with it
 
@@ -71,7 +70,12 @@ class LiveWindows:
         plan = Plan(PROFILE, none, self.profile_steps, skip)
         window = job.window({}, plan.n_steps, skip)
         found = self._find(window)
-        self.profiles = [p for p in found if p.share >= self.min_share]
+        self.profiles = []
+        confirmed = getattr(job, "confirmed", {})
+        for profile in found:
+            is_large = profile.share >= self.min_share
+            if is_large or profile.slot in confirmed:  # a slot of its table stays, however small it is now
+                self.profiles.append(profile)
         self.on_window(plan, window)
         if not self.profiles:
             shares = [p.share for p in found]
@@ -112,10 +116,10 @@ class LiveWindows:
         calls = np.array([p.calls * tries_few for p in found])
         features = [one.vector() for one in prints]
         mask = [distinct(one) for one in prints]
-        self._withhold(mask)
+        self.withheld = self._withhold(mask)
         return TunedJob(
             features=np.concatenate(features),
-            mask=self._open.mask,
+            mask=np.concatenate(mask),
             share=np.array([p.share for p in found]),
             call_us=np.where(is_timed, call_us, np.nan),
             calls=calls,
@@ -123,44 +127,38 @@ class LiveWindows:
             families=warm_up_families(own_pairs),
         )
 
-    def _withhold(self, masks: list[Array]) -> None:
-        """Takes out of the slots' masks, (1, N_CONFIGS) each, what could harm this job."""
+    def _withhold(self, masks: list[Array]) -> list[str]:
+        """Takes out of the slots' masks, (1, N_CONFIGS) each, what could harm this job; says what."""
         found = self.profiles
         events = self.profile_events
-        free = self.job.memory_free
-        too_large = take_out(found, masks, events, free)
-        self._open = Open(found, masks, events, self.job.assembler.offers)
-        self._open.texts += too_large
-
-    @property
-    def withheld(self) -> list[str]:
-        """Which settings of the slots are not tried, and why."""
-        return self._open.texts
-
-    def _close(self) -> None:
-        """What has become dangerous leaves the table at once, and is not tried any more."""
         job = self.job
-        texts = self._open.close(job.assembler.offers)
-        if not texts:
-            return
-        for text in texts:
-            log.warning("%s", text)
-        rows = self._open.rows(job.confirmed)
-        if rows != job.confirmed:
-            job.confirm(rows)
+        self._guard = Guard(found, events)
+        texts = self._guard.look(job.assembler)
+        self._guard.close(masks)
+        return texts + take_out(found, masks, events, job.memory_free)
+
+    def may_run(self, slot: Slot, decision: Decision) -> bool:
+        """Whether a row of a table from before is one of a slot of this job, and not dangerous here."""
+        slots = [profile.slot for profile in self.profiles]
+        if slot not in slots:
+            return False
+        return self._guard.may_run(slot, decision)
 
     def decisions(self, configs: Array) -> dict[Slot, Decision]:
-        """What slots are told under configs (s,); those left to NCCL are left out, and what may not be tried."""
+        """What slots are told under configs (s,); those left to NCCL are left out."""
         found = dict[Slot, Decision]()
-        for i, profile in enumerate(self.profiles):
-            config = configs[i]
-            if config and self._open.mask[i, config]:
+        for profile, config in zip(self.profiles, configs, strict=True):
+            if config:
                 found[profile.slot] = spaces.decision_of(config)
         return found
 
     def measure(self, plan: Plan) -> Measured:
-        """See ``windows.Windows``."""
+        """See ``windows.Windows``. Raises :class:`OtherJob` before anything runs, if a setting has become dangerous."""
         job = self.job
+        texts = self._guard.look(job.assembler)
+        if texts:
+            why = "; ".join(texts)
+            raise OtherJob(why)
         is_few = plan.one_of > 0
         is_timed = plan.kind not in UNTIMED or is_few
         if is_timed:
@@ -169,20 +167,16 @@ class LiveWindows:
             job.poll()
         before = job.last_step
         between = max(before - self._last_step, 0)
-        self._close()
         decisions = self.decisions(plan.configs)
         measured = self._in_turns(plan, decisions) if plan.turns else None
         if measured is None:
             plan = plan.as_window if plan.turns else plan
             measured = job.window(decisions, plan.n_steps, plan.discard, plan.limit_ms, plan.one_of)
-        self.windows += 1
         events = pd.DataFrame()
         if is_timed:
             events = self._events(measured, is_few)
         call_us = self._calls(events)
         obeyed = self._obeyed(measured)
-        slots = np.arange(len(obeyed))
-        obeyed &= self._open.mask[slots, plan.configs]
         self.on_window(plan, measured)
         found = self._measured(plan, measured, before, call_us, obeyed)
         return replace(found, between=between)

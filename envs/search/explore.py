@@ -271,7 +271,8 @@ class Remeasure:
         noise = state.noise.of_window
         logs = state.default_calls.logs
         known = self._regimes.same(changed.regime, change, default_ms, logs, noise)
-        if known is not None and not state.comparisons.has_lost(known.configs):
+        is_dropped = changed.is_harmful and known is changed.regime
+        if known is not None and not is_dropped and not state.comparisons.has_lost(known.configs):
             state.current.set(known.configs, known.comparisons)
             state.milestones.returned += 1
             is_same = np.array_equal(known.configs, before)

@@ -58,8 +58,9 @@ class WatchedJob(FakeJob):
         pass
 
     def window(self, *args: Any, **more: Any) -> Any:
+        found = super().window(*args, **more)  # a real one publishes before it looks, too
         self.check()
-        return super().window(*args, **more)
+        return found
 
 
 @contextlib.contextmanager

@@ -1,14 +1,19 @@
 """A table must not bring NVIDIA/nccl#2389 into a job: over nodes, with registered buffers, Simple after LL."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pandas as pd
 import pytest
+from dynamiccl.agent.daemon.tuner import Tuner
+from dynamiccl.agent.policies.choosing import make_chooser
+from dynamiccl.envs.live.job_ends import OtherJob
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.search.interfaces import TABLE, Plan
 from dynamiccl.traces.reasons import names
 from dynamiccl.traces.records import PAIRS, Decision, Offer
 from dynamiccl.traces.spaces import N_CHANNELS, N_PAIRS, config_of
-from fake_job import COST, GATHER, SCATTER, FakeJob
+from fake_job import COST, GATHER, FakeJob
 
 SIMPLE = [pair for pair, (_, proto) in enumerate(PAIRS, 1) if proto == "simple"]
 
@@ -52,25 +57,57 @@ def test_elsewhere_it_is(what, changed):
     assert offered(**asked) == ([True, True], []), what
 
 
-def test_buffers_that_are_registered_later_take_simple_out_of_the_table(monkeypatch):
-    """PyTorch warms up eagerly, and its capture registers them. Before: what the first steps told held for good."""
-    job = FakeJob(lambda decisions: 100.0)
+def warmed_up():
+    """Windows of a job that has registered no buffer in its first steps, and what the search was told."""
+    job = FakeJob(lambda decisions: 100.0 - 5 * len(decisions), noise=0.001)
     for key in job.assembler.offers:
         job.assembler.offers[key] = Offer(COST, "ring", "ll128", 1, False)
     told = job.take_events
-    monkeypatch.setattr(job, "take_events", lambda: with_small_calls(told(), 2, "ll"))
+    job.take_events = lambda: with_small_calls(told(), 2, "ll")
     windows = LiveWindows(job)
-    tuned, _ = windows.begin()
-    simple, safe = Decision("ring", "simple", 8), Decision("ring", "ll128", 8)
-    for row in (simple, safe):
-        assert tuned.mask[:, config_of(row)].all()
-    job.confirm({GATHER: simple, SCATTER: safe})
-    plan = Plan(TABLE, np.array([config_of(simple), config_of(safe)]), 4)
-    assert windows.measure(plan).obeyed.all()
+    return job, windows, windows.begin()[0]
+
+
+def register(job, comm_id=None):
+    """As a first capture does: on the communicator of the calls, or on another one of its class."""
     key = next(key for key in job.assembler.offers if key[1] == "all_gather")
+    if comm_id is not None:
+        key = (comm_id, *key[1:])
+        job.assembler.comms = {comm_id: SimpleNamespace(n_ranks=GATHER.n_ranks, n_nodes=GATHER.n_nodes)}
     job.assembler.offers[key] = Offer(COST, "ring", "ll128", 1, True)
-    measured = windows.measure(plan)
-    assert job.confirmed == {SCATTER: safe} and job.in_force == {SCATTER: safe}
-    assert measured.obeyed.tolist() == [False, True]
-    assert not tuned.mask[0, config_of(simple)] and tuned.mask[0, config_of(safe)]
-    assert [names(text) for text in windows.withheld] == [["after-ll"]] * 2
+
+
+@pytest.mark.parametrize("comm_id", [None, 99])
+def test_buffers_that_are_registered_later_are_seen_before_anything_more_runs(comm_id):
+    """PyTorch warms up eagerly, and its capture registers them. Before: what the first steps told held for good."""
+    job, windows, tuned = warmed_up()
+    simple = config_of(Decision("ring", "simple", 8))
+    assert tuned.mask[:, simple].all()
+    plan = Plan(TABLE, np.array([simple, simple]), 4)
+    windows.measure(plan)
+    register(job, comm_id)
+    published = len(job.tables)
+    with pytest.raises(OtherJob) as reason:
+        windows.measure(plan)
+    assert len(job.tables) == published and set(names(str(reason.value))) == {"after-ll"}
+    windows.measure(plan)  # told once
+    tuned, _ = windows.begin()
+    assert not tuned.mask[:, simple].any() and tuned.mask[:, config_of(Decision("ring", "ll128", 8))].all()
+
+
+def test_the_tuner_begins_anew_without_what_has_become_dangerous():
+    """The table leaves the job at once, its gain the summary, and later trials have no such row."""
+    job, windows, _ = warmed_up()
+    tuner = Tuner(windows, make_chooser("expected-improvement"))
+    summary = tuner.run()
+    assert summary.kept
+    register(job)
+    tuner.step()
+    since = len(job.tables)
+    assert not summary.kept and job.confirmed == {} and names(summary.dropped) == ["after-ll"]
+    assert summary.speedup is None and not tuner.search.is_over
+    while not tuner.search.is_over:
+        tuner.step()
+    rows = [rule for table in job.tables[since:] for rule in table.rules]
+    assert rows and not any(rule.decision.proto == "simple" for rule in rows)
+    assert summary.kept and summary.dropped is None
