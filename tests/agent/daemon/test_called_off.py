@@ -10,6 +10,7 @@ from dynamiccl.agent.daemon.daemon import config_of
 from dynamiccl.agent.daemon.memory import Memory
 from dynamiccl.agent.daemon.stopping import ended_politely
 from dynamiccl.agent.report.runs import state
+from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.verdict import verdict
 from dynamiccl.envs.live.job_ends import Closed, Stopped, Withdrawn
 from dynamiccl.envs.live.locks import Busy
@@ -71,10 +72,12 @@ def test_what_ends_tuning_before_the_verdict_withdraws_the_table_at_once(
             if job.confirmed and not one.tuner.search.is_over and not job.is_off:
                 job.is_off = True
                 published.clear()
+                job.tables.clear()
 
         one.on_window = tell
         summary = one.serve()
-    assert job.is_off and not any(published) and job.confirmed == {} and not summary.kept
+    later = [table.rules for table in job.tables[1:]]  # the first is the window under way
+    assert job.is_off and not any(published) and not any(later) and job.confirmed == {} and not summary.kept
     is_failure = isinstance(reason, Withdrawn)
     assert bool(summary.failure) == is_failure and set(stored) == {is_failure}, stored
 
@@ -193,3 +196,29 @@ def test_a_tuner_that_is_refused_has_not_undone_a_stop(folder, tmp_path, monkeyp
     with pytest.raises(Busy):
         daemons.Daemon(asked, folder, again=True)
     assert (folder.path / STOP).exists()
+
+
+def test_a_row_of_a_small_slot_stays_when_another_tuner_joins(folder, tmp_path):
+    """Before: "the job makes no such calls now", and the row was gone for good."""
+    looks = []
+    job = WatchedJob(folder, lambda job: looks.append(1) or len(looks) < 5)
+    job.confirm({GATHER: GOOD, SCATTER: GOOD})
+    with tuner_of(job, tmp_path / "out") as one:
+        one.tuner.windows.min_share = 0.4  # of the gathers' share 0.4 is too much to ask
+        one.serve()
+    assert set(job.confirmed) == {GATHER, SCATTER}
+
+
+def test_a_search_in_place_of_a_lost_table_has_its_own_figures(folder, kept, tmp_path):
+    """Before: its verdict was the earlier tuner's, with that one's cost."""
+    looks, said = [], []
+    job = WatchedJob(folder, lambda job: looks.append(1) or len(looks) < 5)
+    before = RunSummary.read(tmp_path / "out")
+    vars(before).update(speedup=3.0, speedup_ci95=[2.9, 3.1])
+    before.write(tmp_path / "out")
+    job.confirm({OTHER_SHAPE: GOOD})
+    with tuner_of(job, tmp_path / "out") as two:
+        two.on_phase = said.append
+        last = two.serve()
+    assert last.kept and last.speedup < 2 and job.confirmed and OTHER_SHAPE not in job.confirmed
+    assert any(text.startswith("verdict after") and "25." in text for text in said), said

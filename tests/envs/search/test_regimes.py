@@ -14,12 +14,12 @@ from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.change import Regime, Regimes
 from dynamiccl.envs.search.comparison import Comparison, SequentialTest
 from dynamiccl.envs.search.config import AGAIN, MOST_REGIMES, TRIAL_ALPHA
-from dynamiccl.envs.search.interfaces import RUN, actions_of
+from dynamiccl.envs.search.interfaces import LEAVE, RUN, actions_of
 from dynamiccl.envs.search.refine import Refine
 from dynamiccl.envs.search.search import Search
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import SCATTER, STEP_MS, FakeJob
-from told_job import OPEN, Told, good, run
+from told_job import OPEN, Told, Turning, good, run
 
 
 @pytest.fixture(scope="module")
@@ -237,3 +237,35 @@ def test_a_table_that_was_dropped_in_a_window_of_its_own_does_not_come_back_at_o
     go_on(search, told, lambda s: s.is_over)
     assert search.marks.reopened == 1 and search.marks.returned == 0
     assert not by_long_steps or search.confirmed.tolist() != table.tolist()
+
+
+def test_a_table_that_was_dropped_does_not_come_back_as_another_pace(prior):
+    """A change of pace, long over, had its default taken for the one of before at another pace: the table came back."""
+    gain = [0.012]
+
+    def saving(configs):
+        first, second = configs
+        return gain[0] * (first == 20) - 0.03 * (first not in (0, 20)) - 0.03 * (second != 0)
+
+    told = Turning(saving, noise=0.001, seed=1)
+    search, _ = run(told, prior)
+    assert search.confirmed.tolist() == [20, 0]
+
+    def go_on(steps, is_over):
+        end = search.steps + steps
+        while search.steps < end and not is_over():
+            plan = search.plan()
+            if plan is None:
+                search.decide(0, LEAVE)
+            else:
+                search.record(plan, told.measure(plan))
+
+    go_on(1500, lambda: False)
+    told.scale = 0.95
+    go_on(3000, lambda: False)
+    assert not search.marks.dropped
+    gain[0] = -0.012
+    go_on(30_000, lambda: search.marks.dropped)
+    assert search.marks.dropped == 1
+    go_on(200, lambda: False)
+    assert not search.marks.returned
