@@ -81,7 +81,8 @@ class Leader:
         self.not_before = 0.0  # of the next round
         self._published = published
         self._wanted: tuple[int, bytes] | None = None  # to be in force, and is not
-        self._stays = published.confirmed()  # the newest table to stay, decided or not
+        self._stays = published.confirmed()  # the newest table to stay
+        self._is_decided = False  # whether a round has given it to anybody
         self._unlike: set[str] = set()  # reasons that were told
         self.last = LastTable()
 
@@ -93,7 +94,8 @@ class Leader:
             return found[0]
         self._wanted, self.not_before = found, 0.0
         if not trial_of(found[1]).trial_steps:
-            self._stays = found  # the one before may have been withdrawn: nobody gets it any more
+            # The one before may have been withdrawn: nobody gets it any more.
+            self._stays, self._is_decided = found, False
         return 0
 
     def begin_life(self) -> None:
@@ -119,12 +121,13 @@ class Leader:
     def next(self, counts: Callable[[], Mapping[int, int]]) -> tuple[int, bytes] | None:
         """The table of the next round, if there is to be one: first what stays, for who does not have it yet.
 
-        During a trial it waits: it would end the trial. ``counts()``: see :meth:`LastTable.is_over`.
+        During a trial it waits: it would end the trial. One that nobody has yet waits for none: it may be there to
+        withdraw what runs. ``counts()``: see :meth:`LastTable.is_over`.
         """
+        if self._stays is None or not self._is_decided:
+            return self._stays or self._wanted
         is_missed = self.news or not self.switched
-        if self._stays is None or self._wanted is self._stays or not is_missed:
-            return self._wanted
-        return self._stays if self.last.is_over(counts()) else self._wanted
+        return self._stays if is_missed and self.last.is_over(counts()) else self._wanted
 
     def begin_round(self, generation: int, is_trial: bool) -> int:
         """The votes to wait for."""
@@ -155,8 +158,9 @@ class Leader:
         self.lost, self.news = 0, False
         if message == self._wanted:
             self._wanted = None
-        if is_refused and message == self._stays:
-            self._stays = None
+        if message == self._stays:
+            self._is_decided = True
+            self._stays = None if is_refused else message
         if decision.switches:
             self._switch(message, decision, left_out, rhythms, own)
 

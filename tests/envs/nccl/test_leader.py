@@ -127,13 +127,32 @@ def test_a_trial_is_not_ended_by_what_stays_but_by_the_next_table():
     assert rank.next() == 3
 
 
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_table_to_stay_that_was_seen_is_led_before_a_later_trial(is_running):
+    """Before: never, where its round was lost or put off: what it had withdrawn stayed in force on all ranks."""
+    rank = Rank0()
+    rank.publish(1)
+    rank.round(BOTH)
+    if is_running:
+        rank.publish(2, *TRIAL)
+        rank.round(UNTIL)
+        rank.counts = {7: 130, 9: 130}
+    rank.publish(3)
+    assert rank.round() == 3, "it is lost"
+    rank.publish(4, *TRIAL)
+    assert rank.round(BOTH) == 3 and rank.round(UNTIL) == 4
+    rank.counts = {7: 200, 9: 200}
+    assert rank.next() == 0
+
+
 EVENTS = ("stays", "tries", "news", "lost", "switched", "trial over")
 
 
 def wrong_round(events):
     """The first round of these events that gives a table to stay that is not the newest, or ends a running trial with
-    one that was there before it; empty if there is none. Whoever is late has what stays, at the end."""
-    rank, newest, generation, runs = Rank0(), 0, 0, False
+    one that was there before it, or tries one before all have what stays; empty if there is none. Whoever is late has
+    what stays, at the end."""
+    rank, newest, generation, runs, decided = Rank0(), 0, 0, 0, 0
     for event in (*events, "switched", "trial over", "news", "switched"):
         led = rank.next()
         if event in ("stays", "tries"):
@@ -143,14 +162,15 @@ def wrong_round(events):
         elif event == "news":
             rank.leader.news = True
         elif event == "trial over":
-            runs, rank.counts = False, {7: 200, 9: 200}
+            runs, rank.counts = 0, {7: 200, 9: 200}
         elif led:
             is_trial = rank.leader.next(lambda: rank.counts)[1] == message(led, *TRIAL)[1]
-            if not is_trial and (led != newest or (runs and led != generation)):
+            if (decided if is_trial else led) != newest or led < runs:
                 return f"table {led} in the round after {events}"
             if event == "switched":
                 rank.round(UNTIL if is_trial else BOTH)
-                runs, rank.counts = is_trial, {7: 140, 9: 140}
+                runs, decided = (led, decided) if is_trial else (0, led)
+                rank.counts = {7: 140, 9: 140}
             else:
                 rank.round()
     return f"{events} leave the late without table {newest}" if rank.leader.news and newest else ""
