@@ -107,7 +107,8 @@ class Leader:
         """Whether ranks have come, or communicators."""
         if store.has_news():
             self.news = True
-            self.arrivals.hear(store)
+            if self.arrivals.hear(store):
+                self.lost = 0  # they were lost without who comes now
 
     def is_waiting(self, comms: frozenset[int]) -> bool:
         """Whether ranks, or rank 0's own communicators ``comms``, may still come before the next round."""
@@ -115,8 +116,8 @@ class Leader:
 
     def misses(self) -> str:
         """Why no round can be led, not even later; empty if one can."""
-        late = self.arrivals.is_late()
-        return self.why if late and self.lost >= PATIENCE and not self.switched else ""
+        is_hopeless = self.lost >= PATIENCE and not self.switched
+        return self.why if is_hopeless and self.arrivals.are_over() else ""
 
     def next(self, counts: Callable[[], Mapping[int, int]]) -> tuple[int, bytes] | None:
         """The table of the next round, if there is to be one: first what stays, for who does not have it yet.

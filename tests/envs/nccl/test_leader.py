@@ -1,5 +1,6 @@
 """Which table rank 0 leads next, and which ranks it asks: without a store, or with one in this process."""
 
+import time
 from itertools import product
 
 import pytest
@@ -255,6 +256,43 @@ def test_after_a_lost_connection_no_rank_is_asked_that_has_not_come_again(monkey
     monkeypatch.setattr(arrivals, "_BACK_S", 0.0)
     begins()
     assert not leader.is_waiting(frozenset({7})), "not for ever"
+    store.close()
+
+
+@pytest.mark.parametrize("kept_s", [0, 200])
+def test_after_a_network_break_rank_0_goes_on_until_the_others_are_back(monkeypatch, kept_s):
+    """Before: 11 s after its own return it ended the tuning for good, while others tried again a minute later only."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    served, rank = MemoryStore(), Rank0()
+    store = RoundStore(lambda: served, 0, 3)
+
+    def begins():
+        store.connect()
+        rank.leader.begin_life()
+
+    def come():
+        for other in (1, 2):
+            served.set(f"{store.life}/vote/{other}", VOTE.replace("RANK", str(other)))
+        store.says_news()
+        rank.leader.hears(store)
+
+    begins()
+    come()
+    now[0] += kept_s  # until the first table: within rank 0's first wait for the others, or after it
+    rank.publish(1, *TRIAL)
+    rank.leader.begin_round(1, True)
+    now[0] += 30
+    begins()
+    for _ in range(2 * PATIENCE):
+        now[0] += 10
+        assert not rank.leader.is_waiting(frozenset({7})) and rank.leader.misses() == ""
+        rank.round(left_out={7: LATE})
+    come()
+    assert rank.leader.misses() == "", "the next round has them"
+    for _ in range(PATIENCE):
+        rank.round(left_out={7: LATE})
+    assert rank.leader.misses() == LATE.why, "all are here, and do not vote"
     store.close()
 
 
