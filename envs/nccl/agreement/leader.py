@@ -15,6 +15,8 @@ from .protocol import Decision, LeftOut, Rhythms
 from .store import RoundStore
 
 _AGAIN_S = 0.2  # until a lost round is tried again, doubled each time
+#: A communicator without a collective for so long is used no more: it does not go to the end of its trial.
+_RESTS_S = 60.0
 PATIENCE = 5  # so many lost rounds in a row, and rank 0 goes on without who does not vote
 
 
@@ -32,6 +34,8 @@ class LastTable:
     #: Generations of which this round has shown that all communicators turn where rank 0's steps end, if they look
     #: whole.
     steady: list[int] = field(default_factory=list)
+    #: Collectives made on each communicator at the last look, and since when there are so many.
+    _seen: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def check(self, rhythms: Rhythms) -> None:
         """The next round: whether the communicators of the last turns have kept their rhythm on all ranks."""
@@ -54,14 +58,23 @@ class LastTable:
         """Whether no trial is under way; ``counts``: collectives made on each communicator of rank 0.
 
         Over is a trial that has ended on one of them and is under way on none. One that has not come to its beginning
-        by then rests.
+        by then rests, and so does one that stands still.
         """
         if self.trial is None:
             return True
-        found = [(counts[comm], span) for comm, span in self.trial.items() if comm in counts]
-        if any(span.since <= made < span.until for made, span in found):
+        moving = self._moving(counts)
+        found = [(comm, counts[comm], span) for comm, span in self.trial.items() if comm in counts]
+        if any(comm in moving and span.since <= made < span.until for comm, made, span in found):
             return False
-        return not found or any(made >= span.until for made, span in found)
+        return not found or any(made >= span.until for _, made, span in found)
+
+    def _moving(self, counts: Mapping[int, int]) -> set[int]:
+        """The communicators that have made a collective lately."""
+        now = time.monotonic()
+        for comm, made in counts.items():
+            if comm not in self._seen or self._seen[comm][0] != made:
+                self._seen[comm] = made, now
+        return {comm for comm in counts if now - self._seen[comm][1] < _RESTS_S}
 
 
 class Leader:
@@ -72,7 +85,7 @@ class Leader:
         self.silent: set[int] = set()  # of those that are here, who has not voted in the last round
         self.gone: dict[int, str] = {}  # communicators that have left for good, and why
         self.switched: set[int] = set()  # communicators of the last round that was not lost
-        self.news = False  # a rank or a communicator is new
+        self.news = False  # a rank or a communicator is new: it may not have what stays
         self.number, self.lost, self.why = (
             0,
             0,
@@ -156,11 +169,11 @@ class Leader:
         if not (decision.switches or is_refused):
             self._lose(left_out)
             return
-        self.lost, self.news = 0, False
+        self.lost = 0
         if message == self._wanted:
             self._wanted = None
         if message == self._stays:
-            self._is_decided = True
+            self._is_decided, self.news = True, False
             self._stays = None if is_refused else message
         if decision.switches:
             self._switch(message, decision, left_out, rhythms, own)
