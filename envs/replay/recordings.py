@@ -15,6 +15,9 @@ from ...traces.records import TUNED_FUNCS
 from ..nccl_model import clusters, cost_model
 from ..nccl_model.clusters import Cluster
 
+#: Kinds of messages, where each is placed, and what NCCL's model says of it where it may be tuned.
+_MESSAGE = ["n_ranks", "n_nodes", "func", "n_bytes"]
+_MODELLED = [*_MESSAGE, "ranks", "nodes", "model_algo", "model_proto", "model_channels", "cost_us"]
 #: Key of a header for all that is known of its cluster: a file that described it may be gone, and so is ``--nccl``.
 _VALUES = "cluster_values"
 
@@ -75,9 +78,7 @@ def on_cluster(trace: Trace, c: Cluster) -> Trace:
     if len(trace.offers):
         return trace
     notes = list(trace.header.get("notes") or ())
-    events = trace.events.merge(
-        _modelled(trace.events, c, notes), "left", ["n_ranks", "n_nodes", "func", "n_bytes"]
-    )
+    events = trace.events.merge(_modelled(trace.events, c, notes), "left", _MESSAGE)
     placed, priced = events["ranks"].notna(), events["model_algo"].notna()
     unknown = priced & (events["algo"] == "unknown")
     no_count = priced & (events["n_channels"] == 0)
@@ -123,7 +124,7 @@ def _modelled(events: pd.DataFrame, c: Cluster, notes: list[str]) -> pd.DataFram
             continue
         for func, n_bytes in group[["func", "n_bytes"]].drop_duplicates().itertuples(index=False):
             row = {"n_ranks": n_ranks, "n_nodes": n_nodes, "func": func, "n_bytes": n_bytes}
-            row |= {"ranks": place.n_ranks, "nodes": place.n_nodes, "model_algo": None}
+            row |= {"ranks": place.n_ranks, "nodes": place.n_nodes}
             if func in TUNED_FUNCS and n_bytes > 0:
                 algo, proto = cost_model.choice(place, func, int(n_bytes))
                 count, _ = cost_model.channels(place, func, int(n_bytes), algo, proto)
@@ -132,4 +133,4 @@ def _modelled(events: pd.DataFrame, c: Cluster, notes: list[str]) -> pd.DataFram
             found.append(row)
     if not found:
         raise TraceError(f"{notes[-1]}: name the cluster that was recorded with --cluster")
-    return pd.DataFrame(found)
+    return pd.DataFrame(found, columns=_MODELLED)

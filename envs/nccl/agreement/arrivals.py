@@ -7,7 +7,9 @@ import time
 from ..steps.user_numbers import attach_s
 from .store import RoundStore
 
-#: So long for those that were there before rank 0 lost its connection: they hear of its new life within a second.
+#: So long for those that were there before rank 0 lost its connection. Who has kept its own hears of the new life
+#: within a second. Who has lost it too, as in a network break, may try again a minute later: nobody waits for it, and
+#: a later round has it.
 _BACK_S = 5.0
 
 
@@ -16,6 +18,7 @@ class Arrivals:
 
     def __init__(self, n_ranks: int) -> None:
         self.here: set[int] = set()  # who has cast a vote in this life: its key is in the store
+        self._known: set[int] = set()  # who was here in an earlier life
         self._absent = set(range(1, n_ranks))
         self._awaited = set(self._absent)  # by the next round
         self._until = time.monotonic() + attach_s()
@@ -25,27 +28,33 @@ class Arrivals:
 
         The next round does not wait for those that were ``silent`` in the last one.
         """
+        self._known |= self.here
         self._absent |= self.here
         if self.here and not self._awaited:
             self._awaited, self._until = self.here - silent, time.monotonic() + _BACK_S
         self.here = set()
 
-    def hear(self, store: RoundStore) -> None:
-        """Somebody has come."""
+    def hear(self, store: RoundStore) -> bool:
+        """Whether ranks have come."""
         if store.are_there(sorted(self._absent)):
             here = set(self._absent)
         else:
             here = {rank for rank in self._absent if store.are_there([rank])}
         self.here |= here
         self._absent -= here
+        return bool(here)
 
     def are_awaited(self) -> bool:
         """Whether ranks may still come before the next round."""
         return bool(self._absent & self._awaited) and not self.is_late()
 
     def is_late(self) -> bool:
-        """Nobody is waited for any more."""
+        """The next round waits for nobody any more."""
         return time.monotonic() > self._until
+
+    def are_over(self) -> bool:
+        """Whether nobody will come any more: a rank that was here before has only lost its connection."""
+        return self.is_late() and not self._absent & self._known
 
     def begin_round(self) -> None:
         """Who comes from now on is in a later one."""

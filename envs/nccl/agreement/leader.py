@@ -15,6 +15,8 @@ from .protocol import Decision, LeftOut, Rhythms
 from .store import RoundStore
 
 _AGAIN_S = 0.2  # until a lost round is tried again, doubled each time
+#: A communicator without a collective for so long is used no more: it does not go to the end of its trial.
+_RESTS_S = 60.0
 PATIENCE = 5  # so many lost rounds in a row, and rank 0 goes on without who does not vote
 
 
@@ -32,6 +34,8 @@ class LastTable:
     #: Generations of which this round has shown that all communicators turn where rank 0's steps end, if they look
     #: whole.
     steady: list[int] = field(default_factory=list)
+    #: Collectives made on each communicator at the last look, and since when there are so many.
+    _seen: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def check(self, rhythms: Rhythms) -> None:
         """The next round: whether the communicators of the last turns have kept their rhythm on all ranks."""
@@ -54,14 +58,23 @@ class LastTable:
         """Whether no trial is under way; ``counts``: collectives made on each communicator of rank 0.
 
         Over is a trial that has ended on one of them and is under way on none. One that has not come to its beginning
-        by then rests.
+        by then rests, and so does one that stands still.
         """
         if self.trial is None:
             return True
-        found = [(counts[comm], span) for comm, span in self.trial.items() if comm in counts]
-        if any(span.since <= made < span.until for made, span in found):
+        moving = self._moving(counts)
+        found = [(comm, counts[comm], span) for comm, span in self.trial.items() if comm in counts]
+        if any(comm in moving and span.since <= made < span.until for comm, made, span in found):
             return False
-        return not found or any(made >= span.until for made, span in found)
+        return not found or any(made >= span.until for _, made, span in found)
+
+    def _moving(self, counts: Mapping[int, int]) -> set[int]:
+        """The communicators that have made a collective lately."""
+        now = time.monotonic()
+        for comm, made in counts.items():
+            if comm not in self._seen or self._seen[comm][0] != made:
+                self._seen[comm] = made, now
+        return {comm for comm in counts if now - self._seen[comm][1] < _RESTS_S}
 
 
 class Leader:
@@ -72,7 +85,7 @@ class Leader:
         self.silent: set[int] = set()  # of those that are here, who has not voted in the last round
         self.gone: dict[int, str] = {}  # communicators that have left for good, and why
         self.switched: set[int] = set()  # communicators of the last round that was not lost
-        self.news = False  # a rank or a communicator is new
+        self.news = False  # a rank or a communicator is new: it may not have what stays
         self.number, self.lost, self.why = (
             0,
             0,
@@ -81,7 +94,8 @@ class Leader:
         self.not_before = 0.0  # of the next round
         self._published = published
         self._wanted: tuple[int, bytes] | None = None  # to be in force, and is not
-        self._stays = published.confirmed()  # the newest table to stay, decided or not
+        self._stays = published.confirmed()  # the newest table to stay
+        self._is_decided = False  # whether a round has given it to anybody
         self._unlike: set[str] = set()  # reasons that were told
         self.last = LastTable()
 
@@ -93,7 +107,8 @@ class Leader:
             return found[0]
         self._wanted, self.not_before = found, 0.0
         if not trial_of(found[1]).trial_steps:
-            self._stays = found  # the one before may have been withdrawn: nobody gets it any more
+            # The one before may have been withdrawn: nobody gets it any more.
+            self._stays, self._is_decided = found, False
         return 0
 
     def begin_life(self) -> None:
@@ -105,7 +120,8 @@ class Leader:
         """Whether ranks have come, or communicators."""
         if store.has_news():
             self.news = True
-            self.arrivals.hear(store)
+            if self.arrivals.hear(store):
+                self.lost = 0  # they were lost without who comes now
 
     def is_waiting(self, comms: frozenset[int]) -> bool:
         """Whether ranks, or rank 0's own communicators ``comms``, may still come before the next round."""
@@ -113,18 +129,19 @@ class Leader:
 
     def misses(self) -> str:
         """Why no round can be led, not even later; empty if one can."""
-        late = self.arrivals.is_late()
-        return self.why if late and self.lost >= PATIENCE and not self.switched else ""
+        is_hopeless = self.lost >= PATIENCE and not self.switched
+        return self.why if is_hopeless and self.arrivals.are_over() else ""
 
     def next(self, counts: Callable[[], Mapping[int, int]]) -> tuple[int, bytes] | None:
         """The table of the next round, if there is to be one: first what stays, for who does not have it yet.
 
-        During a trial it waits: it would end the trial. ``counts()``: see :meth:`LastTable.is_over`.
+        During a trial it waits: it would end the trial. One that nobody has yet waits for none: it may be there to
+        withdraw what runs. ``counts()``: see :meth:`LastTable.is_over`.
         """
+        if self._stays is None or not self._is_decided:
+            return self._stays or self._wanted
         is_missed = self.news or not self.switched
-        if self._stays is None or self._wanted is self._stays or not is_missed:
-            return self._wanted
-        return self._stays if self.last.is_over(counts()) else self._wanted
+        return self._stays if is_missed and self.last.is_over(counts()) else self._wanted
 
     def begin_round(self, generation: int, is_trial: bool) -> int:
         """The votes to wait for."""
@@ -152,11 +169,12 @@ class Leader:
         if not (decision.switches or is_refused):
             self._lose(left_out)
             return
-        self.lost, self.news = 0, False
+        self.lost = 0
         if message == self._wanted:
             self._wanted = None
-        if is_refused and message == self._stays:
-            self._stays = None
+        if message == self._stays:
+            self._is_decided, self.news = True, False
+            self._stays = None if is_refused else message
         if decision.switches:
             self._switch(message, decision, left_out, rhythms, own)
 

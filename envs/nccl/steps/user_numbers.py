@@ -9,6 +9,11 @@ from .words import say
 
 SAMPLE_EVERY, ATTACH_S = "DYNAMICCL_SAMPLE_EVERY", "DYNAMICCL_ATTACH_S"
 _MOST = {SAMPLE_EVERY: 2**32 - 1, ATTACH_S: float("inf")}
+#: In words, for people.
+_TAKES = {
+    SAMPLE_EVERY: f"a whole number from 0 to {_MOST[SAMPLE_EVERY]}",
+    ATTACH_S: "a number of seconds, 0 or more",
+}
 #: How long rank 0 waits by default.
 _ATTACH_S = 60.0
 
@@ -26,10 +31,10 @@ def attach_s() -> float:
 
 
 def wrong_number(env: Mapping[str, str]) -> str:
-    """The first of the variables whose value is not such a number, as ``NAME=value``; empty if there is none."""
+    """The first of the variables whose value is not such a number, and what it takes; empty if there is none."""
     for name in _MOST:
         if (value := env.get(name)) and _number(name, value) is None:
-            return f"{name}={value}"
+            return f"{name}={value}: this variable takes {_TAKES[name]}"
     return ""
 
 

@@ -220,6 +220,25 @@ def test_of_a_finished_run_the_measured_verdict_is_told(tmp_path):
     assert run(tmp_path).stdout.startswith("measured by this run: KEPT A")
 
 
+@pytest.mark.parametrize("place", [(), ("--cluster", "dgx-h100-2x8")])
+@pytest.mark.parametrize("is_foreign", [False, True])
+def test_a_job_of_all_reduces_is_told_that_there_is_nothing_to_tune(tmp_path, is_foreign, place):
+    """Before: "the recording does not say what NCCL offers", and with a cluster a traceback."""
+    if is_foreign:
+        path = recordings_made.kineto(tmp_path / "profiles")
+        for file in path.iterdir():
+            names = "all_gather|reduce_scatter|_allgather_base|_reduce_scatter_base"
+            file.write_text(re.sub(f'"({names})"', '"allreduce"', file.read_text()))
+    else:
+        path = tmp_path / "trace"
+        write_run(path, search=4, final=2)
+        (path / "offers.parquet").unlink()  # the plugin tells none of all-reduces
+        for file in path.glob("events-*"):
+            pd.read_parquet(file).assign(func="all_reduce").to_parquet(file)
+    result = run(path, *place)
+    assert result.exit_code == 2 and "holds no all_gather or reduce_scatter" in result.stderr
+
+
 def test_the_cluster_is_that_of_the_recorded_ranks(tmp_path):
     """Before: the header said 2x8 for more ranks."""
     trace = on_cluster(read_recording([profile(tmp_path)]), named("dgx-h100-4x8"))

@@ -1,5 +1,6 @@
 """Which table rank 0 leads next, and which ranks it asks: without a store, or with one in this process."""
 
+import time
 from itertools import product
 
 import pytest
@@ -116,6 +117,44 @@ def test_a_communicator_that_comes_in_a_trial_gets_what_stays_after_it(trial):
     assert rank.round({**BOTH, 11: Span(30)}) == 1 and rank.next() == 0
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_communicator_that_comes_in_a_trial_gets_what_stays_after_the_last_of_many(is_refused):
+    """Before: never, since the round of the next trial counted as the one that it waits for."""
+    rank = Rank0()
+    rank.publish(1)
+    rank.round(BOTH)
+    rank.publish(2, *TRIAL)
+    rank.round(UNTIL)
+    rank.leader.news, rank.counts = True, {7: 130, 9: 130}
+    rank.publish(3, *TRIAL)
+    refused = {0: LeftOut("the plugin refuses the table: x", True, True)}
+    assert (rank.round(left_out=refused) if is_refused else rank.round(UNTIL)) == 3
+    assert rank.next() == 0, "a trial is under way"
+    rank.counts = {7: 161, 9: 161, 11: 5}
+    assert rank.round({**BOTH, 11: Span(30)}) == 1 and rank.next() == 0
+
+
+def test_a_communicator_that_is_used_no_more_holds_back_nothing(monkeypatch):
+    """Before: where it came to rest in a trial, the trial was under way for ever."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    rank = Rank0()
+    rank.publish(1)
+    rank.round(BOTH)
+    rank.publish(2, *TRIAL)
+    rank.round(UNTIL)
+    rank.leader.news, rank.counts = True, {7: 140, 9: 140}
+    assert rank.next() == 0
+    now[0] += 100
+    assert rank.next() == 0, "the whole job may rest, in a checkpoint: the trial goes on after it"
+    rank.counts = {7: 161, 9: 141}
+    assert rank.next() == 0
+    now[0] += 59
+    assert rank.next() == 0
+    now[0] += 2
+    assert rank.next() == 1
+
+
 def test_a_trial_is_not_ended_by_what_stays_but_by_the_next_table():
     rank = Rank0()
     rank.publish(1)
@@ -127,33 +166,54 @@ def test_a_trial_is_not_ended_by_what_stays_but_by_the_next_table():
     assert rank.next() == 3
 
 
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_table_to_stay_that_was_seen_is_led_before_a_later_trial(is_running):
+    """Before: never, where its round was lost or put off: what it had withdrawn stayed in force on all ranks."""
+    rank = Rank0()
+    rank.publish(1)
+    rank.round(BOTH)
+    if is_running:
+        rank.publish(2, *TRIAL)
+        rank.round(UNTIL)
+        rank.counts = {7: 130, 9: 130}
+    rank.publish(3)
+    assert rank.round() == 3, "it is lost"
+    rank.publish(4, *TRIAL)
+    assert rank.round(BOTH) == 3 and rank.round(UNTIL) == 4
+    rank.counts = {7: 200, 9: 200}
+    assert rank.next() == 0
+
+
 EVENTS = ("stays", "tries", "news", "lost", "switched", "trial over")
 
 
 def wrong_round(events):
     """The first round of these events that gives a table to stay that is not the newest, or ends a running trial with
-    one that was there before it; empty if there is none. Whoever is late has what stays, at the end."""
-    rank, newest, generation, runs = Rank0(), 0, 0, False
-    for event in (*events, "switched", "trial over", "news", "switched"):
+    one that was there before it, or tries one before all have what stays; empty if there is none. Whoever is late has
+    what stays, at the end."""
+    rank, newest, generation, runs, decided = Rank0(), 0, 0, 0, 0
+    is_late = False
+    for event in (*events, *3 * ("switched", "trial over")):
         led = rank.next()
         if event in ("stays", "tries"):
             generation += 1
             newest = generation if event == "stays" else newest
             rank.publish(generation, *(TRIAL if event == "tries" else ()))
         elif event == "news":
-            rank.leader.news = True
+            rank.leader.news = is_late = True
         elif event == "trial over":
-            runs, rank.counts = False, {7: 200, 9: 200}
+            runs, rank.counts = 0, {7: 200, 9: 200}
         elif led:
             is_trial = rank.leader.next(lambda: rank.counts)[1] == message(led, *TRIAL)[1]
-            if not is_trial and (led != newest or (runs and led != generation)):
+            if (decided if is_trial else led) != newest or led < runs:
                 return f"table {led} in the round after {events}"
             if event == "switched":
                 rank.round(UNTIL if is_trial else BOTH)
-                runs, rank.counts = is_trial, {7: 140, 9: 140}
+                runs, decided, is_late = (led, decided, is_late) if is_trial else (0, led, False)
+                rank.counts = {7: 140, 9: 140}
             else:
                 rank.round()
-    return f"{events} leave the late without table {newest}" if rank.leader.news and newest else ""
+    return f"{events} leave the late without table {newest}" if is_late and newest else ""
 
 
 def test_no_order_of_events_leads_a_table_that_was_withdrawn_or_ends_a_trial():
@@ -235,6 +295,43 @@ def test_after_a_lost_connection_no_rank_is_asked_that_has_not_come_again(monkey
     monkeypatch.setattr(arrivals, "_BACK_S", 0.0)
     begins()
     assert not leader.is_waiting(frozenset({7})), "not for ever"
+    store.close()
+
+
+@pytest.mark.parametrize("kept_s", [0, 200])
+def test_after_a_network_break_rank_0_goes_on_until_the_others_are_back(monkeypatch, kept_s):
+    """Before: 11 s after its own return it ended the tuning for good, while others tried again a minute later only."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    served, rank = MemoryStore(), Rank0()
+    store = RoundStore(lambda: served, 0, 3)
+
+    def begins():
+        store.connect()
+        rank.leader.begin_life()
+
+    def come():
+        for other in (1, 2):
+            served.set(f"{store.life}/vote/{other}", VOTE.replace("RANK", str(other)))
+        store.says_news()
+        rank.leader.hears(store)
+
+    begins()
+    come()
+    now[0] += kept_s  # until the first table: within rank 0's first wait for the others, or after it
+    rank.publish(1, *TRIAL)
+    rank.leader.begin_round(1, True)
+    now[0] += 30
+    begins()
+    for _ in range(2 * PATIENCE):
+        now[0] += 10
+        assert not rank.leader.is_waiting(frozenset({7})) and rank.leader.misses() == ""
+        rank.round(left_out={7: LATE})
+    come()
+    assert rank.leader.misses() == "", "the next round has them"
+    for _ in range(PATIENCE):
+        rank.round(left_out={7: LATE})
+    assert rank.leader.misses() == LATE.why, "all are here, and do not vote"
     store.close()
 
 

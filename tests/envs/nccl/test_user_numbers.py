@@ -25,12 +25,13 @@ def every():
     return StepRecorder(SimpleNamespace(cuda=None), None)._sampling.every
 
 
-@pytest.mark.parametrize("value", ["abc", "-1", "1.5", str(2**32)])
+@pytest.mark.parametrize("value", ["abc", "-1", "1.5", "1e3", str(2**32)])
 def test_a_wrong_number_of_steps_is_named_and_counts_as_not_set(monkeypatch, capfd, value):
     """Before: "no plugin in this process", rank 0 recorded no step, and the tuner waited for one for ever."""
     monkeypatch.setenv(SAMPLE_EVERY, value)
     assert every() == START and f"{SAMPLE_EVERY}={value} is no number" in capfd.readouterr().err
-    assert wrong_number({SAMPLE_EVERY: value}) == f"{SAMPLE_EVERY}={value}"
+    said = f"{SAMPLE_EVERY}={value}: this variable takes a whole number from 0 to {2**32 - 1}"
+    assert wrong_number({SAMPLE_EVERY: value}) == said, 'before: "a number of 0 or more", of 1.5 too'
     monkeypatch.setenv("RANK", "3")
     assert sample_every() is None and capfd.readouterr().err == ""
 
@@ -40,7 +41,8 @@ def test_a_wrong_number_of_seconds_is_named_and_counts_as_not_set(monkeypatch, c
     """Before: "not attached: ValueError: could not convert string to float", without the variable's name."""
     monkeypatch.setenv(ATTACH_S, value)
     assert Arrivals(2).are_awaited() and f"{ATTACH_S}={value} is no number" in capfd.readouterr().err
-    assert attach_s() == 60.0 and wrong_number({ATTACH_S: value}) == f"{ATTACH_S}={value}"
+    said = f"{ATTACH_S}={value}: this variable takes a number of seconds, 0 or more"
+    assert attach_s() == 60.0 and wrong_number({ATTACH_S: value}) == said
 
 
 @pytest.mark.parametrize(("value", "number"), [("", None), ("0", 0), ("16", 16)])
