@@ -73,12 +73,12 @@ def read(
     if trace.steps.empty:
         return trace
     # Of a job without any of these, as of DDP, our own plugin tells no offers either.
-    is_tuned = trace.events["func"].isin(TUNED_FUNCS).any()
-    if c is None and is_tuned and not len(trace.offers):
-        raise TraceError(
-            "the recording does not say what NCCL offers: name the recorded cluster with --cluster"
-        )
+    is_tuned = trace.events["func"].isin(TUNED_FUNCS)
     if c is None:
+        if is_tuned.any() and not len(trace.offers):
+            raise TraceError(
+                "the recording does not say what NCCL offers: name the recorded cluster with --cluster"
+            )
         return trace
     recorded = trace.header.get("nccl")
     return on_cluster(trace, named(str(cluster), nccl, recorded))
