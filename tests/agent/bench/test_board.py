@@ -374,9 +374,8 @@ def test_the_readme_says_what_the_filed_results_say() -> None:
 def test_a_fresh_draw_leaves_no_printed_interval(name: str) -> None:
     """Other jobs of the same strata: what entrants lose on them lies within what is printed, widened by the fresh
     draw's own interval."""
-    fresh = draw_suite(
-        name, JobSuite.load(name).family, 91, 60
-    )  # few jobs hold most of what there is to gain
+    # Few jobs hold most of what there is to gain: of 60, one lost 4,317 of the 14,562 that all lost (2026-11-28).
+    fresh = draw_suite(name, JobSuite.load(name).family, 91, 120)
     told = {s["entrant"]: s["figures"] for s in filed(name)["submissions"]}
     for entrant in ("expected-improvement", "default"):
         figures = enter_one(entrant, fresh)["figures"]
