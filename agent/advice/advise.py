@@ -73,9 +73,10 @@ def read(
     if trace.steps.empty:
         return trace
     # Of a job without any of these, as of DDP, our own plugin tells no offers either.
-    is_tuned = trace.events["func"].isin(TUNED_FUNCS)
+    funcs = trace.events["func"]
+    has_tuned = funcs.isin(TUNED_FUNCS).any()
     if c is None:
-        if is_tuned.any() and not len(trace.offers):
+        if has_tuned and not len(trace.offers):
             raise TraceError(
                 "the recording does not say what NCCL offers: name the recorded cluster with --cluster"
             )

@@ -252,10 +252,9 @@ class Launcher:
         self._told_to_end = number, now
         if not to_all:
             self._hurried_at = [*_since(now - _SURVIVED_S, self._hurried_at), now]
-        is_the_job = (
-            process is not self.tuner
-        )  # which gets signals after the job's end, and has a limit of its own
-        if self.plan.kill_after is not None and self.kill_at == math.inf and is_the_job:
+        if process is self.tuner:  # after the job's end: it has a limit of its own
+            return
+        if self.plan.kill_after is not None and self.kill_at == math.inf:
             self.kill_at = now + self.plan.kill_after
 
     def _tuner_is_gone(self) -> None:

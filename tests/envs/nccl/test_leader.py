@@ -99,14 +99,20 @@ def test_a_new_life_leads_the_newer_of_what_was_confirmed_and_what_was_published
     assert rank.round(BOTH) == 1 and rank.next() == 2, "a trial follows what stays"
 
 
-@pytest.mark.parametrize("trial", [TRIAL, TURNS])
-def test_a_communicator_that_comes_in_a_trial_gets_what_stays_after_it(trial):
-    """Before: never, where no other table followed the trial: its tuner was dead, or all turns were steady."""
+def in_a_trial(trial):
+    """Rank 0 with table 1, which stays, and then the trial of table 2."""
     rank = Rank0()
     rank.publish(1)
     rank.round(BOTH)
     rank.publish(2, *trial)
     rank.round(UNTIL)
+    return rank
+
+
+@pytest.mark.parametrize("trial", [TRIAL, TURNS])
+def test_a_communicator_that_comes_in_a_trial_gets_what_stays_after_it(trial):
+    """Before: never, where no other table followed the trial: its tuner was dead, or all turns were steady."""
+    rank = in_a_trial(trial)
     rank.leader.news = True
     assert rank.next() == 0, "a round now would end the trial"
     rank.counts = {7: 130, 9: 130, 11: 5}
@@ -120,11 +126,7 @@ def test_a_communicator_that_comes_in_a_trial_gets_what_stays_after_it(trial):
 @pytest.mark.parametrize("is_refused", [False, True])
 def test_a_communicator_that_comes_in_a_trial_gets_what_stays_after_the_last_of_many(is_refused):
     """Before: never, since the round of the next trial counted as the one that it waits for."""
-    rank = Rank0()
-    rank.publish(1)
-    rank.round(BOTH)
-    rank.publish(2, *TRIAL)
-    rank.round(UNTIL)
+    rank = in_a_trial(TRIAL)
     rank.leader.news, rank.counts = True, {7: 130, 9: 130}
     rank.publish(3, *TRIAL)
     refused = {0: LeftOut("the plugin refuses the table: x", True, True)}
@@ -138,11 +140,7 @@ def test_a_communicator_that_is_used_no_more_holds_back_nothing(monkeypatch):
     """Before: where it came to rest in a trial, the trial was under way for ever."""
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    rank = Rank0()
-    rank.publish(1)
-    rank.round(BOTH)
-    rank.publish(2, *TRIAL)
-    rank.round(UNTIL)
+    rank = in_a_trial(TRIAL)
     rank.leader.news, rank.counts = True, {7: 140, 9: 140}
     assert rank.next() == 0
     now[0] += 100
@@ -156,11 +154,7 @@ def test_a_communicator_that_is_used_no_more_holds_back_nothing(monkeypatch):
 
 
 def test_a_trial_is_not_ended_by_what_stays_but_by_the_next_table():
-    rank = Rank0()
-    rank.publish(1)
-    rank.round(BOTH)
-    rank.publish(2, *TRIAL)
-    rank.round(UNTIL)
+    rank = in_a_trial(TRIAL)
     rank.leader.news, rank.counts = True, {7: 130, 9: 130}
     rank.publish(3, *TRIAL)
     assert rank.next() == 3
