@@ -15,11 +15,12 @@ FSDP2 = [*TORCHRUN, str(HELPERS / "fsdp2_rank.py")]
 
 @pytest.mark.parametrize(
     "job",
-    [["--steps", "240"], ["--cluster", "dgx-h100-2x8", "--", *FSDP2, "220"]],
+    [["--steps", "320"], ["--cluster", "dgx-h100-2x8", "--", *FSDP2, "300"]],
     ids=["the demo", "a job of FSDP2"],
 )
 def test_the_lstm_by_default_beside_an_emulated_job_gains(job, tmp_path):
-    """By the steps that the job itself had, not by what the summary says of them."""
+    """By the steps that the job itself had, not by what the summary says of them. A quiet machine needs half of them
+    for the verdict; on a busy one tables are agreed on later."""
     command = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--no-memory"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
