@@ -101,7 +101,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str], str], ...] = (
     (
         "jobs with a step above 1.5 x",
         lambda row: f"{row['harsh']:.0%}",
-        "jobs in which some step took more than 1.5 default steps while the search ran",
+        "jobs in which a setting that was tried made a step take more than 1.5 default steps",
     ),
     (
         "jobs that end slower",

@@ -81,7 +81,8 @@ class NearTables:
         place = _place(seen, i)
         current = int(seen.current[i].argmax())
         before = memory.current.get(place, current)
-        if before != current:  # another table is the current one now
+        # While a search runs nothing is tried beside its table: what was, belongs to the job before it changed.
+        if before != current or not seen.is_refining[i]:
             memory.is_active = False
             memory.current.clear()
             memory.tried.clear()

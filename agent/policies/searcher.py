@@ -60,11 +60,12 @@ class Turn:
 
 @dataclass
 class Memo:
-    """What a searcher remembers of one job."""
+    """What a searcher remembers of one search."""
 
     asked: dict[int, Array] = field(default_factory=dict)  # see Turn, by slot
     calls: dict[int, Array] = field(default_factory=dict)  # the same
     is_done: bool = False  # what it found is compared, or was
+    round: int = 0  # see Turn
 
 
 class Searcher:
@@ -116,6 +117,9 @@ class Searcher:
                 state[i] = Memo()
             is_allowed = seen.open[i] & (seen.risk[i] <= self.care)
             turn = _turn(seen, i, is_allowed)
+            if turn.round < state[i].round:  # the job has changed, and is searched anew
+                state[i] = Memo()
+            state[i].round = turn.round
             turn.asked = state[i].asked.setdefault(turn.slot, turn.asked)
             turn.call = state[i].calls.setdefault(turn.slot, turn.call)
             _note_call(turn, seen, i)
@@ -129,13 +133,13 @@ class Searcher:
             else:
                 chosen[i] = self.best(turn)
             turn.asked[chosen[i]] += 1
-            if seen.is_refining[i]:
-                what[i] = LEAVE
-                continue
             is_settled = seen.last[i, chosen[i]] and seen.context.idle[i] >= self.patience
             is_over = bool(turn.is_last and is_settled)
             may_compare = self.may_compare(bool(promises[i]))
-            what[i] = self._what_next(state[i], is_over, may_compare)
+            is_refining = bool(seen.is_refining[i])
+            what[i] = LEAVE if is_refining else self._what_next(state[i], is_over, may_compare)
+            if what[i] == LEAVE:  # the search is over; the next one is of a job that has changed
+                state[i] = Memo()
         actions = actions_of(chosen, what)
         if np.ndim(observation) != 2:
             actions = actions[0]

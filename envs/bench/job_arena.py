@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from ..search.config import HORIZON
-from ..search.interfaces import N_ACTIONS, Measured, Plan, Policy, choices_of
+from ..search.interfaces import N_ACTIONS, PATTERN, QUAD, WATCH, Measured, Plan, Policy, choices_of
 from ..search.search import Search
 from ..sim.jobs import Jobs
-from ..sim.noise import RandomNumbers
-from ..sim.windows import SimSearch, SimWindows
+from ..sim.mixes import Few
+from ..sim.noise import NoiseStream, RandomNumbers, longest
+from ..sim.windows import SWITCH_STEPS, SimSearch, SimWindows
 from .scores import LossAccount, Scores
 
 Array = np.ndarray[Any, Any]
@@ -40,31 +41,90 @@ class AccountedWindows(SimWindows):
 
     def measure(self, rows: Sequence[int], plans: Sequence[Plan]) -> list[Measured]:
         """See :class:`SimWindows`."""
-        ledger = self.ledger
         before = self.running
         few = self.few
         where = np.asarray(rows)
         begun = self.jobs.noise.at[where]
+        heavy = self._heavy(where, plans)
+        spent_us = self.jobs.first_use.spent_us[where]
         found = super().measure(rows, plans)
-        waited = self.waited[rows]  # until the table is in force
+        step = np.arange(heavy.shape[1])
+        waited = self.waited[where]  # until the table is in force
+        is_waiting = step < waited[:, None]
         has_waited = waited > 0
         late = where[has_waited]
         if late.size:
             few_then = few.take(late)
-            ledger.bill(late, before[late], waited[has_waited], few_then, begun[has_waited])
+            self._bill(
+                late, before[late], is_waiting[has_waited], few_then, begun[has_waited], heavy[has_waited]
+            )
         billed = np.array([m.billed for m in found])
         halfway = begun + (waited + billed) // 2  # the job may change within a window
-        tried = self.tried_steps[where]
+        is_tried = self._is_tried(where, plans, step)
         few_now = self.few.take(where)
         tables = self.tried[where]
-        ledger.bill(where, tables, tried, few_now, halfway)
-        by_current = billed - waited - tried  # turns of the current table
-        has_turns = by_current > 0
+        pace = self._bill(where, tables, is_tried, few_now, halfway, heavy)
+        by_current = (step < billed[:, None]) & ~is_waiting & ~is_tried  # turns of the current table
+        has_turns = by_current.any(axis=1)
         others = where[has_turns]
         if others.size:
-            more = by_current[has_turns]
-            ledger.bill(others, self.running[others], more, at=halfway[has_turns])
+            self._bill(
+                others,
+                self.running[others],
+                by_current[has_turns],
+                None,
+                halfway[has_turns],
+                heavy[has_turns],
+            )
+        connecting_us = self.jobs.first_use.spent_us[where] - spent_us  # all in one step
+        connecting = connecting_us / self.jobs.default_us[where]
+        uses_first = connecting > 0
+        self.ledger.see(where[uses_first], (pace + connecting)[uses_first])
         return found
+
+    def _heavy(self, rows: Array, plans: Sequence[Plan]) -> Array:
+        """Of each step that may go by in the windows of ``plans`` (m,), the number that says whether it straggles,
+        (m, k); inf: it is not told. In the watch nothing is tried, and one source for all jobs cannot be asked ahead.
+        """
+        counts = np.zeros(len(self.jobs), int)
+        around = 2 * SWITCH_STEPS
+        counts[rows] = [around + plan.discard + plan.n_steps for plan in plans]
+        shape = len(rows), longest(counts)
+        if not isinstance(self.rng, NoiseStream):
+            return np.full(shape, np.inf)
+        numbers = self.rng.steps(self.jobs.noise.at, counts)
+        heavy = numbers.heavy.T[rows]
+        is_watch = [plan.kind == WATCH for plan in plans]
+        heavy[is_watch] = np.inf
+        return heavy
+
+    def _is_tried(self, rows: Array, plans: Sequence[Plan], step: Array) -> Array:
+        """In which of the steps (k,) since the last window the plans' own configs ran, (m, k)."""
+        since = step - self.waited[rows][:, None]
+        turns = np.array([plan.turns for plan in plans])[:, None]
+        turn = since // np.maximum(turns, 1)
+        has_run = (turns == 0) | (PATTERN[turn % QUAD] == 1)
+        is_own = has_run & (since >= 0)
+        # A window may end early.
+        return is_own & (is_own.cumsum(axis=1) <= self.tried_steps[rows][:, None])
+
+    def _bill(
+        self,
+        rows: Array,  # (m,)
+        tables: Array,  # (m, S)
+        ran: Array,  # (m, k) bool
+        few: Few | None,
+        at: Array,  # (m,)
+        heavy: Array,  # (m, k)
+    ) -> Array:
+        """Bill the steps in which ``tables`` ``ran``. The bill has stragglers at their mean: those that struck are seen
+        besides, as long as they were. Returns the time of a step without one (m,), in default steps."""
+        pace = self.ledger.bill(rows, tables, ran.sum(axis=1), few, at)
+        is_late, size, mean = self.jobs.straggled(tables, rows, heavy)
+        pace = pace / (1 + mean)
+        has_late = (is_late & ran).any(axis=1)
+        self.ledger.see(rows[has_late], (pace * (1 + size))[has_late])
+        return pace
 
 
 @dataclass

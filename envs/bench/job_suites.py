@@ -149,9 +149,7 @@ class JobSuite:
                 raise ValueError(f"job {off.argmax()} comes out otherwise than on record")
         except FileNotFoundError as error:
             known = ", ".join(SUITES)
-            raise ValueError(
-                f"there is no suite {name}: known are {known}, replay, or a file with one"
-            ) from error
+            raise ValueError(f"there is no suite {name}: known are {known}, or a file with one") from error
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{source} is not a suite of jobs: {error}") from error
         return suite

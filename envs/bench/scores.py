@@ -156,8 +156,12 @@ class LossAccount:
         np.add.at(self.after, rows, n_after)
         np.add.at(self.lost_after, rows, lost_after)
         seen = np.where(n_steps > 0, pace, 1.0)
-        np.maximum.at(self.worst, rows, seen)
+        self.see(rows, seen)
         return np.asarray(pace)
+
+    def see(self, rows: Array, pace: Array) -> None:
+        """One step of each of the jobs at ``rows`` (m,) truly took ``pace`` (m,) default steps."""
+        np.maximum.at(self.worst, rows, pace)
 
     def end(self, rows: Array, configs: Array) -> None:
         """They have given a verdict: ``configs`` (m, width) stay in force. Called again when that is changed."""
@@ -214,10 +218,10 @@ def _spread(values: Array) -> list[float] | None:
 
 def _spread_of_firsts(values: Array) -> list[float | None] | None:
     """p10, median, p90 of steps to an event that some jobs never saw: these count as infinite, and None in the list is
-    "never". None where no job saw it."""
-    is_known = np.isfinite(values)
-    if not is_known.any():
+    "never". None where there are no jobs."""
+    if not len(values):
         return None
+    is_known = np.isfinite(values)
     steps = np.where(is_known, values, np.inf)
     spread = np.percentile(steps, [10, 50, 90], method="inverted_cdf")
     return [round(float(value), 1) if np.isfinite(value) else None for value in spread]

@@ -8,6 +8,7 @@ fitted to public series of real steps, ``SHARED`` lies around what two processes
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -89,7 +90,7 @@ class Shocks:
         return cls(shock, heavy, flips, waits, size, slow)
 
 
-#: Steps of a job whose random numbers are drawn at once; a window is shorter.
+#: Steps of a job whose random numbers are drawn at once.
 BLOCK = 256
 
 
@@ -103,25 +104,34 @@ class NoiseStream:
     def __init__(self, seed: int, jobs: Array, n_calls: int) -> None:
         """``jobs`` (n,): numbers that tell the jobs apart; ``n_calls``: kinds of call of each."""
         self.keys = [(seed, int(job)) for job in jobs]
+        self.n_calls = n_calls
+        self.n_blocks = 0  # that are kept of each job
+        self._make_room(BLOCK)
+
+    def _make_room(self, most: int) -> None:
+        """For the numbers of windows of ``most`` steps, wherever in a block they begin."""
+        n_blocks = 1 + math.ceil(most / BLOCK)
+        if n_blocks <= self.n_blocks:
+            return
+        self.n_blocks = n_blocks
         n = len(self.keys)
+        n_steps = n_blocks * BLOCK
         n_shocks = len(fields(Shocks))
-        two_blocks = 2 * BLOCK
         self.first = np.full(n, -1)  # block that a job's part of the buffers begins with
-        self._steps = np.zeros((n, two_blocks, n_shocks))
-        self._calls = np.zeros((n, two_blocks, n_calls))
+        self._steps = np.zeros((n, n_steps, n_shocks))
+        self._calls = np.zeros((n, n_steps, self.n_calls))
 
     def _fill(self, at: Array, rows: Array) -> Array:
-        """Numbers of the two blocks from step ``at`` (n,) on, of the jobs at ``rows`` (m,); where each job's ``at`` is
-        in them, (m,)."""
+        """Numbers of the blocks from step ``at`` (n,) on, of the jobs at ``rows`` (m,); where each job's ``at`` is in
+        them, (m,)."""
         block = at // BLOCK
         has_other = self.first[rows] != block[rows]
         for row in rows[has_other]:
             i = int(row)
             first = int(block[i])
             self.first[i] = first
-            for k in (0, 1):
-                number = first + k
-                key = [*self.keys[i], number]
+            for k in range(self.n_blocks):
+                key = [*self.keys[i], first + k]
                 begin = k * BLOCK
                 part = slice(begin, begin + BLOCK)
                 own = np.random.default_rng(key)
@@ -131,9 +141,8 @@ class NoiseStream:
 
     def _draw(self, i: int, part: slice, rng: Generator) -> None:
         """The numbers of one block of job ``i``."""
-        n_calls = self._calls.shape[2]
         shocks = Shocks.draw(rng, (BLOCK,), lasting=False)
-        calls = rng.normal(0.0, 1.0, (BLOCK, n_calls))
+        calls = rng.normal(0.0, 1.0, (BLOCK, self.n_calls))
         self._calls[i, part] = calls
         # Last, so that all other numbers are what they were before a part of the noise could last.
         slow = rng.normal(0.0, 1.0, BLOCK)
@@ -146,10 +155,9 @@ class NoiseStream:
         """Shocks (max(n_steps), n) of the steps from ``at`` (n,) on; 0 where a job does not run."""
         rows = np.flatnonzero(n_steps > 0)
         most = longest(n_steps)
+        self._make_room(most)
         begin = self._fill(at, rows)
         place = begin[:, None] + np.arange(most)
-        last = 2 * BLOCK - 1
-        place = np.minimum(place, last)
         numbers = self._steps[rows[:, None], place]
         n_shocks = numbers.shape[2]
         n = len(at)
@@ -161,9 +169,8 @@ class NoiseStream:
         """Standard normal numbers (n, n_calls) of windows that ended before step ``at`` (n,)."""
         rows = np.flatnonzero(n_steps > 0)
         place = self._fill(at, rows)
-        n_calls = self._calls.shape[2]
         n = len(at)
-        out = np.zeros((n, n_calls))
+        out = np.zeros((n, self.n_calls))
         out[rows] = self._calls[rows, place]
         return out
 

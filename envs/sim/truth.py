@@ -133,6 +133,21 @@ class Jobs(JobsAtMoment):
         counts = np.broadcast_to(np.asarray(n_steps, int), (len(self),))
         self.noise.skip(counts, rng)
 
+    def straggled(self, configs: Array, rows: Array, heavy: Array) -> tuple[Array, Array, Array]:
+        """Which steps stragglers of ``configs`` (m, S) make longer, in the jobs at ``rows``, (m, k) bool: those that
+        the default would make longer too are left out. By how many steps; what that is in the mean; (m,).
+
+        ``heavy`` (m, k): of each step, the number of :class:`.noise.Shocks` that decides it.
+        """
+        often, size = self._late(configs, rows)
+        default = np.zeros_like(configs)
+        usual, _ = self._late(default, rows)
+        tail = self.noise.tail[rows]
+        first = tail + usual
+        end = tail + often
+        is_late = (heavy >= first[:, None]) & (heavy < end[:, None])
+        return is_late, size, often * size
+
     def settled(self, which: Array) -> Self:
         """The same jobs, in their regime ``which`` (n,) for good."""
         regimes = self.regimes.settled(which)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,29 @@ def test_a_search_that_finds_much_beats_one_that_finds_nothing(suite):
         opened = suite.open(much, 0)
         lost[name] = play(policy, *opened, after=0).scores.lost.mean()
     assert max(lost, key=lost.__getitem__) == "default", lost
+
+
+@pytest.mark.parametrize("part", [0.5, 1.0])
+def test_a_second_search_of_a_job_goes_as_the_first(part, suite):
+    """Before: the memory of the first search outlived it, so that a policy left the search after a change at once.
+    A search may also end without the policy's word: of the first one it has seen only a ``part``."""
+    asked = list[tuple[Array, int]]()
+    policy = make_chooser("coordinate-descent")
+
+    class Heard:
+        def predict(self, observation, state=None, episode_start=None, deterministic=True):
+            action, state = policy.predict(observation, state, episode_start, deterministic)
+            asked.append((observation, int(action[0])))
+            return action, state
+
+    play(Heard(), *suite.open(np.array([5]), 0), after=0)
+    state = None
+    for observation, _ in asked[: math.ceil(part * len(asked))]:
+        _, state = policy.predict(observation, state, np.array([state is None]))
+    for observation, action in asked:
+        again, state = policy.predict(observation, state, np.array([False]))
+        assert again[0] == action
+    assert len(asked) > 5
 
 
 def test_a_config_whose_window_was_given_up_comes_again_only_after_the_others():

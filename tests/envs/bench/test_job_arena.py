@@ -16,7 +16,9 @@ from dynamiccl.envs.search.config import SearchConfig
 from dynamiccl.envs.search.interfaces import LEAVE, RUN, Plan, actions_of
 from dynamiccl.envs.search.observation import decode
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
+from dynamiccl.envs.sim.noise import NoiseStream
 from dynamiccl.envs.sim.windows import SWITCH_STEPS, SimSearch
+from dynamiccl.traces.spaces import N_CHANNELS
 from no_gain import without_gain
 from oracle import oracle
 
@@ -73,6 +75,63 @@ def test_every_step_is_billed_under_what_ran(calm):
     pace = jobs.step_us(other[None], [2])[0][0] / jobs.default_us[2]
     assert seen[0].billed == 7 + 2 + SWITCH_STEPS == ledger.steps[2] and ledger.steps.sum() == ledger.steps[2]
     assert ledger.lost[2] == pytest.approx(9 * (pace - 1)) and jobs.noise.at[2] - at[2] == ledger.steps[2]
+
+
+@pytest.fixture
+def straggling():
+    """Jobs without noise, so that what is measured is the truth; all their settings but the default straggle."""
+    jobs = draw_jobs(STANDARD.only("tails"), np.random.default_rng(4), 4)
+    noise, extras = jobs.noise, jobs.sites.extras
+    for name in ("sigma", "tail", "pace", "late", "save_every"):
+        getattr(noise, name)[:] = 0
+    noise.drift.size[:] = 0
+    jobs.swing[:, 0] = 0
+    extras.straggle[:, 0], extras.straggle[:, 1:] = 0, 1
+    extras.late_often[:], extras.late_size[:] = 0.05, 3.0
+    jobs.first_use.us[:] = 0
+    jobs.default_us = jobs.usual_us(np.zeros((4, jobs.width), int))
+    return jobs
+
+
+def trial(jobs, i, kind="search", turns=0):
+    """A window of the job's second setting in its first slot; where it has turns, the default has the others."""
+    configs = np.zeros(jobs.n_slots[i], int)
+    configs[0] = next(c for c in np.flatnonzero(jobs.mask[i, 0]) if c % N_CHANNELS)
+    return Plan(kind, configs, 40, turns=turns)
+
+
+@pytest.mark.parametrize("turns", [0, 2])
+def test_a_step_that_a_tried_setting_made_far_too_long_is_seen_as_long_as_it_was(straggling, turns):
+    """Before: stragglers counted at their mean, so that a setting with one in 20 steps four times as long passed."""
+    jobs, rows = straggling, range(len(straggling))
+    ledger = LossAccount(jobs, jobs.default_us)
+    windows = AccountedWindows(jobs, NoiseStream(5, np.arange(len(jobs)), jobs.width), ledger)
+    jobs.carry[:] = 0
+    seen = windows.measure(rows, [trial(jobs, i, turns=turns) for i in rows])
+    longest = [m.step_ms.max() for m in seen] / (jobs.default_us / 1e3)
+    is_long = longest > 3
+    assert ledger.worst[is_long] == pytest.approx(longest[is_long]) and is_long.sum() > 1
+    assert (ledger.scores().is_harsh == (longest > 1.5)).all()
+
+
+def test_steps_under_a_setting_that_is_kept_are_not_those_of_a_trial(straggling):
+    jobs, rows = straggling, range(len(straggling))
+    ledger = LossAccount(jobs, jobs.default_us)
+    windows = AccountedWindows(jobs, NoiseStream(5, np.arange(len(jobs)), jobs.width), ledger)
+    windows.measure(rows, [trial(jobs, i, kind="watch") for i in rows])
+    usual = jobs.step_us(windows.tried)[0] / jobs.default_us
+    assert ledger.worst == pytest.approx(np.maximum(usual, 1), rel=1e-3)
+
+
+def test_the_step_that_connects_an_algorithm_is_seen(straggling):
+    jobs, rows = straggling, range(len(straggling))
+    jobs.sites.extras.straggle[:] = 0
+    jobs.first_use.us[:], jobs.first_use.connected[:] = 2 * jobs.default_us, False
+    ledger = LossAccount(jobs, jobs.default_us)
+    windows = AccountedWindows(jobs, NoiseStream(5, np.arange(len(jobs)), jobs.width), ledger)
+    seen = windows.measure(rows, [trial(jobs, i) for i in rows])
+    longest = [m.step_ms.max() for m in seen] / (jobs.default_us / 1e3)
+    assert ledger.worst == pytest.approx(longest) and (longest > 2.5).all()
 
 
 @pytest.mark.parametrize(("wait", "is_refused"), [(work, True), (time.sleep, False)])

@@ -127,4 +127,6 @@ def test_a_gain_that_was_never_found_is_later_than_any_other(calm):
     book.first_gain[found] = 100.0
     book.end(np.arange(len(best)), best)
     assert summary(book.scores())["steps_to_first_gain"] == [100.0, 100.0, None]
+    book.first_gain[:] = np.nan
+    assert _steps(summary(book.scores())["steps_to_first_gain"]) == "never, never"
     assert _steps([100.0, 100.0, None]) == "100, never" and _steps(None) == "-"

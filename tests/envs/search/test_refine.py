@@ -206,6 +206,33 @@ def test_what_looked_worse_among_other_changes_is_tried_by_itself(prior):
     assert found == [18, 20]
 
 
+def test_a_trial_beside_the_table_of_an_earlier_search_is_tried_again(prior):
+    """Before: what had lost in the job before it changed was not tried in the new one if the default was kept twice."""
+    told = Told(lambda c: -0.03 * (c[0] == 20))
+    job, default = told.begin()
+    search, policy, state = Search(job, default, prior), NearTables(Passing()), None
+    for config in (20, 0):
+        search.decide(config)
+    search.record(search.plan(), told.measure(search.plan()))
+    asked = [search.observe()]
+    search.decide(0, LEAVE)
+    while not search.is_done:
+        plan = search.plan()
+        if plan is not None:
+            search.record(plan, told.measure(plan))
+            continue
+        asked.append(search.observe())
+        state = search.ask(policy, state)
+    found = []
+    for _ in range(2):
+        actions = []
+        for observation in asked:
+            action, state = policy.predict(observation[None], state, np.array([False]))
+            actions.append(choices_of(action)[1][0])
+        found.append(actions)
+    assert found[0] == found[1] and found[0].count(RUN) == 1
+
+
 class Passing:
     """Wants no trial."""
 

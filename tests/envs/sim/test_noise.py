@@ -89,6 +89,22 @@ def test_a_step_meets_the_same_noise_whoever_plays_it():
     assert steps[0] == pytest.approx(found[0][1], abs=0)
 
 
+def test_a_window_longer_than_a_block_meets_the_noise_of_its_steps():
+    """Before: all its steps from the end of the second block on had one number, and short windows had others there."""
+    jobs, at, n_steps = np.array([3, 8]), np.array([200, 0]), np.array([700, 600])
+    whole, parts = (NoiseStream(1, jobs, 4) for _ in range(2))
+    long = whole.steps(at, n_steps)
+    for begin in range(0, 700, 100):
+        few = np.clip(n_steps - begin, 0, 100)
+        short = parts.steps(at + begin, few)
+        for name, numbers in vars(short).items():
+            for job, n in enumerate(few):
+                there = vars(long)[name][begin : begin + n, job]
+                np.testing.assert_array_equal(there, numbers[:n, job])
+    assert len(np.unique(long.shock[:, 0])) == 700
+    np.testing.assert_array_equal(whole.calls(at + n_steps, n_steps), parts.calls(at + n_steps, n_steps))
+
+
 def test_noise_without_a_lasting_part_draws_nothing_for_it():
     """Jobs of older families are what they were."""
     first, second = (np.random.default_rng(2) for _ in range(2))
