@@ -249,7 +249,7 @@ def test_a_number_that_cannot_be_used_is_refused_before_the_job():
 def test_a_seed_in_the_environment_is_a_whole_number(monkeypatch, text):
     monkeypatch.setenv("DYNAMICCL_CLUSTER", "dgx-h100-2x8")
     monkeypatch.setenv("DYNAMICCL_SEED", text)
-    with pytest.raises(ValueError, match="seed|SEED"):
+    with pytest.raises(ValueError, match=r"seed|SEED"):
         Emulated.from_env()
 
 
