@@ -81,16 +81,19 @@ def scalar_traffic(n_tensors: int, ranks: int, replicas: int = 1) -> float:
     return 2 * message * (ring(ranks) + ring(replicas))
 
 
-def hybrid(large: float, small: float, ranks: int) -> tuple[float, float]:
+def hybrid(
+    large: float, small: float, ranks: int, optimizer: str = "adam", precision: str = "mixed"
+) -> tuple[float, float]:
     """Bytes held and sent with ``large`` parameters at stage 3 and ``small`` at stage 2; (N - 1) / N is left out.
 
-    Source: [D], by the rows of [Z] for the two stages: 16 P_L / N + 2 P_S + 14 P_S / N, and 6 P_L + 4 P_S.
+    Source: [D], by the rows of [Z] for the two stages: with Adam in mixed precision 16 P_L / N + 2 P_S + 14 P_S / N,
+    and 6 P_L + 4 P_S.
     """
-    large_states = 16 * large / ranks
-    small_weights = 2 * small
-    small_states = 14 * small / ranks
-    held = large_states + small_weights + small_states
-    sent = 6 * large + 4 * small
+    weight, gradient, _ = state_bytes(optimizer, precision)
+    large_states = model_states(large, ranks, 3, optimizer, precision)
+    small_states = model_states(small, ranks, 2, optimizer, precision)
+    held = sum(large_states) + sum(small_states)
+    sent = (2 * weight + gradient) * large + (weight + gradient) * small
     return held, sent
 
 
@@ -124,16 +127,19 @@ class Shape:
         return self.itemsize * probabilities
 
 
-def layer_activations(shape: Shape, norm_outputs: bool = False) -> tuple[int, int]:
+def layer_activations(shape: Shape, norm_outputs: bool = False, tensor: int = 1) -> tuple[float, float]:
     """Bytes of one layer for backward: 14 BLd, and B H L^2 of attention probabilities.
+
+    ``tensor``: ranks that share each matrix. Each has its heads, and its part of the MLP's inner width: 1 / N of all
+    but the inputs and outputs of the norms, section 4.1 of [K].
 
     The 14: input of the norm 1, Q K V 3, output 1, input of the second norm 1, before and after GELU 4 + 4. The
     documents leave out what the norms give to the matrices behind them, which these keep: with ``norm_outputs`` it is
     16 BLd, as [K] has it without its masks of dropout, and as a step of our transformer measures.
     """
-    values = 16 if norm_outputs else 14
-    linear = values * shape.token_bytes
-    return linear, shape.attention_bytes
+    whole = 4 if norm_outputs else 2
+    linear = (whole + 12 / tensor) * shape.token_bytes
+    return linear, shape.attention_bytes / tensor
 
 
 def best_interval(layers: int) -> int:
@@ -146,9 +152,9 @@ def activations(shape: Shape, mode: str = "none", tensor: int = 1) -> float:
 
     ``block``: a layer keeps its input; ``sub-block``: those of attention and MLP; ``selective``: all but probabilities;
     ``sqrt``: every k-th layer keeps its input. Beside that stands what is recomputed at once. ``tensor``: ranks that
-    share each matrix and keep 1 / N of each checkpoint (P_a of [Z], section 6.1).
+    share each matrix (see :func:`layer_activations`) and keep 1 / N of each checkpoint (P_a of [Z], section 6.1).
     """
-    linear, attention = layer_activations(shape)
+    linear, attention = layer_activations(shape, tensor=tensor)
     one = shape.token_bytes / tensor
     n = shape.layers
     if mode == "none":
@@ -156,8 +162,8 @@ def activations(shape: Shape, mode: str = "none", tensor: int = 1) -> float:
     if mode == "selective":
         return n * linear + attention
     if mode == "sub-block":
-        attention_half = 5 * shape.token_bytes + attention
-        mlp_half = 9 * shape.token_bytes
+        attention_half = (1 + 4 / tensor) * shape.token_bytes + attention
+        mlp_half = (1 + 8 / tensor) * shape.token_bytes
         return 2 * n * one + max(attention_half, mlp_half)
     if mode == "block":
         return n * one + linear + attention
@@ -180,18 +186,18 @@ def recomputed_share(shape: Shape, mode: str) -> float:
     return again / (3 * forward)
 
 
-def recomputation_value(shape: Shape) -> list[tuple[str, float, float]]:
+def recomputation_value(shape: Shape, tensor: int = 1) -> list[tuple[str, float, float]]:
     """What a layer may recompute: name, bytes that it saves, FLOPs that it costs; the best first.
 
-    A multiply-add is two FLOPs. A norm, and a GELU, are taken at 8 an element. Source: [D], by the sizes of
-    :func:`layer_activations`.
+    A multiply-add is two FLOPs. A norm, and a GELU, are taken at 8 an element. Of ranks that share each matrix
+    (``tensor``) each does its part, and all norms. Source: [D], by the sizes of :func:`layer_activations`.
     """
-    one = shape.token_bytes
-    elements = shape.tokens * shape.width
+    one = shape.token_bytes / tensor
+    elements = shape.tokens * shape.width / tensor
     rows = [
-        ("norm outputs", 2.0 * one, 8.0 * 2 * elements),
+        ("norm outputs", 2.0 * shape.token_bytes, 8.0 * 2 * shape.tokens * shape.width),
         ("GELU output", 4.0 * one, 8.0 * 4 * elements),
-        ("attention probabilities", float(shape.attention_bytes), 2.0 * elements * shape.seq),
+        ("attention probabilities", shape.attention_bytes / tensor, 2.0 * elements * shape.seq),
         ("Q K V", 3.0 * one, 6.0 * elements * shape.width),
     ]
     return sorted(rows, key=lambda row: -row[1] / row[2])
@@ -207,10 +213,15 @@ class Machine:
     latency: float = 10e-6
 
 
-def stage_3_seconds(params: float, layers: int, machine: Machine) -> float:
-    """Communication of a step at stage 3 with nothing hidden: three collectives a layer, 6 P bytes [D, Z]."""
+def stage_3_seconds(
+    params: float, layers: int, machine: Machine, weight: int = 2, gradient: int = 2
+) -> float:
+    """Communication of a step at stage 3 with nothing hidden: three collectives a layer, 6 P bytes [D, Z].
+
+    ``weight`` and ``gradient``: bytes of one, 2 in 16 bits.
+    """
     latencies = 3 * layers * machine.latency
-    transfers = 6 * params / machine.bandwidth
+    transfers = (2 * weight + gradient) * params / machine.bandwidth
     return latencies + transfers
 
 
@@ -220,20 +231,28 @@ def compute_seconds(params: float, batch: float, seq: int, machine: Machine) -> 
     return operations / machine.flops
 
 
-def break_even_batch(params: float, layers: int, seq: int, machine: Machine, share: float = 0.05) -> int:
+def break_even_batch(
+    params: float,
+    layers: int,
+    seq: int,
+    machine: Machine,
+    share: float = 0.05,
+    weight: int = 2,
+    gradient: int = 2,
+) -> int:
     """Least sequences a rank at which stage 3's communication is below ``share`` of the compute.
 
     Source: [D]: (3 n latency + 6 P / bandwidth) <= share x 6 P B L / FLOPs a second. P cancels but for the latency.
     """
-    communication = stage_3_seconds(params, layers, machine)
+    communication = stage_3_seconds(params, layers, machine, weight, gradient)
     sequence = compute_seconds(params, 1, seq, machine)
     allowed = share * sequence
     return math.ceil(communication / allowed)
 
 
-def prefetch_depth(layer_params: float, compute: float, bandwidth: float) -> int:
+def prefetch_depth(layer_params: float, compute: float, bandwidth: float, weight: int = 2) -> int:
     """k* = ceil(T_gather / T_compute): layers to gather ahead so that no gather is waited for [D]."""
-    gather = 2 * layer_params / bandwidth
+    gather = weight * layer_params / bandwidth
     layers = math.ceil(gather / compute)
     return max(1, layers)
 

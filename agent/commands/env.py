@@ -30,7 +30,7 @@ def env(
     cluster: EmulatedCluster = None,
     bytes_scale: BytesScale = None,
     compute_scale: ComputeScale = None,
-    seed: Annotated[int, Option(help="Seed of the emulation.")] = 0,
+    seed: Annotated[int, Option(min=0, help="Seed of the emulation.")] = 0,
     force: Force = False,
     json: Json = False,
 ) -> None:

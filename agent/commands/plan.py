@@ -88,9 +88,9 @@ def estimate(
     layer = here / shape.layers
     compute = f.compute_seconds(here, shape.batch, shape.seq, machine)
     small = 0.0 if layer > f.LARGE_LAYER else here
-    mixed = f.hybrid(here - small, small, ranks)
+    mixed = f.hybrid(here - small, small, ranks, optimizer, precision)
     values = []
-    for name, saved, flops in f.recomputation_value(shape):
+    for name, saved, flops in f.recomputation_value(shape, tensor):
         values.append({"what": name, "saved": saved, "flops": flops, "bytes_per_flop": saved / flops})
     return {
         "params": params,
@@ -102,16 +102,18 @@ def estimate(
         "machine": vars(machine),
         "stages": stages,
         "classic_sent": f.traffic(here, ranks, 1, True, weight, gradient),
-        "layer_activations": f.layer_activations(shape),
+        "layer_activations": f.layer_activations(shape, tensor=tensor),
         "activations": held,
         "recomputed": {mode: f.recomputed_share(shape, mode) for mode in f.MODES},
         "recomputation_value": values,
         "best_interval": f.best_interval(shape.layers),
         "runtime": f.RUNTIME,
         "compute_seconds": compute,
-        "stage_3_seconds": f.stage_3_seconds(here, shape.layers, machine),
-        "break_even_batch": f.break_even_batch(here, shape.layers, shape.seq, machine),
-        "prefetch": f.prefetch_depth(layer, compute / 3 / shape.layers, machine.bandwidth),
+        "stage_3_seconds": f.stage_3_seconds(here, shape.layers, machine, weight, gradient),
+        "break_even_batch": f.break_even_batch(
+            here, shape.layers, shape.seq, machine, weight=weight, gradient=gradient
+        ),
+        "prefetch": f.prefetch_depth(layer, compute / 3 / shape.layers, machine.bandwidth, weight),
         "hybrid": {"layer_params": layer, "held": mixed[0], "sent": mixed[1]},
         "tensor_sent": f.tensor_traffic(shape, tensor, shape.layers),
         "recommended_stage": f.stage_that_fits(totals, machine.memory, ranks),
@@ -242,7 +244,8 @@ def _activation_lines(told: dict[str, Any], unit: float, name: str) -> list[str]
     shape = told["shape"]
     tokens = f"{shape['batch']} x {shape['seq']} tokens"
     linear, quadratic = (f"{n / unit:.3g} {name}" for n in told["layer_activations"])
-    found = [f"activations of {tokens}: 14 BLd {linear}, B H L^2 {quadratic} a layer"]
+    values, part = f"{2 + 12 / told['tensor']:.3g}", f" / {told['tensor']}" if told["tensor"] > 1 else ""
+    found = [f"activations of {tokens}: {values} BLd {linear}, B H L^2{part} {quadratic} a layer"]
     found.append("recompute   activations  again   fits with stage")
     for mode, n_bytes in told["activations"].items():
         stages = [str(row["stage"]) for row in told["stages"] if row["fits"][mode]]

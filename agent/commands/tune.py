@@ -120,7 +120,7 @@ def tune(
     ] = None,
     force: Force = False,
     or_untuned: OrUntuned = False,
-    seed: Annotated[int, Option(help="Seed of the built-in job, the emulation and the policy.")] = 0,
+    seed: Annotated[int, Option(min=0, help="Seed of the built-in job, the emulation and the policy.")] = 0,
     out: Annotated[
         Path | None,
         Option(

@@ -22,6 +22,7 @@ blocks = [
 model = nn.Sequential(*blocks)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 model, optimizer = accelerator.prepare(model, optimizer)
+torch.manual_seed(accelerator.process_index + 1)  # each rank draws inputs of its own
 for step in range(steps):
     inputs = torch.randn(64, width, device=accelerator.device)
     loss = (model(inputs) - inputs.roll(1, 0)).square().mean()

@@ -26,6 +26,7 @@ config = {
 }
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+torch.manual_seed(engine.global_rank + 1)  # each rank draws inputs of its own
 for step in range(steps):
     inputs = torch.randn(64, width, device=engine.device, dtype=torch.bfloat16)
     loss = (engine(inputs) - inputs.roll(1, 0)).float().square().mean()

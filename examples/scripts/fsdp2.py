@@ -24,6 +24,7 @@ for block in model:
     fully_shard(block)
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+torch.manual_seed(dist.get_rank() + 1)  # each rank draws inputs of its own
 for step in range(steps):
     inputs = torch.randn(4, 32, width, device=device)
     loss = (model(inputs) - inputs.roll(1, 1)).square().mean()

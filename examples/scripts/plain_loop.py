@@ -24,6 +24,7 @@ blocks = [
 ]
 model = nn.Sequential(*blocks).to(device)
 engine = zero(model, lambda params: torch.optim.AdamW(params, lr=1e-4), stage=3)
+torch.manual_seed(dist.get_rank() + 1)  # each rank draws inputs of its own
 for step in range(steps):
     inputs = torch.randn(64, width, device=device, dtype=torch.bfloat16)
     loss = (model(inputs) - inputs.roll(1, 0)).square().mean()

@@ -104,6 +104,21 @@ def test_the_signal_of_the_batch_script_leaves_time_for_a_checkpoint():
     assert 30 < waits_s < kills_s < warned_s - _HURRIED_S
 
 
+NAMES_THE_WAIT = ["examples/slurm/two_nodes.sbatch", "examples/kubernetes/jobset.yaml"]
+NAMES_THE_WAIT += ["examples/kubernetes/pytorchjob.yaml", "OPERATING.md"]
+
+
+@pytest.mark.parametrize("page", NAMES_THE_WAIT)
+def test_a_page_that_sets_torchruns_wait_says_which_release_reads_it(page):
+    """Before: PyTorch 2.8 to 2.11 ignored it, and killed the ranks after 30 s of a longer save."""
+    lines = (EXAMPLES.parent / page).read_text("utf-8").splitlines()
+    named = [number for number, line in enumerate(lines) if "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in line]
+    assert named
+    for number in named:
+        around = " ".join(lines[max(0, number - 3) : number + 1])
+        assert "PyTorch 2.12 or newer" in around
+
+
 def test_the_batch_script_shows_the_run_that_tuned(tmp_path, monkeypatch):
     """Before: it asked for a folder that no run has, for all nodes at once, and hid the error."""
     monkeypatch.chdir(tmp_path)

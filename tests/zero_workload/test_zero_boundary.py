@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from dry_run import CollectiveLog
 from dynamiccl.zero_workload import zero
 from torch import nn
 from world import World
@@ -179,3 +180,46 @@ def test_what_stage_3_cannot_see_is_refused_there_on_every_rank_and_trains_elsew
                 assert torch.allclose(got[name], value, rtol=1e-5, atol=1e-7), (settings, name)
     for got, said in two.run(trained, kind, {"stage": 3}):
         assert not got and REFUSALS[kind] in said
+
+
+class Branch(nn.Module):
+    """Blocks that stage 3 shards, and between them an adapter that ``hybrid`` keeps whole and a rank may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.adapter = nn.ModuleList([nn.Linear(16, 2), nn.Linear(2, 16)])
+
+    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1 and uses:
+                x = x + self.adapter[1](self.adapter[0](x))
+        return x.square().mean()
+
+
+def order_of(uses: bool, settings: dict[str, Any]) -> list[tuple[str, int]]:
+    """The collectives of a second step, and their bytes."""
+    torch.manual_seed(0)
+    engine = zero(
+        Branch(),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        stage=3,
+        param_dtype=torch.float32,
+        hybrid=100,
+        min_unit=1,
+        **settings,
+    )
+    for _ in range(2):
+        with CollectiveLog() as log:
+            engine.backward(engine.model(torch.ones(2, 16), uses))
+            engine.step()
+    assert len(engine.sharded.units) == 3 and engine.replicated.buckets
+    return [(call.func, call.n_bytes) for call in log.calls]
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation": 1, "bucket_bytes": 64}])
+def test_a_whole_module_that_a_rank_leaves_out_changes_no_order(settings: dict[str, Any], one: World) -> None:
+    """Before: its reduction came between those of sharded units on ranks that used it, and after them on the others."""
+    (uses,), (leaves,) = (one.run(order_of, way, settings) for way in (True, False))
+    assert uses == leaves and len(uses) > 8

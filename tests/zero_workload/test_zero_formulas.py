@@ -112,8 +112,16 @@ def test_activations() -> None:
     assert f.activations(SEVEN, "block") == 32 * one + 14 * one + attention
     assert f.activations(SEVEN, "sub-block") == 64 * one + max(5 * one + attention, 9 * one)
     assert f.activations(SEVEN, "sqrt") == 6 * one + 6 * (14 * one + attention)
-    # partitioned over ranks that hold copies: those of tensor parallelism, as data-parallel ranks' differ
-    assert f.activations(SEVEN, "block", tensor=4) == 8 * one + 14 * one + attention
+    # Checkpoints are partitioned over ranks that hold copies: those of tensor parallelism, as data-parallel ranks'
+    # differ. Before: what is cut with the matrices was counted whole, so `plan` advised a stage too high.
+    layer = (2 + 12 / 4) * one + attention / 4
+    assert f.activations(SEVEN, "none", tensor=4) == 32 * layer
+    assert f.activations(SEVEN, "selective", tensor=4) == 32 * 5 * one + attention / 4
+    assert f.activations(SEVEN, "block", tensor=4) == 8 * one + layer
+    assert f.activations(SEVEN, "sqrt", tensor=4) == 6 * one / 4 + 6 * layer
+    halves = 2 * one + attention / 4, 3 * one
+    assert f.activations(SEVEN, "sub-block", tensor=4) == 16 * one + max(halves)
+    assert f.layer_activations(SEVEN, norm_outputs=True, tensor=4)[0] == 7 * one
     assert f.recomputed_share(SEVEN, "block") == pytest.approx(1 / 3)
     for layers in (4, 9, 16, 36, 64, 100):
         kept = {k: layers / k + k for k in range(1, layers + 1)}
@@ -143,6 +151,7 @@ def test_hybrid() -> None:
     held, sent = f.hybrid(6e9, 1e9, 8)
     assert held == 16 * 6e9 / 8 + 2e9 + 14e9 / 8
     assert sent == 6 * 6e9 + 4 * 1e9  # a document writes 2 for the small ones, leaving out their all-gather
+    assert f.hybrid(6e9, 1e9, 8, "sgd", "fp32") == (8 * 6e9 / 8 + 4e9 + 4e9 / 8, 12 * 6e9 + 8 * 1e9)
 
 
 def test_which_stage_fits() -> None:
@@ -172,6 +181,28 @@ def test_plan_answers_in_a_screen() -> None:
     assert told["activations"]["none"] / GB == pytest.approx(64.4, abs=0.1)
     assert planned("--params 13e9 --ranks 8 --memory 25")["recommended_stage"] is None
     assert "stage 3 with offload" in invoke(["plan", "--params", "70e9", "--ranks", "8"]).output
+
+
+def test_plan_counts_the_bytes_of_its_precision_and_optimizer() -> None:
+    """Before: the lower half of the page was of Adam in 16 bits, whatever was asked for."""
+    half, full, sgd = (
+        planned(f"--params 7e9 --ranks 8 --latency 0 {words}")
+        for words in ("", "--precision fp32", "--optimizer sgd")
+    )
+    assert full["stage_3_seconds"] == 2 * half["stage_3_seconds"] == pytest.approx(0.84)
+    assert full["hybrid"]["sent"] == pytest.approx(full["stages"][3]["sent"] * 8 / 7)
+    assert (half["break_even_batch"], full["break_even_batch"]) == (15, 30)
+    assert full["prefetch"] == 2 * half["prefetch"] == 2
+    for told in (half, full, sgd):
+        assert told["hybrid"]["held"] == told["stages"][3]["total"]
+
+
+def test_plan_advises_by_what_ranks_that_share_matrices_hold() -> None:
+    """Before: 259 GB of activations with none recomputed, and stage 2."""
+    told = planned("--params 70e9 --ranks 8 --tensor 8 --layers 80 --seq 4096")
+    assert told["activations"]["none"] / GB == pytest.approx(42.1, abs=0.5)
+    assert told["recommended_stage"] == 1
+    assert planned("--params 70e9 --ranks 8 --layers 80 --seq 4096")["activations"]["none"] > 250 * GB
 
 
 def test_measured_figures_stand_beside_the_formulas() -> None:

@@ -60,6 +60,30 @@ def test_the_launcher_tells_a_second_signal_from_the_first_again(
     assert said.startswith(says) and bool(said) == bool(says)
 
 
+def test_what_was_ignored_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: `nohup` did not keep the job from ending with its terminal."""
+
+    class Left(Ranks):
+        """A terminal closes, and the ranks go on."""
+
+        def start(self) -> None:
+            signal.signal(signal.SIGHUP, api._terminate_process_handler)
+
+        def wait(self, timeout: float = -1, period: float = 1) -> Any:
+            signal.raise_signal(signal.SIGHUP)
+            return SimpleNamespace(failures={})
+
+    monkeypatch.setattr(launch, "_Ranks", Left)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert launch.launch(2, [], -1) == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert launch.launch(2, [], -1) == 128 + signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_rank_tells_a_second_signal_from_the_first_again(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

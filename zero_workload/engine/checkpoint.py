@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,17 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from ..buffers.kept import Kept, kept, lost, restore
 from ..buffers.layout import Piece
+from ..buffers.pieces import Pieces
 
 Engine = Any  # engine.Engine, which imports this file
 #: Checkpoints of earlier releases lack these numbers.
 _GOOD_STEPS, _SCALED = "engine/good_steps", "engine/scaled"
 _ADDED = {_GOOD_STEPS, _SCALED}
+#: Before the name of the optimizer's class.
+_CLASS = "optimizer/"
 #: What the folder of a save is called, before its number. Nobody calls a file of their own so: old saves are deleted.
 _SAVE = "zero-save-"
 _NAME = re.compile(_SAVE + "[0-9a-f]{12}")
@@ -39,61 +41,13 @@ _CURRENT = f"{_SAVE}current"
 _SHARED = "all nodes must share the folder"
 
 
-class _Pieces(torch.Tensor):
-    """What this rank has of one flat tensor [numel]: start -> elements, by DCP's protocol for sharded tensors."""
-
-    parts: dict[int, torch.Tensor]
-
-    @staticmethod
-    def of(numel: int) -> _Pieces:
-        """A tensor of that size without memory behind it."""
-        element = torch.empty(1)
-        every = element.expand(numel)
-        pieces = torch.Tensor._make_subclass(_Pieces, every)
-        pieces.parts = {}
-        return pieces
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        chunks = []
-        for start, part in self.parts.items():
-            place = torch.Size([start])
-            chunk = ChunkStorageMetadata(place, part.shape)
-            chunks.append(chunk)
-        return chunks
-
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        items = []
-        whole = self.size()
-        chunks = self.__create_chunk_list__()
-        parts = self.parts.values()
-        for chunk, part in zip(chunks, parts, strict=True):
-            kind = TensorProperties.create_from_tensor(part)
-            data = TensorWriteData(chunk, kind, whole)
-            index = MetadataIndex(fqn, chunk.offsets)
-            item = WriteItem(index, WriteItemType.SHARD, tensor_data=data)
-            items.append(item)
-        return items
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        offset = index.offset
-        assert offset is not None
-        return self.parts[offset[0]]
-
-
 def _number(value: Any) -> torch.Tensor:
     exact = float(value)
     return torch.tensor(exact, dtype=torch.float64)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 class _State(dict[str, Any]):
-    """Views of everything that a checkpoint holds, by ``kind/name of the parameter``; numbers are copied.
-
-    The kind of a number is ``type:name``, so that it can be made again from it.
-    """
+    """Views of the tensors that a checkpoint holds, by ``kind/name of the parameter``, and the engine's numbers."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -105,14 +59,13 @@ class _State(dict[str, Any]):
             self._add("parameter", piece, param)
             state = states.get(param, {})
             for name, value in state.items():
-                self._add_state(name, piece, value)
+                if isinstance(value, torch.Tensor) and value.dim():
+                    self._add(name, piece, value)
         frozen = [bucket for bucket in engine.all_buckets if bucket.master is None]
         for bucket in frozen:
             for piece in bucket.mine():
                 part = bucket.shard[piece.where]
                 self._add("parameter", piece, part)
-        for key, group, name in _group_numbers(engine):
-            self[key] = _number(group[name])
         scale = engine.scale
         self["engine/steps"] = _number(engine.steps)
         self["engine/skipped"] = _number(scale.skipped)
@@ -125,26 +78,26 @@ class _State(dict[str, Any]):
         key = f"{kind}/{self.names[index]}"
         if key not in self:
             numel = self.shapes[index].numel()
-            self[key] = _Pieces.of(numel)
+            self[key] = Pieces.of(numel)
         flat = tensor.detach().view(-1)
         self[key].parts[piece.start] = flat
 
-    def _add_state(self, name: str, piece: Piece, value: Any) -> None:
-        if isinstance(value, torch.Tensor) and value.dim():
-            self._add(name, piece, value)
-        elif isinstance(value, torch.Tensor) or _is_number(value):
-            of = type(value).__name__
-            owner = self.names[piece.param]
-            self[f"{of}:{name}/{owner}"] = _number(value)
 
-
-def _group_numbers(engine: Engine) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Each number among the settings of the optimizer's groups: its key on disk, its group, its name there."""
-    groups = engine.optimizer.param_groups
-    for number, group in enumerate(groups):
-        for name, value in group.items():
-            if _is_number(value):
-                yield f"group/{number}/{name}", group, name
+def _settings(engine: Engine) -> dict[str, torch.Tensor]:
+    """What else the optimizer holds: its class, ``group/number/type:path`` of its groups' settings, and
+    ``type:path/parameter`` of the states that are no tensor of elements.
+    """
+    optimizer = engine.optimizer
+    found = {f"{_CLASS}{type(optimizer).__name__}": _number(0)}
+    for number, group in enumerate(optimizer.param_groups):
+        for path, of, value in kept(group):
+            found[f"group/{number}/{of}:{path}"] = value
+    for _, piece, param in engine.owned:
+        owner = engine.names[piece.param]
+        for path, of, value in kept(optimizer.state.get(param, {})):
+            if not value.dim():
+                found[f"{of}:{path}/{owner}"] = value
+    return found
 
 
 def _part(engine: Engine, folder: Path) -> Path:
@@ -154,17 +107,20 @@ def _part(engine: Engine, folder: Path) -> Path:
 
 
 def save(engine: Engine, folder: Path) -> None:
-    """Write the state on all ranks together. Raises OSError where a rank cannot write."""
+    """Write the state on all ranks together. Raises OSError where a rank cannot write, or holds what cannot be kept."""
     engine.synchronize()
     comm = engine.comm
+    forgotten = lost(engine.optimizer)
+    of = type(engine.optimizer).__name__
+    reason = OSError(f"{of} holds {', '.join(forgotten)}, which no checkpoint keeps")
+    _require_written(engine, folder, reason if forgotten else None)
     name = _new_name(engine)
-    is_writer = not comm.replicas or comm.replicas.rank == 0
-    is_first = is_writer and comm.rank == 0 and not (comm.model and comm.model.rank)
+    is_writer, is_first = _is_writer(engine), _is_first(engine)
     _make_folder(engine, folder, name, is_first)
     error: BaseException | None = None
     try:
         if is_writer:
-            state = _State(engine)
+            state = _State(engine) | _settings(engine)
             path = _part(engine, folder / name)
             state_dict_saver.save(state, checkpoint_id=path, process_group=comm.group)
     except (OSError, CheckpointException) as caught:
@@ -176,6 +132,26 @@ def save(engine: Engine, folder: Path) -> None:
     except OSError as caught:
         error = caught
     _require_written(engine, folder, error)
+
+
+def _is_writer(engine: Engine) -> bool:
+    """Of replicas of a shard one is written."""
+    replicas = engine.comm.replicas
+    return not replicas or replicas.rank == 0
+
+
+def _is_first(engine: Engine) -> bool:
+    comm = engine.comm
+    return _is_writer(engine) and comm.rank == 0 and not (comm.model and comm.model.rank)
+
+
+def require_writable(engine: Engine, folder: Path) -> None:
+    """Try what :func:`save` begins with. Raises OSError on all ranks where a save into ``folder`` could not be made."""
+    name, is_first = _new_name(engine), _is_first(engine)
+    _make_folder(engine, folder, name, is_first)
+    if is_first:
+        with suppress(OSError):
+            (folder / name).rmdir()
 
 
 def _new_name(engine: Engine) -> str:
@@ -255,21 +231,21 @@ def _current(folder: Path) -> Path:
     return folder / name
 
 
-def _find(engine: Engine, folder: Path) -> Path:
-    """This rank's part of the last whole save. Raises ValueError on all ranks where one has none: a rank that goes on
-    alone would wait for the others.
+def _find(engine: Engine, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """This rank's part of the last whole save, and what it says of each of its keys. Raises ValueError on all ranks
+    where one has none: a rank that goes on alone would wait for the others.
     """
-    path, error = folder, None
+    path, known, error = folder, dict[str, Any](), None
     try:
         path = _part(engine, _current(folder))
-        is_there = (path / ".metadata").is_file()
-    except OSError as caught:
-        is_there, error = False, caught
-    if _on_any(engine, not is_there):
-        where = " where another rank looks" if is_there else ""
+        known = filesystem.FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as caught:  # of a pickle that was cut short anything can come
+        error = caught
+    if _on_any(engine, error is not None):
+        where = "" if error else " where another rank looks"
         cure = f"give the folder that engine.save() wrote; {_SHARED}"
         raise ValueError(f"{folder} holds no whole checkpoint{where}: {cure}") from error
-    return path
+    return path, known
 
 
 def load(engine: Engine, folder: Path) -> None:
@@ -278,19 +254,16 @@ def load(engine: Engine, folder: Path) -> None:
     Raises:
         ValueError: there is no whole checkpoint, or it is of another model or optimizer.
     """
-    path = _find(engine, folder)
+    path, known = _find(engine, folder)
     engine.synchronize()
-    reader = filesystem.FileSystemReader(path)
-    known: dict[str, Any] = reader.read_metadata().state_dict_metadata
     _require_alike(engine, folder, known)
+    _require_same_optimizer(engine, folder, known)
+    _load_groups(engine, path, known)
     _make_states(engine, path, known)
     state = _State(engine)
     for key in _ADDED - set(known):
         del state[key]
     _read(engine, state, path)
-    for key, group, name in list(_group_numbers(engine)):
-        kind = type(group[name])
-        group[name] = kind(state[key].item())
     engine.steps = int(state["engine/steps"])
     _load_scale(engine, state)
     engine.publish()
@@ -337,16 +310,62 @@ def _require_alike(engine: Engine, folder: Path, known: dict[str, Any]) -> None:
             raise ValueError(f"{folder} is of another model: {name} has {sizes}")
 
 
+def _require_same_optimizer(engine: Engine, folder: Path, known: dict[str, Any]) -> None:
+    """Raise ValueError where the checkpoint is of another optimizer. Those of earlier releases do not name theirs."""
+    here, groups = type(engine.optimizer).__name__, engine.optimizer.param_groups
+    classes = [key.removeprefix(_CLASS) for key in known if key.startswith(_CLASS)]
+    numbers = {key.split("/")[1] for key in known if key.startswith("group/")}
+    said = f"{folder} is of another optimizer"
+    if classes and here not in classes:
+        raise ValueError(f"{said}: {classes[0]} there, {here} here")
+    if len(numbers) != len(groups):
+        raise ValueError(f"{said}: {len(numbers)} parameter groups there, {len(groups)} here")
+    lacking = [] if classes else _lacking(groups, known)
+    if lacking:
+        raise ValueError(f"{said}: {here} has {lacking[0]}, which is not there")
+
+
+def _lacking(groups: list[dict[str, Any]], known: dict[str, Any]) -> list[str]:
+    """Numbers of the groups that a checkpoint of an earlier release lacks: it has each that its own groups had."""
+    found = []
+    for number, group in enumerate(groups):
+        names = [path for path, of, _ in kept(group) if of in ("int", "float") and path in group]
+        found += [name for name in names if f"group/{number}/{name}" not in known]
+    return found
+
+
+def _room(about: Any) -> torch.Tensor:
+    """For a tensor to be read, by what the checkpoint says of it."""
+    return torch.empty(about.size, dtype=about.properties.dtype)
+
+
+def _load_groups(engine: Engine, path: Path, known: dict[str, Any]) -> None:
+    """The settings of the optimizer's groups, as the checkpoint has them."""
+    values = dict[str, torch.Tensor]()
+    for key, about in known.items():
+        if key.startswith("group/"):
+            values[key] = _room(about)
+    _read(engine, values, path)
+    for number, group in enumerate(engine.optimizer.param_groups):
+        found: Kept = {}
+        for key, value in values.items():
+            _, place, setting = key.split("/", 2)
+            if int(place) == number:
+                of, _, name = setting.rpartition(":")
+                found[name] = of, value
+        restore(group, found)
+
+
 def _make_states(engine: Engine, path: Path, known: dict[str, Any]) -> None:
     """The optimizer's states, which may not exist yet, as the checkpoint has them: numbers read, tensors to be read."""
     optimizer = engine.optimizer
     kinds, numbers = set[str](), dict[str, torch.Tensor]()
-    for key in known:
+    for key, about in known.items():
         kind = key.partition("/")[0]
         kinds.add(kind)
         if ":" in kind:
-            numbers[key] = _number(0)
-    kinds -= {"parameter", "buffer", "group", "engine"}
+            numbers[key] = _room(about)
+    kinds -= {"parameter", "buffer", "group", "engine", "optimizer"}
     _read(engine, numbers, path)
     group_of = dict[nn.Parameter, dict[str, Any]]()
     for group in optimizer.param_groups:
@@ -355,26 +374,22 @@ def _make_states(engine: Engine, path: Path, known: dict[str, Any]) -> None:
     for _, piece, param in engine.owned:
         owner = engine.names[piece.param]
         made = optimizer.state[param] = {}
+        small: Kept = {}
         for kind in sorted(kinds):
             key = f"{kind}/{owner}"
             of, _, name = kind.rpartition(":")
             if key in numbers:
-                group = group_of[param]
-                made[name] = _as_kept(numbers[key], of, param, group)
+                value = numbers[key]
+                small[name] = of, _as_step(value, param, group_of[param]) if of == "Tensor" else value
             elif key in known:
                 dtype = known[key].properties.dtype
                 made[name] = torch.zeros_like(param.detach(), dtype=dtype)
+        restore(made, small)
 
 
-def _as_kept(number: torch.Tensor, of: str, param: torch.Tensor, group: dict[str, Any]) -> Any:
-    """A number of a parameter's state as its optimizer keeps it: ``of`` is the name of its type."""
-    value = number.item()
-    if of == "float":
-        return float(value)
-    if of != "Tensor":
-        return int(value)
-    # Where torch's own optimizers keep their step.
+def _as_step(number: torch.Tensor, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """A tensor of one element as torch's own optimizers keep their step; each piece of a parameter has its own."""
     device = torch.device("cpu")
     if group.get("fused") or group.get("capturable"):
         device = param.device
-    return number.to(device, torch.float32)
+    return number.to(device, torch.float32, copy=True)

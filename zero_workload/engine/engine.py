@@ -164,7 +164,7 @@ class Engine:
             comm.broadcast(tensor)
         self.reducer = Reducer(comm, self.params, settings, whole)
         small, large = self._split_units()
-        self.replicated = Replicated(small, self.reducer)
+        self.replicated = Replicated(small, self.reducer, alone=not large)
         self.sharded = Sharded(large, self.reducer, self.names)
         self.owned = parts_of(self.buckets, self.shapes if whole else None)
         regroup(optimizer, self.params, self.shapes, self.owned)

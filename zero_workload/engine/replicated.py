@@ -19,9 +19,15 @@ _REDUCED = -1
 
 
 class Replicated:
-    """The part of a model whose parameters are replicated: ``units``. Stage 3 (what ``hybrid`` leaves) counts as 2."""
+    """The part of a model whose parameters are replicated: ``units``. Stage 3 (what ``hybrid`` leaves) counts as 2.
 
-    def __init__(self, units: list[Unit], reducer: Reducer) -> None:
+    Args:
+        alone: no other part has collectives in backward. Where one has, all reductions wait for the end of backward:
+            when a gradient comes differs between ranks, if one leaves its module out, and then so would their order.
+    """
+
+    def __init__(self, units: list[Unit], reducer: Reducer, alone: bool = True) -> None:
+        self.alone = alone
         self.params, self.reducer = reducer.params, reducer
         self.stage = min(reducer.settings.stage, 2)
         held = sorted(i for u in units for i in u.params)  # as registered: the order of first use
@@ -75,7 +81,7 @@ class Replicated:
             if not self._held:
                 bucket.pending -= 1
                 full |= bucket.pending == 0
-        if full:
+        if full and self.alone:
             self._launch(complete_only=True)
 
     def _launch(self, complete_only: bool) -> None:

@@ -8,9 +8,10 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import (
     DefaultLogsSpecs,
@@ -94,7 +95,7 @@ def launch(n_ranks: int, arguments: Sequence[str], patience: float) -> int:
         before = {number: signal.getsignal(number) for number in SIGNALS}
         try:
             ranks.start()
-            _listen()  # in place of torch's handlers
+            _listen(before)  # in place of torch's handlers
             ended = ranks.wait(period=0.05)
         except SignalException as told:
             return _stop(ranks, told.sigval, patience)
@@ -105,8 +106,11 @@ def launch(n_ranks: int, arguments: Sequence[str], patience: float) -> int:
         return _say_why(ended, 0) if ended and ended.failures else 0
 
 
-def _listen() -> None:
-    """From now on the first signal raises SignalException, and so does a second one, but not the first again."""
+def _listen(before: Mapping[int, Any]) -> None:
+    """From now on the first signal raises SignalException, and so does a second one, but not the first again.
+
+    What was ignored ``before`` is ignored again, as SIGHUP under nohup.
+    """
     told = Told()
 
     def on_signal(number: int, frame: object) -> None:
@@ -115,7 +119,8 @@ def _listen() -> None:
             raise SignalException(f"told to stop by signal {number}", signal.Signals(number))
 
     for number in SIGNALS:
-        signal.signal(number, on_signal)
+        is_ignored = before[number] is signal.SIG_IGN
+        signal.signal(number, signal.SIG_IGN if is_ignored else on_signal)
 
 
 def _stop(ranks: PContext, told: signal.Signals, patience: float) -> int:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..engine import Engine, zero
+from ..engine.checkpoint import require_writable
 from .launch import LAUNCHER, Told, launch, report
 from .model import Transformer
 from .options import check, is_rank, parser
@@ -111,6 +112,8 @@ class Job:
         parent = os.getppid()
         self.parent = int(os.environ.get(LAUNCHER, parent))
         self.engine = build(args, device)
+        if args.save:
+            require_writable(self.engine, args.save)
         first = rank == 0
         self.log = args.log.open("a" if args.resume else "w") if args.log and first else None
         self.quiet = args.quiet or not first
@@ -129,6 +132,7 @@ class Job:
         every = args.log_every or (10 if self.device.type == "cuda" else 1)
         self._write(self.about())
         self._say(self._headline())
+        self._say_rate()
         times = list[float]()
         done = self._done()
         stopped = False
@@ -138,7 +142,8 @@ class Job:
             last = step + 1 == args.steps
             work.wait()  # it is older than the agreement, which the step waited for
             stopped = bool(seen[-1])
-            if not (last or stopped or (step + 1) % every == 0):
+            looks = bool(args.held_out_every) and (step + 1) % args.held_out_every == 0
+            if not (last or stopped or looks or (step + 1) % every == 0):
                 continue
             loss = sum(seen[:-1].tolist()) / self.size
             spent_ms = (time.perf_counter() - begin) * 1e3
@@ -151,10 +156,17 @@ class Job:
             if stopped:
                 self._say(f"stopped after step {step + 1}")
                 break
-            if args.held_out_every and (step + 1) % args.held_out_every == 0 and not last:
+            if looks and not last:
                 self._look_at_held_out(step)
                 begin = time.perf_counter()
         self._end(done, stopped)
+
+    def _say_rate(self) -> None:
+        """That a resumed run goes on with the rate of its checkpoint, where it was started with another."""
+        if self.args.resume:
+            rate = float(self.engine.optimizer.param_groups[0]["lr"])
+            if rate != self.args.lr:
+                self._say(f"learning rate {rate:g}, as in {self.args.resume}, not {self.args.lr:g}")
 
     def _say_step(self, step: int, loss: float, times: list[float], every: int) -> None:
         steps = self.args.steps

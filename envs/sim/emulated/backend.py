@@ -26,7 +26,6 @@ from .clock import Clock, Collective, CountedWork
 from .settings import Emulated
 from .timeline import Timeline, comm_id_of
 
-# The options' classes as gloo wants them; the names have been stable since torch 2.0.
 _Tensors = list[torch.Tensor]
 
 
@@ -105,20 +104,20 @@ class EmulatedGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Gather equal shards into one buffer."""
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or c10d.AllgatherOptions()
         return self._timed(
             "all_gather", output, [output], lambda: self._gloo._allgather_base(output, input, opts)
         )
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Reduce a buffer and keep this rank's shard."""
-        opts = opts or dist.ReduceScatterOptions()
+        opts = opts or c10d.ReduceScatterOptions()
         run = functools.partial(self._gloo._reduce_scatter_base, output, input, opts)
         return self._timed("reduce_scatter", input, [output], run)
 
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
         """Reduce on all ranks, in place."""
-        opts = opts or dist.AllreduceOptions()
+        opts = opts or c10d.AllreduceOptions()
         return self._timed("all_reduce", tensors[0], tensors, lambda: self._gloo.allreduce(tensors, opts))
 
     def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> dist.Work:
@@ -135,7 +134,7 @@ class EmulatedGroup(dist.ProcessGroup):
 
     def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
         """Several all-reduces, see :meth:`all_gather_single_coalesced`."""
-        one = dist.AllreduceOptions()
+        one = c10d.AllreduceOptions()
         if opts is not None:
             one.reduceOp = opts.reduceOp
         return _Several([self.allreduce([t], one) for t in tensors], tensors)

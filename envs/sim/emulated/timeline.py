@@ -61,18 +61,21 @@ def with_neighbours(c: Collective, others: Iterable[Collective]) -> int:
     """
     left = float(c.duration_ns)
     now = float(c.start_ns)
-    running = [other for other in others if other.end_ns > c.start_ns]
-    beside = sorted(running, key=lambda other: other.end_ns)
-    while beside:
+    known = list(others)
+    while True:
+        known = [other for other in known if other.end_ns > now]
+        if not known:
+            return round(now + left - c.start_ns)
+        # Who waits for it first is known first: a neighbour may begin later than ``c``.
+        beside = [other for other in known if other.start_ns <= now]
+        starts = [other.start_ns for other in known if other.start_ns > now]
+        ends = [other.end_ns for other in beside]
         pace = _pace(c, beside)
-        next_end = beside[0].end_ns
-        passed = min(next_end - now, left * pace)
+        passed = min(min(starts + ends) - now, left * pace)
         left = left - passed / pace
         now = now + passed
         if left <= 0.0:
             return round(now - c.start_ns)
-        beside = [other for other in beside if other.end_ns > now]
-    return round(now + left - c.start_ns)
 
 
 def _pace(c: Collective, beside: Sequence[Collective]) -> float:

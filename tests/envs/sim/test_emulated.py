@@ -7,10 +7,12 @@ import sys
 from statistics import median
 
 import pytest
+import torch
 from dynamiccl.envs.nccl_model.clusters import cluster
 from dynamiccl.envs.nccl_model.cost_model import channels, choice
-from dynamiccl.envs.sim.emulated.backend import EmulatedWork
+from dynamiccl.envs.sim.emulated.backend import EmulatedGroup, EmulatedWork
 from dynamiccl.envs.sim.emulated.clock import FLOPS_PER_NS, Collective
+from dynamiccl.envs.sim.emulated.settings import Emulated
 from dynamiccl.envs.sim.emulated.timeline import CROWD, part_of, with_neighbours
 from dynamiccl.envs.sim.fabric.fabric import Fabric
 from job_log import read_log
@@ -215,3 +217,52 @@ def test_communicators_share_the_links():
     half = at(0, 3000, 0.5, end=3000)
     assert with_neighbours(alone, [half]) == pytest.approx(2000 + 4000 - 1000 / crowd, abs=2)
     assert with_neighbours(alone, [half, at(0, 9000, 0.2, end=9000)]) > with_neighbours(alone, [half])
+
+
+def test_a_neighbour_slows_only_from_its_start():
+    """A collective that is waited for late finds its successors on other communicators known already."""
+
+    def at(start, duration, near=1.0, end=0):
+        return Collective(1, duration, (0.1, near, 0.0), 0, None, start_ns=start, end_ns=end)
+
+    first = at(0, 1000)
+    assert with_neighbours(first, [at(10_000, 1000, end=11_000)]) == 1000
+    assert with_neighbours(first, [at(1000, 1000, end=2000)]) == 1000
+    # It has 400 ns to go as the other begins, and makes a tenth of its pace beside it.
+    crowd = 1 + CROWD
+    assert with_neighbours(first, [at(600, 1000, end=1600)]) == pytest.approx(2000 - 100 / crowd, abs=2)
+    # Between two of them it is alone.
+    two = [at(-500, 700, 0.5, end=200), at(5000, 100, end=5100)]
+    assert with_neighbours(first, two) == pytest.approx(1200 - 100 / crowd, abs=2)
+
+
+def test_a_number_that_cannot_be_used_is_refused_before_the_job():
+    """Before: NaN, infinity and negative seeds were taken, and ended the job in its first collective."""
+    for wrong in ({"bytes_scale": float("nan")}, {"compute_scale": float("inf")}, {"bytes_scale": 0.0}):
+        with pytest.raises(ValueError, match="must be above 0 and finite"):
+            Emulated(**wrong)
+    with pytest.raises(ValueError, match="seed must be 0 or above"):
+        Emulated(seed=-1)
+
+
+@pytest.mark.parametrize("text", ["1.5", "nan", "inf", "-1"])
+def test_a_seed_in_the_environment_is_a_whole_number(monkeypatch, text):
+    monkeypatch.setenv("DYNAMICCL_CLUSTER", "dgx-h100-2x8")
+    monkeypatch.setenv("DYNAMICCL_SEED", text)
+    with pytest.raises(ValueError, match=r"seed|SEED"):
+        Emulated.from_env()
+
+
+def test_collectives_without_options_are_gloos():
+    """Before: `_allgather_base(output, input)` asked torch.distributed for a class that is only in distributed_c10d."""
+
+    class Gloo:
+        def __getattr__(self, name):
+            return lambda *args: (name, args[-1])
+
+    group = EmulatedGroup.__new__(EmulatedGroup)
+    group._timeline, group._gloo = None, Gloo()
+    one = torch.ones(1)
+    for call in (group.all_gather_single, group.reduce_scatter_single):
+        name, options = call(one, one)
+        assert name in ("_allgather_base", "_reduce_scatter_base") and options is not None

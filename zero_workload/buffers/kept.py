@@ -1,0 +1,109 @@
+"""An optimizer's settings and small states as a checkpoint keeps them: one value a key, under its path and its type.
+
+A path is a name; of a tuple or list each element has one, ``name.place``. The type is in the key, so that a value can
+be made again where a new optimizer does not have it yet: many make their ``step`` in their first step.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+#: The parameters themselves, and how a step is computed on a machine: the optimizer that resumes has its own.
+_NOT_KEPT = {"params", "foreach", "fused", "capturable", "differentiable"}
+#: Types of what is kept, by their names in a key; a bool is an int too, so it comes first.
+_TYPES: dict[str, type] = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "NoneType": type(None),
+    "Tensor": torch.Tensor,
+}
+
+#: Path -> type and value.
+Kept = dict[str, tuple[str, torch.Tensor]]
+
+
+def kept(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Path, type and value of each of ``settings`` that is a number, a bool, None, a tensor, or a tuple of these.
+
+    Tensors are not copied; other values become float64 (scalar).
+    """
+    for name, value in settings.items():
+        if name in _NOT_KEPT:
+            continue
+        paths = {name: value}
+        if isinstance(value, tuple | list):
+            paths = {f"{name}.{place}": element for place, element in enumerate(value)}
+        types = {path: _type(element) for path, element in paths.items()}
+        if not all(types.values()):
+            continue
+        for path, element in paths.items():
+            is_tensor = isinstance(element, torch.Tensor)
+            exact = element.detach() if is_tensor else torch.tensor(float(element or 0), dtype=torch.float64)
+            yield path, types[path], exact
+
+
+def lost(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What an optimizer holds in its state beside that of parameters, and names of states that cannot be kept.
+
+    A parameter's state is kept if it is a tensor of elements, or what :func:`kept` knows.
+    """
+    found = dict[str, None]()
+    for of, state in optimizer.state.items():
+        if not isinstance(of, torch.Tensor):
+            found[str(of)] = None
+            continue
+        for name, value in state.items():
+            values = [value for _, _, value in kept({name: value})]
+            is_small = bool(values) and not any(value.dim() for value in values)
+            if not (is_small or isinstance(value, torch.Tensor)):
+                found[name] = None
+    return list(found)
+
+
+def restore(settings: dict[str, Any], values: Kept) -> None:
+    """Give ``settings`` the values that were kept, also those that they do not have yet."""
+    tuples: dict[str, list[Any]] = {}
+    for path, (of, value) in sorted(values.items(), key=lambda item: _split(item[0])):
+        name, place = _split(path)
+        if place < 0:
+            settings[name] = _made(value, of, settings.get(name))
+            continue
+        here = None
+        with suppress(KeyError, TypeError, IndexError):
+            here = settings[name][place]
+        element = _made(value, of, here)
+        tuples.setdefault(name, []).append(element)
+    for name, elements in tuples.items():
+        was_list = isinstance(settings.get(name), list)
+        settings[name] = elements if was_list else tuple(elements)
+
+
+def _split(path: str) -> tuple[str, int]:
+    """Name and place of an element; -1 where the path is of no tuple's."""
+    name, _, place = path.rpartition(".")
+    return (name, int(place)) if name and place.isdigit() else (path, -1)
+
+
+def _type(value: Any) -> str:
+    """The name of the type that a value is kept as; empty where it is not kept."""
+    return next((name for name, kind in _TYPES.items() if isinstance(value, kind)), "")
+
+
+def _made(value: torch.Tensor, of: str, here: Any) -> Any:
+    """A kept value as the settings have it, in which ``here`` stands now (None: nothing).
+
+    Checkpoints of earlier releases have no type (``of`` is empty), and only numbers.
+    """
+    if of == "NoneType":
+        return None
+    if isinstance(here, torch.Tensor):
+        return value.to(here)
+    if of == "Tensor" and here is None:
+        return value
+    number = value.item()
+    if of in ("", "Tensor"):
+        of = "int" if float(number).is_integer() and not isinstance(here, float) else "float"
+    return _TYPES[of](number)
