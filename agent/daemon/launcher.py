@@ -147,6 +147,7 @@ class Launcher:
         self._signals = {s for s in signal.valid_signals() if getattr(s, "name", "") not in _OURS}
         # As under nohup. They reach the job, which inherits this, but are no wish that it ends.
         self._ignored = {s for s in self._signals if signal.getsignal(s) == signal.SIG_IGN}
+        self._of_children = signal.getsignal(signal.SIGCHLD)
 
     def run(self) -> int:
         """Start both, see the job through to its end; its status, 128 + n where signal n ended it."""
@@ -154,6 +155,7 @@ class Launcher:
         # Blocked, not handled: a signal waits until the main thread takes it, so none is lost while the job starts.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals | {signal.SIGCHLD})
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # the reader of our output may go: the copy goes on
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, the kernel tells of no child's end or status
         try:
             self.job = self._start(plan.command, plan.env, before, piped=True)
         except OSError as error:
@@ -188,9 +190,9 @@ class Launcher:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             for number in () if piped else _NOT_THE_TUNERS:
                 signal.signal(number, signal.SIG_IGN)
-            if (
-                piped
-            ):  # if the launcher is killed outright, the job is told to end: nobody would reap it or read it
+            if piped:
+                signal.signal(signal.SIGCHLD, self._of_children)  # as the job alone would have it
+                # If the launcher is killed outright, the job is told to end: nobody would reap it or read it.
                 libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
                 if os.getppid() != parent:
                     os._exit(1)

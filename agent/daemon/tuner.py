@@ -24,6 +24,7 @@ from ...envs.search.comparison import ADOPTED, OPEN, REJECTED, Comparison
 from ...envs.search.config import ABORT, BUDGET_STEPS, SearchConfig
 from ...envs.search.interfaces import PHASES, REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan, Policy
 from ...envs.search.search import Search
+from ...envs.search.state import Account
 from ...traces.queries.exposed import critical_lines
 from ...traces.records import AUTO, Decision, Decisions, Slot
 from ...traces.spaces import config_of
@@ -105,6 +106,7 @@ class Tuner:
         self.names, self.costs = TableNames(), Costs()
         self.result = Outcome(windows, self.names)
         self.search: Search | None = None
+        self._account = Account()  # of all searches: the budget is the job's
         self._state: Any = None  # the policy's
         self._look_again = LookAgain()
         self._window: Window | Turns | None = None  # the last one
@@ -220,7 +222,8 @@ class Tuner:
         finally:
             self._tell_profile()
         first = self._configs(self.recall(self.windows))
-        self.search = Search(job, default, Prior.load(), self.config, first, self.windows.confirm)
+        prior, account = Prior.load(), self._account
+        self.search = Search(job, default, prior, self.config, first, self.windows.confirm, account)
 
     def _configs(self, decisions: Decisions) -> Array:
         """Of each slot; AUTO's if there is no decision, or one outside the action space."""

@@ -170,7 +170,7 @@ class LiveWindows:
         decisions = self.decisions(plan.configs)
         measured = self._in_turns(plan, decisions) if plan.turns else None
         if measured is None:
-            plan = plan.as_window if plan.turns else plan
+            plan = plan.as_window
             measured = job.window(decisions, plan.n_steps, plan.discard, plan.limit_ms, plan.one_of)
         events = pd.DataFrame()
         if is_timed:

@@ -102,8 +102,10 @@ class Plan:
 
     @property
     def as_window(self) -> Plan:
-        """This plan with turns as a window, where the job cannot take turns now. The step under way when its table
-        comes does not count."""
+        """This plan as a window, where the job cannot take turns now; the plan itself where it has none. The step under
+        way when its table comes does not count."""
+        if not self.turns:
+            return self
         discard = max(self.discard, DISCARD)
         return replace(self, turns=0, others=0, discard=discard)
 

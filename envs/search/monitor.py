@@ -144,8 +144,9 @@ class Watch:
         return self._follow(log, log if least_ms is None else math.log(least_ms))
 
     def _first_window(self, log_ratio: float) -> str:
-        """The first window in a regime that came back, against the default there."""
-        if proves_slower(log_ratio, self.scheduled.test.noise):
+        """The first window in a regime that came back, against the default there: a pair of windows, also where the
+        scheduled pairs are turns."""
+        if proves_slower(log_ratio, math.sqrt(2) * self.noise):
             return HARMFUL
         reach = max(self.config.change, 2 * SURE * self.noise)
         if self.pairs and abs(log_ratio - self.gain) > reach:

@@ -20,7 +20,7 @@ import numpy as np
 from .belief.prior import Prior
 from .change import Regimes
 from .comparison import Comparison, TimedWindow, Window
-from .config import ABORT, HORIZON, SearchConfig
+from .config import HORIZON, SearchConfig
 from .explore import Explore, Remeasure
 from .interfaces import (
     GO_ON,
@@ -40,7 +40,8 @@ from .interfaces import (
 from .monitor import Monitor
 from .observation import observe
 from .refine import Refine
-from .state import Changed, LastWindow, Milestones, NewSearch, Next, Phase, State, Verdict, Watching
+from .state import Account, Changed, LastWindow, Milestones, NewSearch, Next, Phase, State, Verdict, Watching
+from .step_guard import measuring_steps
 from .step_times import Quads, trimmed_mean
 
 Array = np.ndarray[Any, Any]
@@ -58,9 +59,13 @@ class Search:
         config: SearchConfig | None = None,
         first: Array | None = None,
         on_confirmed: Callable[[Array], object] = lambda configs: None,
+        account: Account | None = None,
     ) -> None:
-        """``first``: configs (s,) to be tried first; ``on_confirmed`` hears of each new current table."""
+        """``first``: configs (s,) to be tried first; ``on_confirmed`` hears of each new current table; ``account``: of
+        the search before in the same job, which goes on: what was lost counts for the budget of all."""
         self.state = State(job, config or SearchConfig(), prior, on_confirmed)
+        if account is not None:
+            self.state.account = account
         self.last: Window | None = None  # the last window
         self._regimes = Regimes()
         before = np.zeros(self.n_slots, np.int64)
@@ -68,7 +73,7 @@ class Search:
             slots = np.arange(self.n_slots)
             is_offered = job.mask[slots, first]
             before = np.where(is_offered, first, 0)
-        self.state.account.steps = default.billed
+        self.state.account.steps += default.billed
         self.state.begin(default, before)
         self.phase: Phase = Explore(self.state, before)
 
@@ -210,7 +215,7 @@ class Search:
         configs = plan.configs
         default_ms = state.default_ms_now
         limit_ms = state.guard.limit_ms(configs, default_ms)
-        steps, is_aborted = _measuring_steps(plan, seen.step_ms, limit_ms)
+        steps, is_aborted = measuring_steps(plan, seen.step_ms, limit_ms)
         ms = state.noise.usual_ms(steps)
         is_default = not configs.any()
         if is_default and not is_aborted:
@@ -228,7 +233,7 @@ class Search:
         state.long_steps.add(configs, seen.step_ms, usual_ms)
         if plan.kind != WATCH or not configs.any():
             self._learn(plan, seen, steps, ms, is_aborted)
-        is_guilty = self._ran(plan.as_window if plan.turns else plan, is_aborted)
+        is_guilty = self._ran(plan.as_window, is_aborted)
         window = Window(plan, seen, steps, ms, is_aborted, is_guilty)
         return self._recorded(window, saved - anyway)
 
@@ -240,7 +245,7 @@ class Search:
         state.saw_current(current_ms)
         default_ms = state.default_ms_now
         limit_ms = state.guard.limit_ms(plan.configs, default_ms)
-        steps, is_aborted = _measuring_steps(plan, seen.tried, limit_ms)
+        steps, is_aborted = measuring_steps(plan, seen.tried, limit_ms)
         ms = state.noise.usual_ms(steps)
         last_ms = seen.tried[-1]
         has_ended = bool(last_ms > plan.limit_ms)
@@ -381,20 +386,3 @@ class Search:
                 self.phase = Remeasure(state, self._regimes, found)
             case NewSearch():
                 self.phase = Explore(state, found.before, found.first_log)
-
-
-def _measuring_steps(plan: Plan, step_ms: Array, limit_ms: float) -> tuple[Array, bool]:
-    """The steps of a window that measure its table, and whether it was aborted because a step was too slow.
-
-    If a table makes all steps too slow, the first or second step shows it, and none is faster than the default. A
-    single long step later in the window is an outlier: it ends the window and is left out.
-    """
-    n_steps = len(step_ms)
-    last_ms = step_ms[-1]
-    has_ended = bool(last_ms > plan.limit_ms)
-    is_too_slow = bool(last_ms > limit_ms)
-    is_early = n_steps <= 2 and bool(step_ms[0] > limit_ms / ABORT)
-    is_aborted = is_too_slow and is_early
-    if is_aborted or n_steps == 1:
-        return step_ms[-1:], is_aborted
-    return step_ms[: n_steps - has_ended], is_aborted

@@ -241,3 +241,20 @@ class Running:
             if family >= 0:
                 found.add(family)
         return found
+
+
+def measuring_steps(plan: Plan, step_ms: Array, limit_ms: float) -> tuple[Array, bool]:
+    """The steps of a window that measure its table, and whether it was aborted because a step was too slow.
+
+    If a table makes all steps too slow, the first or second step shows it, and none is faster than the default. A
+    single long step later in the window is an outlier: it ends the window and is left out.
+    """
+    n_steps = len(step_ms)
+    last_ms = step_ms[-1]
+    has_ended = bool(last_ms > plan.limit_ms)
+    is_too_slow = bool(last_ms > limit_ms)
+    is_early = n_steps <= 2 and bool(step_ms[0] > limit_ms / ABORT)
+    is_aborted = is_too_slow and is_early
+    if is_aborted or n_steps == 1:
+        return step_ms[-1:], is_aborted
+    return step_ms[: n_steps - has_ended], is_aborted

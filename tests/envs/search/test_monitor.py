@@ -124,3 +124,14 @@ def test_a_regime_that_comes_back_and_whose_table_does_not_do_what_it_did_is_sea
     watch = watch_of(0.004, 8, (0.1, 6))
     watch.begin_with(100.0)
     assert watch.saw_table(91.0) == ""
+
+
+def test_the_first_window_of_a_regime_that_came_back_is_a_pair_of_windows_also_where_tables_take_turns():
+    """Before: judged by the noise of turns, a window that was slow by chance alone dropped a good table."""
+    watch = watch_of(0.03, 10, (0.05, 40))
+    test = SequentialTest(0.003, WATCH_ALPHA, quads_a_pair=1.0)
+    watch.scheduled = Comparison(watch.scheduled.table, watch.scheduled.reference, test)
+    watch.begin_with(100.0)
+    assert watch.saw_table(109.0) == ""
+    watch.begin_with(100.0)
+    assert watch.saw_table(160.0) == HARMFUL

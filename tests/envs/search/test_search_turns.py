@@ -1,6 +1,7 @@
 """A search whose job takes turns: what it plans, what long steps decide, and what it does where turns are refused."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.comparison import LongSteps
 from dynamiccl.envs.search.config import SearchConfig
-from dynamiccl.envs.search.interfaces import PATTERN, REFERENCE, SEARCH, TABLE, TRIAL
+from dynamiccl.envs.search.interfaces import PATTERN, REFERENCE, SEARCH, TABLE, TRIAL, Plan
 from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.search.step_times import Quads
 from dynamiccl.envs.sim.family import STANDARD
@@ -108,3 +109,9 @@ def test_a_long_step_counts_alike_under_both_tables(before):
     assert of_current.ratios == pytest.approx([math.log(3) / 2])
     assert of_tried.ratios == pytest.approx([-math.log(3) / 2])
     assert len(Quads.of(ended, PATTERN[: before + 1], 1).ratios) == 0
+
+
+def test_a_plan_without_turns_is_a_window_as_it_is():
+    plan = Plan(SEARCH, np.array([8, 0]), 10, others=np.array([0, 20]))
+    assert plan.as_window is plan
+    assert replace(plan, turns=1).as_window == replace(plan, others=0, discard=1)

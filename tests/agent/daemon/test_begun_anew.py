@@ -1,0 +1,55 @@
+"""What a tuner keeps over a search that begins anew: what was lost, what was kept, and when it looks again."""
+
+import pytest
+from dynamiccl.agent.daemon.tuner import Tuner
+from dynamiccl.agent.policies.choosing import make_chooser
+from dynamiccl.envs.live import windows as live_windows
+from dynamiccl.envs.live.windows import LiveWindows
+from dynamiccl.envs.search.config import SearchConfig
+from fake_job import STEP_MS, FakeJob
+
+
+class Guard:
+    """Stands in for the guard of registered buffers: it reports once each time that it is told to."""
+
+    is_due = False
+
+    def look(self, assembler):
+        is_due, self.is_due = self.is_due, False
+        return ["the job registers buffers now"] if is_due else []
+
+    def close(self, mask):
+        """Forbids nothing."""
+
+    def may_run(self, *asked):
+        return True
+
+
+@pytest.fixture
+def guard(monkeypatch):
+    guard = Guard()
+    monkeypatch.setattr(live_windows, "Guard", lambda *known: guard)
+    return guard
+
+
+def test_a_job_that_becomes_another_has_one_budget(guard):
+    """Before: each new search had the whole budget once more, and lost all of it."""
+    job = FakeJob(
+        lambda decisions: STEP_MS * (1 + 0.2 * sum(not d.is_auto for d in decisions.values())), 0.001
+    )
+    tuner = Tuner(LiveWindows(job), make_chooser("sweep"), SearchConfig(budget=0.0025, rounds=200))
+    changes = iter((0.4, 0.6))
+    part = next(changes)
+    tuner._begin()
+    while not tuner.search.is_over:
+        tuner.step()
+        spent = tuner.search.state.spent
+        if spent > part:
+            guard.is_due, part = True, next(changes, 1e9)
+    assert part == 1e9 and tuner.search.steps > job.last_step / 2
+    budget_steps = 10
+    one_window = 5
+    assert budget_steps < tuner.search.lost < budget_steps + one_window
+    costs = tuner.costs
+    assert costs.budget_ms == pytest.approx(budget_steps * STEP_MS, rel=0.01)
+    assert costs.search_ms == pytest.approx(tuner.search.lost * STEP_MS, rel=0.05)
