@@ -134,4 +134,4 @@ def test_the_first_window_of_a_regime_that_came_back_is_a_pair_of_windows_also_w
     watch.begin_with(100.0)
     assert watch.saw_table(109.0) == ""
     watch.begin_with(100.0)
-    assert watch.saw_table(160.0) == HARMFUL
+    assert watch.saw_table(200.0) == HARMFUL
