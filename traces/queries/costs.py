@@ -93,8 +93,12 @@ def slot_costs(
     ``n_default`` and ``n_tuned`` (sampled calls), ``timed_by`` (see skew.py). Each process's first step is left
     out: it holds the set-up. With ``told`` (see :func:`.steps.told_steps`) it counts: that job ran before.
     """
-    rows = with_sizes(without_first(events, "step") if told is None else events)
-    rows["config"] = rows["algo"] + "/" + rows["proto"] + "/" + rows["n_channels"].astype("str")
+    if told is None:
+        events = without_first(events, "step")
+    rows = with_sizes(events)
+    pair = rows["algo"] + "/" + rows["proto"]
+    channels = rows["n_channels"].astype("str")
+    rows["config"] = pair + "/" + channels
     before = of_whole_steps(rows, default)
     after = rows[rows["table_generation"].isin(tuned)]
     if before.empty:
@@ -112,7 +116,8 @@ def slot_costs(
     table["slot"] = [str(Slot(*key)) for key in table.index]
     ran = table["ran"].astype(object)
     table["ran"] = ran.where(ran.notna(), None)
-    total = table["calls"] * table["default_us"].fillna(0)
+    call_us = table["default_us"].fillna(0)
+    total = table["calls"] * call_us
     order = total.sort_values(ascending=False, kind="stable").index
     return table.loc[order].reset_index()[_COLUMNS]
 

@@ -129,7 +129,11 @@ def _forced(run: Mapping[str, Any]) -> list[str]:
     """NCCL's settings that were noted, but for those that the placement needs."""
     needed = PLACEMENTS.get(str(run.get("placement")), {})
     noted = run.get("environment", {})
-    return [name for name, value in noted.items() if name.startswith("NCCL_") and needed.get(name) != value]
+    found = []
+    for name, value in noted.items():
+        if name.startswith("NCCL_") and needed.get(name) != value:
+            found.append(name)
+    return found
 
 
 def _text(value: Any) -> str:
@@ -162,15 +166,21 @@ def flags(column: pd.Series[Any]) -> pd.Series[Any]:
 
 def is_sound(sweep: pd.DataFrame) -> pd.Series[Any]:
     """Rows of calls whose result was right, that ran as asked for, on all ranks alike."""
-    return flags(sweep["right"]) & flags(sweep["obeyed"]) & flags(sweep["agreed"])
+    right = flags(sweep["right"])
+    obeyed = flags(sweep["obeyed"])
+    agreed = flags(sweep["agreed"])
+    return right & obeyed & agreed
 
 
 def _unsound(sweep: pd.DataFrame, gain: Gain) -> str:
     """A row of the gain's table that the sweep has found wrong, in words; empty where there is none."""
     comm, _, table = gain.table.partition(": ")
-    wrong = sweep[~is_sound(sweep) & (sweep["comm"] == comm)]
-    rows = wrong["func"] + ":" + wrong["n_bytes"].astype(int).astype(str) + ":" + wrong["asked"]
-    bad = sorted({*rows} & {*table.split(";")})
+    mine = sweep[sweep["comm"] == comm]
+    wrong = mine[~is_sound(mine)]
+    sizes = wrong["n_bytes"].astype(int)
+    rows = wrong["func"] + ":" + sizes.astype(str) + ":" + wrong["asked"]
+    used = table.split(";")
+    bad = sorted({*rows} & {*used})
     return f"in the sweep {bad[0]} was wrong, not obeyed or not alike on all ranks" if bad else ""
 
 
@@ -209,8 +219,11 @@ def best_table(sweep: pd.DataFrame, comm: str, n_bytes: int) -> str:
 
     Where nothing beats NCCL's own choice, the best of the others. Empty where the sweep has none.
     """
-    asked_for = (sweep["asked"] != "auto") & (sweep["calls"] > 0) & is_sound(sweep)
-    fits = sweep[asked_for & (sweep["comm"] == comm) & (sweep["n_bytes"] == n_bytes)]
+    sound = sweep[is_sound(sweep)]
+    mine = sound[sound["comm"] == comm]
+    of_size = mine[mine["n_bytes"] == n_bytes]
+    timed = of_size[of_size["calls"] > 0]
+    fits = timed[timed["asked"] != "auto"]
     best = []
     for func in dict.fromkeys(fits["func"]):
         rows = fits[fits["func"] == func]
