@@ -59,12 +59,14 @@ class Trace:
         warnings: list[str] = []
         most = {"events": most_events}
         parts = {kind: read_segments(path, kind, warnings, most.get(kind)) for kind in SEGMENTED}
-        files = {kind: path / f"{kind}.parquet" for kind in WHOLE}
         whole = {}
         for kind, columns in WHOLE.items():
-            file = files[kind]
-            whole[kind] = read_parquet(file, columns) if file.exists() else empty(columns)
+            try:
+                whole[kind] = read_parquet(path / f"{kind}.parquet", columns)
+            except FileNotFoundError:  # of no communicator yet, or removed by a new run
+                whole[kind] = empty(columns)
         log = _read_log(path / "windows.jsonl", warnings)
+        warnings += _what_went(header, log)
         return cls(path, header, **parts, **whole, log=log, warnings=warnings)
 
     @property
@@ -82,11 +84,31 @@ class Trace:
         return {0: (), **rules}
 
 
+def _what_went(header: dict[str, Any], log: list[dict[str, Any]]) -> list[str]:
+    """What the writer removed to keep within its space, in words."""
+    told = []
+    for kind in SEGMENTED:
+        if n := header.get(f"{kind}_segments_rotated"):
+            told.append(
+                f"the trace had reached its space: {n} segments of {kind} after its beginning were removed"
+            )
+    for line in log:
+        if line["kind"] == "left_out":
+            tables = line.get("tables", 1)  # earlier releases kept none
+            lost = ", tables too: which one ran then may be told wrongly" if tables else " (windows only)"
+            told.append(
+                f"the log had reached its space: {line.get('lines')} lines of its middle were removed{lost}"
+            )
+    return told
+
+
 def _read_log(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
-    if not path.exists():
+    try:
+        texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
         return []
     lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, text in enumerate(texts, 1):
         try:
             line = parse_json(text)
             lines.append({**line, "kind": str(line["kind"])})

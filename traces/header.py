@@ -22,6 +22,9 @@ FORMAT = 2
 #: Kinds of rows in a trace: those in numbered segments, and those in one file each.
 IN_SEGMENTS, IN_ONE_FILE = ("events", "steps", "waits"), ("comms", "offers")
 
+#: Key of another tool's recording: where the number of ranks is 0, all_gather and reduce_scatter have one rank's bytes.
+OF_ONE_RANK = "bytes_of_one_rank"
+
 
 def files_of_trace(folder: Path) -> list[Path]:
     """The files of a trace in ``folder``, and no others: what may be removed with it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pyarrow.parquet as pq
 from .assemble import COMM_COLUMNS, EVENT_COLUMNS, OFFER_COLUMNS, STEP_COLUMNS, WAIT_COLUMNS, complete, empty
 from .header import FORMAT, IN_ONE_FILE, IN_SEGMENTS
 from .outside import TraceError as TraceError
-from .outside import atomically, read_json
+from .outside import atomically, parse_json, read_json
 
 SEGMENTED = dict(zip(IN_SEGMENTS, (EVENT_COLUMNS, STEP_COLUMNS, WAIT_COLUMNS), strict=True))
 #: Part of a trace's space that each of these may take.
@@ -29,6 +31,9 @@ _ARROW = {
     "str": pa.string(),
     "object": pa.list_(pa.float32()),
 }
+
+#: How lines of a log begin that say what went, and those of a window; what a line of a table on trial holds.
+_LEFT_OUT, _WINDOW, _TRIAL = b'{"kind": "left_out"', b'{"kind": "window"', b'"trial_steps":'
 
 
 def segments(folder: Path, kind: str) -> list[Path]:
@@ -56,11 +61,13 @@ def write_parquet(path: Path, frame: pd.DataFrame, columns: dict[str, str]) -> N
 
 
 def read_parquet(path: Path, columns: dict[str, str]) -> pd.DataFrame:
-    """One file. Raises TraceError when it is damaged."""
+    """One file. Raises TraceError when it is damaged, FileNotFoundError when a running job has removed it."""
     try:
         # int64 with gaps must not pass through float64: GPU clock values have more digits than that holds.
         frame = pq.read_table(path).to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
         return complete(frame, columns)
+    except FileNotFoundError:
+        raise
     except (OSError, pa.ArrowException, KeyError, ValueError, TypeError) as error:
         why = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise TraceError(f"{path} is damaged ({why}): remove it to read the rest of the trace") from None
@@ -73,14 +80,18 @@ def read_segments(folder: Path, kind: str, warnings: list[str], most_rows: int |
     """
     columns = SEGMENTED[kind]
     paths = sorted(folder.glob(f"{kind}-*.parquet"))
-    frames = []
+    frames, n_gone = [], 0
     for path in _ends(paths, most_rows, warnings) if most_rows is not None else paths:
         try:
             frames.append(read_parquet(path, columns))
+        except FileNotFoundError:
+            n_gone += 1
         except TraceError:
             if path != paths[-1]:
                 raise
             warnings.append(f"{path.name} was cut short and is left out: the last {kind} are missing")
+    if n_gone:
+        warnings.append(f"the running job removed {n_gone} segments of {kind} meanwhile: these are left out")
     if list(folder.glob(f"{kind}-*.tmp")):
         warnings.append(f"the writer was stopped while it wrote a segment: the last {kind} are missing")
     return pd.concat(frames, ignore_index=True) if frames else empty(columns)
@@ -103,6 +114,35 @@ def _ends(paths: list[Path], most_rows: int, warnings: list[str]) -> list[Path]:
     if left_out:
         warnings.append(f"{left_out} of {sum(rows)} events, in the middle of the run, are left out")
     return [paths[i] for i in keep]
+
+
+def thinned(lines: list[bytes], most_bytes: float) -> list[bytes]:
+    """What stays of these lines of a log, and before it a line that says what went.
+
+    Windows go first, then tables on trial, then all: a log must end somewhere.
+    """
+    gone = [line for line in lines if line.startswith(_LEFT_OUT)]
+    lines = [line for line in lines if not line.startswith(_LEFT_OUT)]
+    state = [line for line in lines if not line.startswith(_WINDOW)]
+    lasting = [line for line in state if _TRIAL not in line]
+    kept = state
+    if _size(kept) > most_bytes:
+        kept = lasting
+    if _size(kept) > most_bytes:
+        kept = []
+    n_lines = len(lines) - len(kept)
+    n_tables = len(state) - len(kept)
+    for line in gone:
+        earlier = parse_json(line)
+        n_lines += earlier["lines"]
+        n_tables += earlier.get("tables", 0)
+    entry = {"kind": "left_out", "time": round(time.time(), 3), "lines": n_lines, "tables": n_tables}
+    said = json.dumps(entry) + "\n"
+    return [said.encode(), *kept]
+
+
+def _size(lines: list[bytes]) -> int:
+    return sum(map(len, lines))
 
 
 def read_header(folder: Path) -> dict[str, Any]:

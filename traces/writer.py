@@ -16,7 +16,7 @@ import pandas as pd
 
 from .assemble import MOST_OFFERS, Assembler
 from .header import FORMAT, files_of_trace, masked, new_header, plain
-from .outside import atomically, parse_json
+from .outside import atomically
 from .segments import (
     SEGMENTED,
     SPACE,
@@ -26,12 +26,12 @@ from .segments import (
     read_header,
     read_parquet,
     segments,
+    thinned,
     write_parquet,
 )
 
 #: The log may take one part in so many of what a trace may take.
 LOG_SHARE = 16
-_LEFT_OUT = b'{"kind": "left_out"'
 _KEYS = {"comms": ["comm_id", "rank", "pid"], "offers": ["comm_id", "func", "n_bytes"]}
 
 
@@ -201,16 +201,15 @@ class TraceWriter:
             self._thin_log()
 
     def _thin_log(self) -> None:
-        """Of a log that has grown too long the first quarter and as much of its end stay; a line says what went."""
+        """Of a log that has grown too long the first quarter and as much of its end stay whole, and of the middle what
+        is no window: a table holds until the next one. A line says what went."""
         self._log.close()
         path, most = self.folder / "windows.jsonl", self.most_bytes / LOG_SHARE / 4
         lines = path.read_bytes().splitlines(keepends=True)
         ends = np.cumsum([len(line) for line in lines])
         first, last = int(np.searchsorted(ends, most)), int(np.searchsorted(ends, ends[-1] - most)) + 1
-        before = (parse_json(line)["lines"] - 1 for line in lines[first:last] if line.startswith(_LEFT_OUT))
-        entry = {"kind": "left_out", "time": round(time.time(), 3), "lines": last - first + sum(before)}
-        gone = json.dumps(entry).encode() + b"\n"
-        atomically(path, lambda tmp: tmp.write_bytes(b"".join([*lines[:first], gone, *lines[last:]])))
+        kept = [*lines[:first], *thinned(lines[first:last], most), *lines[last:]]
+        atomically(path, lambda tmp: tmp.write_bytes(b"".join(kept)))
         self._log = path.open("a", buffering=1, encoding="utf-8")
 
     def close(self) -> None:

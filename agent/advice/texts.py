@@ -14,6 +14,8 @@ from .alignment import Misaligned
 
 #: A slot of a smaller part of the step gets no row, unless something is advised for it.
 LEAST_SHARE = 0.005
+#: So many sizes to pad get a line: a job may have one for each length of a text.
+MOST_PADDED = 10
 
 
 def show_advice(a: dict[str, Any]) -> None:
@@ -96,7 +98,10 @@ def _print_table(heads: Sequence[str], rows: list[list[Any]], left: Iterable[str
 
 def _print_lists(a: dict[str, Any]) -> None:
     """What padding cures, what is not known, what no table reaches."""
-    _print_list("slow for want of padding", [str(Misaligned(**row)) for row in a["misaligned"]])
+    padded = [str(Misaligned(**row)) for row in a["misaligned"][:MOST_PADDED]]
+    if more := len(a["misaligned"]) - len(padded):
+        padded.append(f"{more} other sizes, of fewer bytes: --json lists them")
+    _print_list("slow for want of padding", padded)
     _print_list("not known, or assumed", a["unknown"])
     _print_list("what no table reaches", a["launch"])
 

@@ -72,12 +72,16 @@ def advise(
     from ...traces.files import TraceError
     from ...traces.importers.recording import read_recording
 
-    with refusing(TraceError, ValueError):
+    with refusing(TraceError, ValueError, OSError):
         recording = [results(path) for path in recording]
         if len(recording) == 2 and all(path.is_dir() for path in recording):
             from ..advice.compare import compare
             from ..advice.texts import show_comparison
 
+            if cluster or nccl:
+                raise ValueError(
+                    "--cluster and --nccl are for one recording: two folders are compared as they were recorded"
+                )
             before, after = (read_recording([path], ranks_per_node) for path in recording)
             _tell(compare(before, after), json, show_comparison)
             _no_table(out, "two recordings are compared")
@@ -103,7 +107,7 @@ def _advise_on_one(
     from ..report.summary import RunSummary
 
     trace = read(recording, cluster, nccl, ranks_per_node)
-    measured = RunSummary.read(trace.folder, trace.folder.parent)
+    measured = RunSummary.of_trace(trace)
     if measured.speedup is not None:
         _tell_measured(measured, json)
         _no_table(out, "the run has measured tables itself")
@@ -115,10 +119,16 @@ def _advise_on_one(
     place = named(cluster, nccl, trace.header.get("nccl")) if cluster else None
     advice = Advice(trace, place)
     told = advice.as_dict()
+    failed = None
     if out is not None and advice.decisions:
-        out.write_text(to_json(Table.of(1, advice.decisions)))
-        told["table"] = str(out)
+        try:
+            out.write_text(to_json(Table.of(1, advice.decisions)))
+            told["table"] = str(out)
+        except OSError as error:  # the advice is told all the same
+            failed = error
     _tell(told, json, show_advice)
+    if failed:
+        raise failed
     if not advice.decisions:
         few = f"{advice.n_steps} steps are too few to say what to try"
         _no_table(out, "nothing to try" if advice.is_long else few)

@@ -74,7 +74,7 @@ def _read(runs: list[Path]) -> list[Trace]:
     from ...traces.outside import TraceError
     from ..report.slow_rank import events_of_job
 
-    with refusing(TraceError):
+    with refusing(TraceError, OSError):
         traces = [read_recording([results(path)]) for path in runs]
     return [replace(trace, events=events_of_job(trace)) for trace in traces]
 
@@ -87,7 +87,7 @@ def _settings(traces: list[Trace]) -> tuple[str, list[Finding]]:
     found = across_nodes(traces)
     settings, sizes = found.settings, found.sizes
     if not sizes.calls_checked:
-        return "not known: no collective was recorded on two ranks", []
+        return _not_compared(traces), []
     told = f"{sizes.calls_checked:,} collectives compared, {settings.mismatches:,} with different settings"
     findings = []
     if settings.mismatches:
@@ -100,6 +100,16 @@ def _settings(traces: list[Trace]) -> tuple[str, list[Finding]]:
             Finding("sizes", what, "this is a fault of the job: its ranks must agree", must_change=True)
         )
     return told, findings
+
+
+def _not_compared(traces: list[Trace]) -> str:
+    """Why no collective could be compared, in words."""
+    ours = [trace.events for trace in traces if "source" not in trace.header]
+    if not ours:
+        return "not compared: another tool's recording does not number the calls"
+    if any(events["captured"].any() for events in ours):
+        return "not compared: the calls are captured in CUDA graphs"
+    return "not known: no collective was recorded on two ranks"
 
 
 def _example(found: Consistency) -> str:

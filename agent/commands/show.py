@@ -49,13 +49,13 @@ def show(
     from ...traces.importers.recording import is_recording, read_recording
     from ..report.summary import RunSummary
 
-    with refusing(TraceError):
+    with refusing(TraceError, OSError):
         where = results(trace)
         if is_recording(where):
             read = read_recording([where])
         else:
             read = Trace.read(where, most_events=None if whole else MOST_EVENTS)
-    summary = RunSummary.read(read.folder, read.folder.parent)
+    summary = RunSummary.of_trace(read)
     story = tell(read, summary)
     if json:
         print(json_module.dumps(story, indent=2, allow_nan=False))
@@ -69,11 +69,12 @@ def tell(trace: Trace, summary: RunSummary) -> dict[str, Any]:
     from ...traces.header import plain
     from ...traces.queries.costs import generations, slot_costs
     from ...traces.queries.lives import last_life
+    from ...traces.queries.steps import told_steps
     from ..report.why import chains
 
     life = last_life(trace)
     which = generations(trace, summary.decisions or None)
-    costs = slot_costs(trace.events, which.default, which.tuned)
+    costs = slot_costs(trace.events, which.default, which.tuned, told_steps(trace))
     story: dict[str, Any] = {
         "folder": str(trace.folder),
         "warnings": life.warnings,

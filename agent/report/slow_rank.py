@@ -100,7 +100,8 @@ _CALL = ["comm_id", "func", "seq", "step"]
 
 def _calls(events: pd.DataFrame) -> pd.DataFrame:
     """The default's calls with the times of all recorded ranks of their communicator, a row for each rank: ``shortest``
-    nanoseconds of a rank's kernel, by how many the median rank ``waited``, and the rank that came ``last``."""
+    nanoseconds of a rank's kernel, by how many the median rank ``waited``, and the rank that came ``last``. Of two
+    middle ranks the one that waits longer counts: of two ranks one always came last."""
     of_all = events["func"].isin(("all_gather", "reduce_scatter", "all_reduce"))
     is_timed = events["start_ns"].notna() & events["end_ns"].notna()
     timed = events[of_all & is_timed & (events["table_generation"] == 0)]
@@ -111,6 +112,6 @@ def _calls(events: pd.DataFrame) -> pd.DataFrame:
     whole = by_rank[(here == members) & (members > 1)]
     by_call = whole.groupby(_CALL)["lasted"]
     shortest = by_call.transform("min")
-    waited = by_call.transform("median") - shortest
+    waited = by_call.transform("quantile", q=0.5, interpolation="higher") - shortest
     last = whole.loc[by_call.transform("idxmin"), "rank"].to_numpy()
     return whole.assign(shortest=shortest, waited=waited, last=last)

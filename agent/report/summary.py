@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ...traces.files import Trace
 from ...traces.header import plain
 from ...traces.outside import atomically, read_json
 
@@ -177,6 +178,15 @@ class RunSummary(OfFiles, OfEnd, OfSearch, OfCosts, OfVerdict, OfJob):
     def read(cls, *folders: Path) -> RunSummary:
         """What the first of these folders tells that holds a whole ``summary.json``."""
         return cls.of(next(filter(None, (read_object(folder / _FILE) for folder in folders)), {}))
+
+    @classmethod
+    def of_trace(cls, trace: Trace) -> RunSummary:
+        """What the run of a trace came to. Another tool's recording has none: beside it may lie any run's."""
+        if "source" in trace.header:
+            return cls()
+        folder = trace.folder.resolve()
+        folders = [folder, folder.parent] if folder.name == "trace" else [folder]
+        return cls.read(*folders)
 
     def write(self, folder: Path) -> None:
         """Replace the folder's ``summary.json`` at once. Raises TraceError."""

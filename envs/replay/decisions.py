@@ -20,7 +20,7 @@ from ...traces.files import Trace, TraceError
 from ...traces.fingerprint import Fingerprint
 from ...traces.queries.costs import of_whole_steps
 from ...traces.queries.slots import SlotProfile, channels_of, find_slots, outside_the_offer
-from ...traces.queries.steps import in_steps, of_one_rank, without_first
+from ...traces.queries.steps import in_steps, of_one_rank, told_steps, without_first
 from ...traces.records import MIXED, N_ALGOS, N_PROTOS, TUNED_FUNCS, Slot, decision_from
 from .predicted import Times, cluster_of, predict
 from .recordings import is_placed
@@ -119,7 +119,7 @@ def _profiles(
         pressure = float(used.mean())
     offers = offers_of(trace)
     outside = outside_the_offer(quiet, offers)
-    found = find_slots(quiet, offers, default_ms * 1e3, pressure)
+    found = find_slots(quiet, offers, default_ms * 1e3, pressure, told_steps(trace))
     every = [p for p in found if p.slot not in outside]
     profiles = [p for p in every if p.share >= min_share]
     if not profiles:

@@ -4,6 +4,9 @@ A set of points of one collective under one algorithm and protocol, over message
 Gaussian process in log time around a formula. With the exponential kernel below that is log-log interpolation between
 neighbouring sizes, borrowing the shape along channels from sizes where more counts were measured. (A plain
 latency-bandwidth fit misses public curves by 15-33 % in the median.)
+
+Time and memory grow with the cube and the square of the number of points, and a job may have a size for each length of
+a text. So of more than MOST_POINTS neighbouring sizes count as one.
 """
 
 from __future__ import annotations
@@ -13,13 +16,18 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy import array, asarray, exp, isfinite, log, log2, maximum, median
+from numpy import array, asarray, exp, exp2, isfinite, log, log2, maximum, median
 
 Array = np.ndarray[Any, Any]
 #: log us of (n_bytes (n,), n_channels (n,)).
 Formula = Callable[[Array, Array], Array]
 #: Bytes and channels of a measured point.
 Key = tuple[int, int]
+
+#: So many points are taken as they are: some 60 MB.
+MOST_POINTS = 1000
+#: Sizes an octave that are told apart where there are more points; the first that leaves few enough counts.
+_PLACES = (16.0, 8.0, 4.0, 2.0, 1.0, 0.5, 0.25)
 
 # Standard deviations (log us) and lengths (doublings) of the kernel; chosen by leave-one-out on public measurements.
 _OFFSET = 1.0  # of all points
@@ -53,6 +61,29 @@ def _points(keys: Array) -> Array:
     return log2(maximum(keys, 1.0))
 
 
+def _grouped(n_bytes: Array, n_channels: Array, us: Array) -> dict[Key, list[float]]:
+    """Times by size and channel count."""
+    found: dict[Key, list[float]] = defaultdict(list)
+    points = zip(n_bytes, n_channels, us, strict=True)
+    for size, count, time in points:
+        key = int(size), int(count)
+        found[key].append(float(time))
+    return found
+
+
+def _few(n_bytes: Array, n_channels: Array, us: Array) -> dict[Key, list[float]]:
+    """The same; of too many points neighbouring sizes become one, so that at most about MOST_POINTS are left."""
+    found = _grouped(n_bytes, n_channels, us)
+    octaves = log2(maximum(asarray(n_bytes, float), 1.0))
+    for places in _PLACES:
+        if len(found) <= MOST_POINTS:
+            break
+        rounded = np.round(octaves * places)
+        sizes = exp2(rounded / places)
+        found = _grouped(np.round(sizes), n_channels, us)
+    return found
+
+
 class Measured:
     """Points of one collective under one algorithm and protocol; of equal points the median counts.
 
@@ -65,11 +96,7 @@ class Measured:
         is_time = (us > 0) & isfinite(us)
         if not len(us) or not is_time.all():
             raise ValueError("measured times must be finite and above 0, and at least one")
-        found: dict[Key, list[float]] = defaultdict(list)
-        points = zip(n_bytes, n_channels, us, strict=True)
-        for size, count, time in points:
-            key = int(size), int(count)
-            found[key].append(float(time))
+        found = _few(n_bytes, n_channels, us)
         self.known: dict[Key, float] = {}
         for key, values in sorted(found.items()):
             self.known[key] = float(median(values))

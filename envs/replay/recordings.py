@@ -11,6 +11,7 @@ import pandas as pd
 
 from ...traces.assemble import EVENT_COLUMNS, OFFER_COLUMNS, complete
 from ...traces.files import Trace, TraceError
+from ...traces.header import OF_ONE_RANK
 from ...traces.records import TUNED_FUNCS
 from ..nccl_model import clusters, cost_model
 from ..nccl_model.clusters import Cluster
@@ -78,7 +79,8 @@ def on_cluster(trace: Trace, c: Cluster) -> Trace:
     if len(trace.offers):
         return trace
     notes = list(trace.header.get("notes") or ())
-    events = trace.events.merge(_modelled(trace.events, c, notes), "left", _MESSAGE)
+    told = _whole(trace, c, notes)
+    events = told.merge(_modelled(told, c, notes), "left", _MESSAGE)
     placed, priced = events["ranks"].notna(), events["model_algo"].notna()
     unknown = priced & (events["algo"] == "unknown")
     no_count = priced & (events["n_channels"] == 0)
@@ -107,6 +109,20 @@ def on_cluster(trace: Trace, c: Cluster) -> Trace:
     return replace(
         trace, events=complete(events, EVENT_COLUMNS), offers=complete(offers, OFFER_COLUMNS), header=header
     )
+
+
+def _whole(trace: Trace, c: Cluster, notes: list[str]) -> pd.DataFrame:
+    """The events; where their ranks are not told with the bytes of all ranks of the cluster. ``notes`` then say so."""
+    events = trace.events
+    untold = (events["n_ranks"] == 0) & events["func"].isin(TUNED_FUNCS)
+    if untold.any():
+        notes.append(
+            f"the ranks of {untold.sum()} calls are not told: taken to be all {c.n_ranks} of the cluster"
+        )
+    if not trace.header.get(OF_ONE_RANK):
+        return events
+    n_bytes = events["n_bytes"]
+    return events.assign(n_bytes=n_bytes.where(~untold, n_bytes * c.n_ranks))
 
 
 def _modelled(events: pd.DataFrame, c: Cluster, notes: list[str]) -> pd.DataFrame:

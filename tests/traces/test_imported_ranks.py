@@ -7,7 +7,9 @@ from contextlib import closing
 import pytest
 import recordings_made as made
 from command import invoke
+from dynamiccl.envs.replay.recordings import named, on_cluster
 from dynamiccl.traces.files import TraceError
+from dynamiccl.traces.importers.found import rank_in_name
 from dynamiccl.traces.importers.recording import read_recording
 from dynamiccl.traces.queries.costs import slot_costs
 
@@ -124,3 +126,35 @@ def test_the_communicator_of_the_whole_job_tells_ranks(tmp_path):
     for node in (0, 1):
         of_groups(tmp_path / f"node{node}.sqlite", (8 * node, 8 * node + 1), job=True)
     assert set(read_recording([tmp_path]).events["rank"]) == {0, 1, 8, 9}
+
+
+def test_without_the_ranges_that_made_communicators_sizes_are_those_of_the_cluster(tmp_path):
+    """Before: the bytes of one rank were taken for the whole, and another call's settings were advised."""
+    traces = []
+    for told in (True, False):
+        read = read_recording([made.nsys(tmp_path / f"{told}.sqlite", ranks=(0,), told_ranks=told)])
+        traces.append(on_cluster(read, named("dgx-h100-2x8")))
+    sizes = [
+        sorted(set(zip(t.events["func"], t.events["n_bytes"], t.events["n_ranks"], strict=True)))
+        for t in traces
+    ]
+    assert sizes[0] == sizes[1]
+    notes = [" ".join(trace.header["notes"]) for trace in traces]
+    assert "not told: taken to be all 16 of the cluster" in notes[1] and "not told" not in notes[0]
+
+
+def test_a_number_that_two_names_share_is_no_rank(tmp_path):
+    """nsys -o %h_%p on a host of rack 12. Before: "both hold step 0 of rank 12"."""
+    for rank in (0, 1):
+        made.nsys(tmp_path / f"r12-node3_50{rank}.sqlite", ranks=(rank,))
+    assert set(read_recording([tmp_path]).events["rank"]) == {0, 1}
+
+
+def test_a_date_in_a_name_is_no_rank(tmp_path):
+    """Before: all calls were dropped, "none says which collective it is"."""
+    folder = made.flight(tmp_path / "dumps")
+    dump = sorted(folder.iterdir())[0]
+    dated = tmp_path / "trace_20261128"
+    dated.write_bytes(dump.read_bytes())
+    assert rank_in_name(tmp_path / "rank20261128.json") is None
+    assert len(read_recording([dated]).events)

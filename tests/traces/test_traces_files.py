@@ -9,10 +9,12 @@ import time
 import numpy as np
 import pandas as pd
 import pytest
+from dynamiccl.traces import segments
 from dynamiccl.traces.assemble import EVENT_COLUMNS, STEP_COLUMNS, Assembler, Communicator, Offer, complete
 from dynamiccl.traces.files import Trace, TraceError
 from dynamiccl.traces.header import FORMAT
 from dynamiccl.traces.records import Decision, Rule, Slot, Table
+from dynamiccl.traces.segments import SPACE
 from dynamiccl.traces.writer import TraceWriter
 
 CLOCK = 1_763_719_000_000_000_123  # beyond what a float64 holds exactly
@@ -235,3 +237,64 @@ def test_the_log_of_a_long_run_keeps_its_beginning_and_its_end(tmp_path):
     )
     gone = sum(line["lines"] for line in log if line["kind"] == "left_out")
     assert gone > 3000 and (tmp_path / "t" / "windows.jsonl").stat().st_size <= cap / 16 + 300
+
+
+def test_a_log_that_is_thinned_keeps_its_tables_and_verdicts(tmp_path):
+    """A table holds until the next one. Before: the middle went as a whole, and nobody was told: the report showed the
+    table of the beginning for steps under NCCL's default."""
+    kept = Table.of(1, {Slot(8, 1, "all_gather", 25): Decision("ring", "simple", 8)})
+    default = Table.of(2, {})
+    with TraceWriter(tmp_path / "t", {}, most_bytes=2**20) as writer:
+        for i in range(5000):
+            writer.log("window", {"index": i, "reason": "x" * 80})
+            if i == 1000:
+                writer.log("table", {"table": kept})
+            if i == 2500:
+                writer.log("verdict", {"step": i, "text": "KEPT"})
+                writer.log("table", {"table": default})
+    trace = Trace.read(tmp_path / "t")
+    assert set(trace.tables) == {0, 1, 2} and trace.tables[2] == ()
+    others = [line["kind"] for line in trace.log if line["kind"] != "window"]
+    assert others == ["left_out", "table", "verdict", "table"]
+    assert len(trace.warnings) == 1 and trace.warnings[0].endswith("removed (windows only)")
+
+
+def test_a_log_full_of_trials_keeps_the_tables_that_lasted_and_then_says_what_went(tmp_path):
+    slot = Slot(8, 1, "all_gather", 25)
+    trials = [Table.of(n, {slot: Decision("ring", "simple", 8)}, 12) for n in range(2, 1500)]
+    with TraceWriter(tmp_path / "t", {}, most_bytes=2**20) as writer:
+        for trial in trials:
+            writer.log("table", {"table": trial})
+            if trial.generation == 600:
+                writer.log("table", {"table": Table.of(9000, {slot: Decision("ring", "ll", 8)})})
+    trace = Trace.read(tmp_path / "t")
+    assert (tmp_path / "t" / "windows.jsonl").stat().st_size <= 2**16 + 300
+    assert 9000 in trace.tables and 700 not in trace.tables
+    assert "which one ran then may be told wrongly" in trace.warnings[0]
+
+
+def test_segments_that_a_running_job_removes_meanwhile_are_left_out(tmp_path, monkeypatch):
+    """Before: "is damaged: remove it to read the rest", of a trace that was whole."""
+    size = TraceWriter(tmp_path / "one", {}, segment_rows=1)
+    size.write(some_events())
+    n_bytes = (tmp_path / "one" / "events-00000.parquet").stat().st_size
+    writer = TraceWriter(tmp_path / "t", {}, segment_rows=1, most_bytes=6 * n_bytes / SPACE["events"])
+    for i in range(6):
+        writer.write(some_events(first=10 * i))
+    real, seen = segments.read_parquet, []
+
+    def slow(path, columns):
+        if not seen:
+            for i in range(6, 9):
+                writer.write(some_events(first=10 * i))
+        seen.append(path)
+        return real(path, columns)
+
+    monkeypatch.setattr(segments, "read_parquet", slow)
+    trace = Trace.read(tmp_path / "t")
+    assert any("meanwhile" in text for text in trace.warnings)
+    assert any(
+        "segments of events after its beginning were removed" in w
+        for w in Trace.read(tmp_path / "t").warnings
+    )
+    assert 0 < len(trace.events) < 60

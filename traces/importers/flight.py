@@ -17,7 +17,7 @@ import orjson
 
 from ..files import TraceError
 from ..names import DTYPE_BYTES
-from .found import Found, Gaps, comm_id_of, dtype_of, func_of, rank_in_name
+from .found import MOST_RANKS, Found, Gaps, comm_id_of, dtype_of, func_of, rank_in_name
 from .json_stream import blocks, many, mended
 
 #: A dump holds some thousand calls; more bytes than this is none.
@@ -55,7 +55,8 @@ def _rank_of(file: Path, alone: bool, dump: dict[str, Any], found: Found) -> int
     if type(dump.get("rank")) is int:
         return int(dump["rank"])
     named = rank_in_name(file)
-    if named is None and (tail := file.name.rpartition("_")[2]).isdecimal():
+    tail = file.name.rpartition("_")[2]
+    if named is None and tail.isdecimal() and int(tail) < MOST_RANKS:  # a date is no rank
         named = int(tail)  # TORCH_NCCL_DEBUG_INFO_TEMP_FILE ends in an underscore and the rank
     if named is not None:
         return named

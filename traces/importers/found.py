@@ -263,7 +263,8 @@ def rank_in_name(path: Path) -> int | None:
     No other number in a name is a rank: they are dates, times and process ids.
     """
     found = _RANK_IN_NAME.search(path.name)
-    return int(found[1] or found[2]) if found else None
+    rank = int(found[1] or found[2]) if found else MOST_RANKS
+    return rank if rank < MOST_RANKS else None
 
 
 class Marks:

@@ -12,6 +12,7 @@ import bisect
 import functools
 import re
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -20,9 +21,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 import pandas as pd
 
 from ..files import TraceError
+from ..header import OF_ONE_RANK
 from ..outside import parse_json
 from .found import (
     OUTSIDE,
+    PER_RANK,
     SYMMETRIC,
     Found,
     Gaps,
@@ -42,6 +45,11 @@ GAPS = Gaps(
     calls=PAYLOADS,
     steps='no step in it: mark each with torch.cuda.nvtx.range_push("step N") and range_pop()',
     compute="no GPU kernels but NCCL's in it: what was computed beside a collective is not known",
+)
+#: What to say where no range made the communicators.
+UNTOLD = (
+    "how many ranks calls have: the profile began after init_process_group, and gives the bytes of one rank; "
+    "--cluster fills both in"
 )
 _STEP = re.compile(r"\s*(?:profilerstep#|step|iteration|iter)[\s_:#=]*(\d+)\s*", re.IGNORECASE)
 _TABLES = {"NVTX_EVENTS", "StringIds", "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"}
@@ -78,8 +86,9 @@ def read(files: list[Path], found: Found) -> None:
     """Read exports into ``found``. Raises TraceError for other databases and for two files of one step."""
     found.gaps = GAPS
     job = _job_comm([_from(file, _told_comms) for file in files])
+    names = Counter(map(rank_in_name, files))
     for file in files:
-        reader = functools.partial(_read_one, file, len(files) == 1, job, found)
+        reader = functools.partial(_read_one, file, len(files) == 1, names, job, found)
         _from(file, reader)
 
 
@@ -97,7 +106,14 @@ def _from(file: Path, reader: Callable[[sqlite3.Connection], _T]) -> _T:
         raise TraceError(f"{file} is no whole SQLite export ({reason}): nsys export --type sqlite") from None
 
 
-def _read_one(file: Path, alone: bool, job: int | None, found: Found, base: sqlite3.Connection) -> None:
+def _read_one(
+    file: Path,
+    alone: bool,
+    names: Counter[int | None],
+    job: int | None,
+    found: Found,
+    base: sqlite3.Connection,
+) -> None:
     ranges = _ranges(base)
     kernels = pd.read_sql_query(_KERNELS, base)
     comms = _communicators(ranges)
@@ -107,7 +123,9 @@ def _read_one(file: Path, alone: bool, job: int | None, found: Found, base: sqli
     named = rank_in_name(file) if len(devices) == 1 else None
     for place, (pid, mine) in enumerate(kernels.groupby("pid", sort=True)):
         made = comms.get(cast(int, pid), {})
-        rank = named if named is not None else _rank_in(made, job)
+        rank = _rank_in(made, job)
+        if named is not None and (rank is None or names[named] == 1):  # what two files share may be a rack
+            rank = named
         if rank is None:
             rank = _rank_by_place(file, alone, place, found)
         marks = _marks(ranges[ranges["pid"] == pid])
@@ -198,7 +216,7 @@ def _add_calls(
     found: Found,
 ) -> None:
     """Each of NCCL's kernels with the call that launched it: the last of NCCL's ranges around the launch."""
-    symmetric = 0
+    symmetric = untold = 0
     for kernel, call in _launched(kernels, ranges):
         start, end = int(kernel.start), int(kernel.end)
         step = marks.step_at(int(kernel.launched if call is None else call.start))
@@ -234,7 +252,11 @@ def _add_calls(
                 "step": step,
             }
         )
+        untold += not n_ranks and func in PER_RANK
     found.add_symmetric(symmetric)
+    if untold and UNTOLD not in found.notes:
+        found.notes.append(UNTOLD)
+        found.header[OF_ONE_RANK] = True
 
 
 def _launched(kernels: pd.DataFrame, ranges: pd.DataFrame) -> Iterator[tuple[Any, Any]]:

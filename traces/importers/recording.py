@@ -78,7 +78,7 @@ def read_recording(paths: list[Path], ranks_per_node: int | None = None) -> Trac
     header |= {"emulated": False, "source": known.name, "files": [str(file) for file in used]}
     header |= {"notes": found.notes + left_out, "left_out": vars(found.left_out)}
     return Trace(
-        Path(os.path.commonpath(used)),
+        _common(used),
         header,
         events,
         found.step_frame(),
@@ -86,6 +86,13 @@ def read_recording(paths: list[Path], ranks_per_node: int | None = None) -> Trac
         empty(OFFER_COLUMNS),
         joined(found.computes, COMPUTE_COLUMNS),
     )
+
+
+def _common(files: list[Path]) -> Path:
+    """The folder of all files, or the one file; from the root where some paths are and others are not."""
+    if any(file.is_absolute() for file in files):
+        files = [file.absolute() for file in files]
+    return Path(os.path.commonpath(files))
 
 
 def _of_one_format(files: list[Path], named: list[Path]) -> tuple[Format, list[Path], list[str]]:

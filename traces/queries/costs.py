@@ -12,7 +12,7 @@ from ..files import Trace
 from ..records import Slot, decided
 from .skew import OWN, label
 from .slots import SLOT_KEYS, with_sizes
-from .steps import of_one_rank, without_first
+from .steps import counted, of_one_rank, without_first
 
 #: A rule as text: (func, min_bytes, max_bytes, decision).
 RuleKey = tuple[str, int, int, str]
@@ -82,22 +82,28 @@ def of_whole_steps(events: pd.DataFrame, generations: Collection[int]) -> pd.Dat
     return events[steps.transform("all")]
 
 
-def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection[int]) -> pd.DataFrame:
+def slot_costs(
+    events: pd.DataFrame, default: Collection[int], tuned: Collection[int], told: pd.Series[int] | None = None
+) -> pd.DataFrame:
     """One row per slot that ran in default steps, the dearest first.
 
     Columns: ``n_ranks, n_nodes, func, size_class, slot`` (text), ``n_bytes`` (of most calls), ``calls`` (a step, of
     one process), ``own`` and ``ran`` (algo/proto/channels of most calls, default and tuned; None if never seen),
     ``default_us`` and ``tuned_us`` (median GPU time of one call over all ranks, NaN where never sampled),
     ``n_default`` and ``n_tuned`` (sampled calls), ``timed_by`` (see skew.py). Each process's first step is left
-    out: it holds the set-up.
+    out: it holds the set-up. With ``told`` (see :func:`.steps.told_steps`) it counts: that job ran before.
     """
-    rows = with_sizes(without_first(events, "step"))
-    rows["config"] = rows["algo"] + "/" + rows["proto"] + "/" + rows["n_channels"].astype("str")
+    if told is None:
+        events = without_first(events, "step")
+    rows = with_sizes(events)
+    pair = rows["algo"] + "/" + rows["proto"]
+    channels = rows["n_channels"].astype("str")
+    rows["config"] = pair + "/" + channels
     before = of_whole_steps(rows, default)
     after = rows[rows["table_generation"].isin(tuned)]
     if before.empty:
         return pd.DataFrame(columns=_COLUMNS)
-    table = _own_costs(before)
+    table = _own_costs(before, told)
     tuned_costs = after.groupby(SLOT_KEYS).agg(
         ran=("config", _most), tuned_us=("us", "median"), n_tuned=("us", "count")
     )
@@ -110,7 +116,8 @@ def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection
     table["slot"] = [str(Slot(*key)) for key in table.index]
     ran = table["ran"].astype(object)
     table["ran"] = ran.where(ran.notna(), None)
-    total = table["calls"] * table["default_us"].fillna(0)
+    call_us = table["default_us"].fillna(0)
+    total = table["calls"] * call_us
     order = total.sort_values(ascending=False, kind="stable").index
     return table.loc[order].reset_index()[_COLUMNS]
 
@@ -119,7 +126,7 @@ _COLUMNS = [*SLOT_KEYS, "slot", "n_bytes", "calls", "own", "ran", "default_us", 
 _COLUMNS += ["n_default", "n_tuned", "timed_by"]
 
 
-def _own_costs(before: pd.DataFrame) -> pd.DataFrame:
+def _own_costs(before: pd.DataFrame, told: pd.Series[int] | None) -> pd.DataFrame:
     """By slot what its calls cost in default steps, and how many of them a step of one process has."""
     slots = before.groupby(SLOT_KEYS)
     table = slots.agg(
@@ -128,7 +135,7 @@ def _own_costs(before: pd.DataFrame) -> pd.DataFrame:
         default_us=("us", "median"),
         n_default=("us", "count"),
     )
-    n_steps = before.groupby("pid")["step"].nunique()
+    n_steps = counted(before, told)
     steps_of_slot = slots["pid"].agg(lambda pids: n_steps[pids.unique()].sum())
     table["calls"] = slots.size() / steps_of_slot
     return table

@@ -15,6 +15,7 @@ from ..records import TUNED_FUNCS, Slot
 from .costs import of_whole_steps
 from .skew import covered_ns, exposed_ns
 from .slots import SLOT_KEYS, slot_of, with_sizes
+from .steps import counted, told_steps
 
 Frame = pd.DataFrame
 
@@ -60,7 +61,7 @@ def exposed_ms(trace: Trace, generations: set[int]) -> dict[Slot, float]:
     Its calls a step times the mean of those that were timed, in whole steps under tables of these generations.
     """
     events = of_whole_steps(trace.events, generations)
-    n_steps = events.groupby("pid")["step"].nunique()
+    n_steps = counted(events, told_steps(trace))
     rows = _tuned(events, trace.compute, trace.waits)
     found = dict[Slot, float]()
     for key, calls in rows.groupby([*SLOT_KEYS, "pid"]):

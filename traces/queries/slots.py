@@ -14,6 +14,7 @@ from ..assemble import Offer
 from ..fingerprint import Fingerprint
 from ..records import ALGOS, NO_OFFER, PAIRS, PROTOS, TUNED_FUNCS, Slot, pair_costs, size_class
 from .skew import durations, label
+from .steps import counted
 
 Array = np.ndarray[Any, Any]
 #: Columns of events that tell slots apart, in the order of a Slot's fields.
@@ -99,11 +100,12 @@ def find_slots(
     offers: Mapping[tuple[int, str, int], Offer],
     step_us: float,
     memory_pressure: float = 0.0,
+    told: pd.Series[int] | None = None,
 ) -> list[SlotProfile]:
     """The slots of a job, the one with the largest share of the step first.
 
     ``events`` are those of whole default steps; ``step_us`` is their step time. Where kernels were not sampled, NCCL's
-    own price stands in for the time of a call.
+    own price stands in for the time of a call. ``told``: see :func:`.steps.told_steps`.
 
     All communicators of a class make one slot. Its calls, times and share are those of one process, the one that it
     costs most, over all its communicators of the class: it waits for them one after the other.
@@ -112,7 +114,7 @@ def find_slots(
     if tuned.empty:
         return []
     tuned = with_sizes(tuned)
-    n_steps = tuned.groupby("pid")["step"].nunique()
+    n_steps = counted(tuned, told)
     # Never announced: its class is not known. Not asked about: a symmetric kernel ran it, which no table reaches.
     tuned = tuned[(tuned["n_ranks"] > 0) & (tuned["asked"] > 0)]
     tuned = tuned.assign(part=tuned["n_bytes"] / tuned["asked"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
+from ..files import Trace
+
 Frame = pd.DataFrame
 
 #: A rank that recorded so large a part of the most steps may stand for all.
@@ -43,3 +45,22 @@ def in_steps(events: Frame, steps: Frame) -> Frame:
     theirs = pd.MultiIndex.from_frame(events[["pid", "step"]])
     is_whole = theirs.isin(known)
     return events[is_whole]
+
+
+def told_steps(trace: Trace) -> pd.Series[int] | None:
+    """How many steps each process recorded, with those in which it called nothing.
+
+    None where only the events tell: of our own traces some steps stay whose events do not, and some recordings have no
+    steps.
+    """
+    if "source" not in trace.header or trace.steps.empty:
+        return None
+    return trace.steps.groupby("pid").size()
+
+
+def counted(events: Frame, told: pd.Series[int] | None) -> pd.Series[int]:
+    """Steps by process that these events are of: as ``told``, else those that hold an event."""
+    seen = events.groupby("pid")["step"].nunique()
+    if told is None:
+        return seen
+    return told.reindex(seen.index).fillna(seen).astype("int64")

@@ -21,21 +21,16 @@ from typing import Any
 
 import torch
 
-from ....envs.nccl.plugin.build import build_of, nccl_release
+from ....envs.nccl.plugin.build import build_of, configured, nccl_release
 from ....envs.nccl.steps.nvml import Gpu, clocks, driver, visible_gpus
 from ....envs.sim.emulated.settings import Emulated
 from ....traces.header import git
 from ....traces.here import version_of
+from ..results.judge import PLACEMENTS
 
-#: Environment of a job, by placement of its ranks.
-PLACEMENTS: dict[str, dict[str, str]] = {
-    "apart": {},  # a GPU each, or no GPU at all
-    "hosts": {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"},
-    "shared": {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NET_GDR_LEVEL": "LOC"},
-}
 #: Channels of a raised communicator. Where ranks share a GPU all channels of all ranks must fit on its SMs at once.
 RAISED = {"apart": 32, "hosts": 16, "shared": 16}
-#: Variables that are noted in run.json as they are; all others may name people, hosts or paths.
+#: Variables, also of nccl.conf, that are noted in run.json as they are; all others may name people, hosts or paths.
 NOTED = (
     *(
         "NCCL_ALGO",
@@ -169,7 +164,7 @@ class Machine:
             if self.gpus
             else "",
             "cores": os.cpu_count(),
-            "environment": {name: os.environ[name] for name in NOTED if name in os.environ},
+            "environment": {name: value for name, value in configured().items() if name in NOTED},
         }
 
     def clocks(self) -> dict[str, int]:

@@ -107,7 +107,7 @@ def _touched(results: Results, race: str, arm: pd.Series[Any]) -> str:
         return "its communicator has more channels than NCCL makes"
     if _text(arm["table"]):
         return "it runs under a table"
-    forced = [name for name in results.run.get("environment", {}) if name in TOUCHES]
+    forced = _forced(results.run)
     if forced:
         return f"{', '.join(forced)} was set"
     told = results.run.get("parts", {}).get("truth", {}).get("races", {}).get(race, {})
@@ -117,11 +117,23 @@ def _touched(results: Results, race: str, arm: pd.Series[Any]) -> str:
     return ""
 
 
-#: Variables by which NCCL is not untouched.
-TOUCHES = (
-    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"),
-    *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_NTHREADS", "NCCL_BUFFSIZE"),
-)
+#: What the check itself sets for its jobs, by the placement of their ranks.
+PLACEMENTS: dict[str, dict[str, str]] = {
+    "apart": {},  # a GPU each, or no GPU at all
+    "hosts": {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"},
+    "shared": {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NET_GDR_LEVEL": "LOC"},
+}
+
+
+def _forced(run: Mapping[str, Any]) -> list[str]:
+    """NCCL's settings that were noted, but for those that the placement needs."""
+    needed = PLACEMENTS.get(str(run.get("placement")), {})
+    noted = run.get("environment", {})
+    found = []
+    for name, value in noted.items():
+        if name.startswith("NCCL_") and needed.get(name) != value:
+            found.append(name)
+    return found
 
 
 def _text(value: Any) -> str:
@@ -142,12 +154,38 @@ def claims(results: Results, others: Sequence[Results] = ()) -> list[tuple[Gain,
             else:
                 same += its
         why = "emulated" if results.run.get("emulated") else refusal(gain, same, unlike)
+        why = why or _unsound(results.tables["sweep"], gain)
         found.append((gain, why))
     return found
 
 
+def flags(column: pd.Series[Any]) -> pd.Series[Any]:
+    """A column of True and False, which a file holds as text."""
+    return column.astype(str) == "True"
+
+
+def is_sound(sweep: pd.DataFrame) -> pd.Series[Any]:
+    """Rows of calls whose result was right, that ran as asked for, on all ranks alike."""
+    right = flags(sweep["right"])
+    obeyed = flags(sweep["obeyed"])
+    agreed = flags(sweep["agreed"])
+    return right & obeyed & agreed
+
+
+def _unsound(sweep: pd.DataFrame, gain: Gain) -> str:
+    """A row of the gain's table that the sweep has found wrong, in words; empty where there is none."""
+    comm, _, table = gain.table.partition(": ")
+    mine = sweep[sweep["comm"] == comm]
+    wrong = mine[~is_sound(mine)]
+    sizes = wrong["n_bytes"].astype(int)
+    rows = wrong["func"] + ":" + sizes.astype(str) + ":" + wrong["asked"]
+    used = table.split(";")
+    bad = sorted({*rows} & {*used})
+    return f"in the sweep {bad[0]} was wrong, not obeyed or not alike on all ranks" if bad else ""
+
+
 #: What two runs have in common if one confirms the gain of the other.
-_ALIKE = ("device", "ranks", "nodes", "placement", "network")
+_ALIKE = ("device", "ranks", "nodes", "placement", "network", "environment")
 
 
 def _unlike(run: Mapping[str, Any], other: Mapping[str, Any]) -> str:
@@ -177,12 +215,15 @@ def refusal(gain: Gain, others: Sequence[Gain], unlike: Sequence[str] = ()) -> s
 
 
 def best_table(sweep: pd.DataFrame, comm: str, n_bytes: int) -> str:
-    """The fastest measured config of each collective of one size, as ``func:bytes:decision;...``.
+    """The fastest sound config of each collective of one size that was measured, as ``func:bytes:decision;...``.
 
     Where nothing beats NCCL's own choice, the best of the others. Empty where the sweep has none.
     """
-    asked_for = (sweep["asked"] != "auto") & (sweep["calls"] > 0)
-    fits = sweep[asked_for & (sweep["comm"] == comm) & (sweep["n_bytes"] == n_bytes)]
+    sound = sweep[is_sound(sweep)]
+    mine = sound[sound["comm"] == comm]
+    of_size = mine[mine["n_bytes"] == n_bytes]
+    timed = of_size[of_size["calls"] > 0]
+    fits = timed[timed["asked"] != "auto"]
     best = []
     for func in dict.fromkeys(fits["func"]):
         rows = fits[fits["func"] == func]

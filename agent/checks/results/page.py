@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from ....envs.search.config import ALPHA
 from ....traces.records import format_range
 from .files import Results
-from .judge import LONG, Gain, claims, noises, outside
+from .judge import LONG, Gain, claims, flags, is_sound, noises, outside
 
 
 def page(results: Results, others: Sequence[Results] = ()) -> str:
@@ -41,7 +39,7 @@ def _sweep(results: Results) -> Iterator[str]:
     table = results.tables["sweep"]
     if table.empty:
         return
-    wrong = {name: int((~_flags(table[name])).sum()) for name in ("right", "obeyed", "agreed")}
+    wrong = {name: int((~flags(table[name])).sum()) for name in ("right", "obeyed", "agreed")}
     yield (
         f"Sweep: {len(table)} configs, {int((table['calls'] > 0).sum())} timed; wrong results {wrong['right']}, "
         f"not obeyed {wrong['obeyed']}, ranks differ {wrong['agreed']}"
@@ -53,16 +51,15 @@ def _sweep(results: Results) -> Iterator[str]:
         own = rows[(rows["comm"] == "nccl") & (rows["asked"] == "auto")]
         if own.empty:
             continue
-        own_us, best = float(own["p50_us"].median()), rows.sort_values("p50_us").iloc[0]
+        own_us, best = (
+            float(own["p50_us"].median()),
+            rows[is_sound(rows) | rows.index.isin(own.index)].sort_values("p50_us").iloc[0],
+        )
         what = f"{best['comm']} {best['asked']}"
         yield (
             f"  {func:<15}{format_range(n_bytes, n_bytes):>8}  untouched {own['ran'].iloc[0]:<16}{own_us:9.1f}"
             f"  best {what:<26}{best['p50_us']:9.1f}  ({best['p50_us'] / own_us:.2f})"
         )
-
-
-def _flags(column: pd.Series[Any]) -> pd.Series[Any]:
-    return column.astype(str) == "True"
 
 
 def _contention(results: Results) -> Iterator[str]:

@@ -162,35 +162,69 @@ def _calls(trace: Trace) -> pd.DataFrame:
     events = trace.events.dropna(subset=["start_ns", "end_ns"])
     events = events[events["func"].isin(("all_gather", "reduce_scatter")) & (events["n_bytes"] > 0)]
     us = (events["end_ns"] - events["start_ns"]).astype(float) / 1e3
+    events = events.assign(us=us)
+    events = events[events["table_generation"].isin(trace.tables)]
+    pair = events["algo"] + "/" + events["proto"]
+    channels = events["n_channels"].astype(str)
+    settings = pair + "/" + channels
+    call = [events[name] for name in ("comm_id", "func", "seq", "step", "asked_bytes")]
+    agreed = settings.groupby(call).transform("nunique") == 1
+    asked_for = _asked(events, trace)
+    events = events.assign(ran=settings, agreed=agreed, asked=asked_for)
     sizes = [2 ** size_class(n) for n in events["n_bytes"]]
-    events = events.assign(us=us, n_bytes=sizes)
-    has_rules = {generation for generation, rules in trace.tables.items() if rules}
-    under_table = events["table_generation"].isin(has_rules)
-    events = events.assign(tabled=under_table | ~_known(events, trace))
+    events = events.assign(n_bytes=sizes)
     rows: list[dict[str, Any]] = []
-    keys = ["func", "n_bytes", "algo", "proto", "n_channels", "tabled"]
-    for (func, n_bytes, algo, proto, channels, tabled), calls in events.groupby(keys):
-        ran = f"{algo}/{proto}/{channels}"
+    kinds = events.groupby(["func", "n_bytes", "asked", "ran"])
+    for kind, calls in kinds:
+        func, n_bytes, asked, ran = kind
         low, middle, high = np.quantile(calls["us"], (0.1, 0.5, 0.9))
-        row = {
-            "comm": "nccl",
-            "func": func,
-            "n_bytes": n_bytes,
-            "asked": ran if tabled else "auto",
-            "ran": ran,
-        }
+        row: dict[str, Any] = {"comm": "nccl", "func": func, "n_bytes": n_bytes, "asked": asked, "ran": ran}
         row |= {
             "calls": len(calls),
             "p10_us": round(low, 2),
             "p50_us": round(middle, 2),
             "p90_us": round(high, 2),
         }
-        rows.append({**row, "right": True, "obeyed": True, "agreed": True})
+        row["right"] = ""
+        row["obeyed"] = _obeyed(asked, ran)
+        row["agreed"] = bool(calls["agreed"].all())
+        rows.append(row)
     return pd.DataFrame(rows, columns=list(COLUMNS["sweep"]))
 
 
-def _known(events: pd.DataFrame, trace: Trace) -> pd.Series[Any]:
-    return events["table_generation"].isin(trace.tables)
+def _asked(events: pd.DataFrame, trace: Trace) -> list[str]:
+    """What the table of each call asked for, ``auto`` where it has no row for the call."""
+    names = ["table_generation", "func", "n_ranks", "n_nodes", "whole"]
+    asked = events["asked_bytes"]
+    whole = asked.where(asked > 0, events["n_bytes"])
+    calls = events.assign(whole=whole)[names]
+    known = {
+        call: _row_for(call, trace) for call in calls.drop_duplicates().itertuples(index=False, name=None)
+    }
+    return [known[call] for call in calls.itertuples(index=False, name=None)]
+
+
+def _row_for(call: tuple[Any, ...], trace: Trace) -> str:
+    generation, func, n_ranks, n_nodes, n_bytes = call
+    for rule in trace.tables[int(generation)]:
+        least = int(rule["min_bytes"])
+        most = int(rule["max_bytes"])
+        is_size = least <= n_bytes <= most
+        sizes = int(rule["n_ranks"]), int(rule["n_nodes"])
+        is_comm = sizes in ((0, 0), (n_ranks, n_nodes))
+        if rule["func"] == func and is_size and is_comm:
+            return str(rule["decision"])
+    return "auto"
+
+
+def _obeyed(asked: str, ran: str) -> bool:
+    """Whether a call ran as asked for; NCCL may take fewer channels."""
+    if asked == "auto":
+        return True
+    wanted = asked.split("/")
+    had = ran.split("/")
+    most = int(wanted[2]) if len(wanted) > 2 else int(had[2])
+    return wanted[:2] == had[:2] and int(had[2]) <= most
 
 
 def _relative(series: Mapping[str, np.ndarray[Any, Any]]) -> pd.DataFrame:

@@ -1,11 +1,14 @@
 """Two recordings compared: whether collectives explain why steps became longer. And sizes that padding would cure."""
 
 import json
+from dataclasses import asdict
 
 import pandas as pd
 import pytest
 import recordings_made as made
 from command import invoke
+from dynamiccl.agent.advice.alignment import Misaligned
+from dynamiccl.agent.advice.texts import MOST_PADDED, _print_lists
 from dynamiccl.traces.assemble import EVENT_COLUMNS, STEP_COLUMNS, WAIT_COLUMNS, complete
 from dynamiccl.traces.writer import TraceWriter
 
@@ -164,6 +167,14 @@ def test_sizes_per_rank_that_are_no_multiple_of_16_are_named_with_the_padding(
         assert (row["func"], row["bytes_per_rank"], row["n_ranks"]) == ("all_gather", per_rank, 16)
         assert row["calls"] == 2 * 2 * made.N_STEPS and (per_rank + row["pad_bytes"]) % 16 == 0
         assert f"Pad each rank's part by {pad}" in " ".join(text.split())
+
+
+def test_a_job_with_a_size_for_each_length_of_a_text_gets_few_lines_of_padding(capsys):
+    """Before: a line for each size."""
+    row = asdict(Misaligned("all_gather 5-8 MiB", "all_gather", 16, 6_294_530, 2, 14, 7, "bfloat16"))
+    _print_lists({"misaligned": [row] * 5000, "unknown": [], "launch": []})
+    told = capsys.readouterr().out
+    assert told.count("Pad each") == MOST_PADDED and "4990 other sizes" in told
 
 
 def sampled(folder, call_ms, every, n_steps=60, told=None, waits=False):

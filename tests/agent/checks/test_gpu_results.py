@@ -87,6 +87,7 @@ OTHER_RUNS = {
     "has ranks 8, not 2, nodes 4, not 1": {"ranks": 8, "nodes": 4},
     "has placement apart, not hosts": {"placement": "apart"},
     "has network infiniband, not ethernet": {"network": "infiniband"},
+    "has environment {}, not {'NCCL_IB_DISABLE': '1'}": {"environment": {}},
     "has nccl 2.30.7, not 2.28.9": {"versions": {"nccl": "2.30.7"}},
 }
 
@@ -110,6 +111,8 @@ ANSWERED = {"truth": {"races": {"best table": {"asked_answered": {"untouched": [
         ({"steps": 120}, "120 alternating steps, 200 are needed"),
         ({"gain": 0.0}, "does not exclude"),
         ({"environment": {"NCCL_MIN_CTAS": "16"}}, "not NCCL untouched: NCCL_MIN_CTAS was set"),
+        ({"environment": {"NCCL_P2P_DISABLE": "1"}}, "not NCCL untouched: NCCL_P2P_DISABLE was set"),
+        ({"environment": {"NCCL_IB_DISABLE": "0"}}, "not NCCL untouched: NCCL_IB_DISABLE was set"),
         ({"parts": ANSWERED}, "the tuner answered 3 of 900 questions"),
     ],
 )
@@ -169,6 +172,21 @@ def test_the_best_table_is_the_fastest_config_of_each_collective(tmp_path):
     table = judge.best_table(results.tables["sweep"], "nccl", 2**23)
     assert table == "all_gather:8388608:ring/simple/4;reduce_scatter:8388608:ring/simple/4"
     assert judge.best_table(results.tables["sweep"], "raised", 2**23) == ""
+
+
+@pytest.mark.parametrize("flag", ["right", "obeyed", "agreed"])
+def test_a_config_that_went_wrong_is_neither_the_best_nor_claimed(tmp_path, flag):
+    """Before: a config was the fastest because its result was wrong, and its gain was a claim."""
+    first, second = (claim(tmp_path, name, gain=0.02) for name in ("first", "second"))
+    sweep = first.tables["sweep"]
+    is_bad = (sweep["func"] == "all_gather") & (sweep["asked"] == "ring/simple/4")
+    sweep[flag] = sweep[flag].astype(object).mask(is_bad, "False")
+    best = judge.best_table(sweep, "nccl", 2**23)
+    assert best == "all_gather:8388608:ring/simple/8;reduce_scatter:8388608:ring/simple/4"
+    said = page(first, [second])
+    assert "no claim: in the sweep all_gather:8388608:ring/simple/4 was wrong, not obeyed" in said
+    fastest = [line for line in said.splitlines() if "all_gather" in line and "untouched ring" in line]
+    assert fastest and not any("ring/simple/4" in line for line in fastest)
 
 
 def test_the_silent_tuner_is_compared_block_by_block(tmp_path):

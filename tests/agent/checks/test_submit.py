@@ -16,6 +16,7 @@ from dynamiccl.traces.writer import TraceWriter
 from gpu_results import folder
 from paths import DATA
 from restarted import restarted
+from synthetic_trace import ROOT_BYTES, write_run
 
 #: What must never leave: planted wherever a run could hold it.
 SECRETS = ("secret-host-17", "jane.doe", "/home/jane/model", "10.1.2.3", "GPU-1b2c3d4e", "0xdeadbeef")
@@ -75,6 +76,23 @@ def test_a_tuning_run_is_submitted_by_size_class(tmp_path):
     assert len(sweep) and all(size & (size - 1) == 0 for size in sweep["n_bytes"])
     assert faults(tmp_path / "out") == []
     assert main([tmp_path / "out"]) == 1  # the demo's times are emulated
+
+
+def test_a_tuning_run_says_what_its_tables_asked_for_and_whether_ranks_agreed(tmp_path):
+    """Before: what ran was called what was asked for, and each row was right, obeyed and alike."""
+    trace = write_run(tmp_path / "run" / "trace", search=4, final=2)[1]
+    build(tmp_path / "run", tmp_path / "out")
+    sweep = pd.read_csv(tmp_path / "out" / SWEEP)
+    assert sweep["right"].isna().all() and sweep["agreed"].all()
+    assert set(sweep[sweep["n_bytes"] == ROOT_BYTES]["asked"]) == {"auto"}  # no table has a row for it
+    assert (sweep["asked"] != "auto").any() and not [f for f in faults(tmp_path / "out") if "obedience" in f]
+    changed = trace.events["proto"].mask(
+        (trace.events["rank"] == 1) & (trace.events["seq"] % 3 == 0), "simple"
+    )
+    with TraceWriter(tmp_path / "bad" / "trace", trace.header) as writer:
+        writer.write(trace.events.assign(proto=changed), trace.steps)
+    build(tmp_path / "bad", tmp_path / "refused")
+    assert any("ranks differ" in fault for fault in faults(tmp_path / "refused"))
 
 
 def test_steps_of_a_job_that_was_started_again_stay_in_order(tmp_path):

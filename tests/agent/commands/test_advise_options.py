@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import recordings_made as made
@@ -88,3 +89,66 @@ def test_a_run_beside_other_files_is_refused(tmp_path):
     for others in ([profiles / "rank0.trace.json"], [profiles, tmp_path / "run"]):
         result = run(tmp_path / "run", *others)
         assert result.exit_code == 2 and "is the folder of a run: give it alone" in result.stderr
+
+
+def test_advice_is_told_though_the_table_cannot_be_written(many, tmp_path):
+    """Before: a traceback, and not a word of the advice."""
+    result = run(many, *PLACE, "--out", tmp_path / "none" / "table.json")
+    assert result.exit_code == 2 and "of the step" in result.stdout
+    assert result.stderr.startswith("error: ") and "No such file or directory" in result.stderr
+
+
+def test_a_comparison_refuses_a_cluster_that_it_would_not_use(tmp_path):
+    folders = [made.kineto(tmp_path / name, compute=name == "a") for name in "ab"]
+    result = run(*folders, *PLACE)
+    assert result.exit_code == 2 and "--cluster and --nccl are for one recording" in result.stderr
+
+
+def test_relative_and_absolute_paths_may_be_mixed(many, tmp_path, monkeypatch):
+    """Before: "Can't mix absolute and relative paths"."""
+    monkeypatch.chdir(tmp_path)
+    first, second = sorted(path.name for path in many.iterdir())[:2]
+    assert run(many / first, f"many/{second}", *PLACE).exit_code == 0
+
+
+def test_a_folder_that_may_not_be_entered_is_an_error_of_one_line(monkeypatch, tmp_path):
+    locked, real = tmp_path / "locked", Path.exists
+
+    def refused(path, **more):
+        if path.is_relative_to(locked):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, **more)
+
+    monkeypatch.setattr(Path, "exists", refused)
+    for words in (["advise", locked], ["show", locked], ["doctor", "--trace", locked]):
+        result = invoke(words)
+        assert result.exit_code == 2 and "Permission denied" in result.stderr
+
+
+def test_another_runs_verdict_is_not_told_of_a_recording(many, tmp_path):
+    """Before: the first summary.json beside a profile answered for it."""
+    for folder in (tmp_path, many):
+        (folder / "summary.json").write_text(json.dumps({"speedup": 1.3}))
+    result = run(*sorted(many.glob("*rank*")), *PLACE)
+    assert result.exit_code == 0 and "measured by this run" not in result.stdout
+    shown = invoke(["show", str(sorted(many.iterdir())[0])])
+    assert "1.3" not in shown.stdout and "no decisions" in shown.stdout
+
+
+def test_steps_without_calls_count(many):
+    """Accumulated gradients: collectives in each tenth step. Before: ten times their share of the step."""
+    for path in many.iterdir():
+        document = json.loads(path.read_text())
+        events = document["traceEvents"]
+        document["traceEvents"] = [
+            e for e in events if "Collective name" not in e["args"] or int(e["ts"] // made.STEP_US) % 10 == 0
+        ]
+        path.write_text(json.dumps(document))
+    told = json.loads(run(many, *PLACE, "--json").stdout)
+    gather = next(slot for slot in told["slots"] if slot["func"] == "all_gather")
+    assert gather["calls"] == pytest.approx(0.2) and told["communication"] < 0.1
+    assert gather["exposed_share"] is None or gather["exposed_share"] < 0.1
+    shown = json.loads(invoke(["show", str(many), "--json"]).stdout)
+    assert {slot["func"]: slot["calls"] for slot in shown["slots"]}["all_gather"] == pytest.approx(0.2)
+    settings = invoke(["doctor", "--json", "--trace", str(many)]).stdout
+    assert json.loads(settings)["checked"]["settings"].startswith("not compared: another tool's")

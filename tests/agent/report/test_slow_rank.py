@@ -34,6 +34,13 @@ def test_a_rank_that_the_others_wait_for_is_named_with_its_price():
     assert "rank 2, 20% of the step" in said and "your fabric or a slow rank, not your algorithm" in said
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_the_waiting_is_told_alike_for_any_number_of_ranks(ranks):
+    """Before: of two ranks half of it, as the median of two durations is their mean."""
+    assert "rank 1, 20% of the step" in find(trace(200.0, ranks=ranks, rank=1))
+    assert "rank 1, 8% of the step" in find(trace(80.0, ranks=ranks, rank=1))
+
+
 @pytest.mark.parametrize("made", [trace(0.0), trace(30.0)], ids=["alike", "less than a setting gives"])
 def test_nothing_is_said_where_no_rank_is_to_blame(made):
     assert find(made) == ""

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from dynamiccl.envs.replay.measured import Measured
+from dynamiccl.envs.replay.measured import MOST_POINTS, Measured
 from paths import DATA
 
 PUBLIC = DATA / "measured.csv"
@@ -104,3 +104,19 @@ def test_impossible_measurements_are_refused():
     for us in ([0.0], [np.nan], []):
         with pytest.raises(ValueError, match="finite and above 0"):
             fitted(np.ones(len(us)), np.ones(len(us)), np.array(us))
+
+
+def test_a_job_with_thousands_of_sizes_needs_no_more_memory_than_one_with_few():
+    """Sizes that follow the lengths of texts. Before: matrices of all sizes by all, 100 GB beside a running job."""
+
+    def truth(b, c):
+        return np.log(20 + b / (20e3 * np.minimum(c, 12)))
+
+    sizes = 2**20 + 1024 * np.arange(6000)
+    counts = np.where(sizes % 4096, 8, 16)
+    model = Measured(sizes, counts, 1.3 * np.exp(truth(sizes, counts)), formula=truth)
+    assert len(model.known) < MOST_POINTS / 4
+    for size, count in ((sizes[3], 8), (sizes[3000], 16), (2**24, 16)):
+        assert model.predict_us(size, count) == pytest.approx(1.3 * np.exp(truth(size, count)), rel=0.05)
+    few = Measured(sizes[:MOST_POINTS], counts[:MOST_POINTS], np.arange(1.0, MOST_POINTS + 1), formula=truth)
+    assert [few.predict_us(b, c) for b, c in zip(sizes[:3], counts[:3], strict=True)] == [1.0, 2.0, 3.0]
