@@ -18,7 +18,7 @@ from ..nccl.rings import Ring
 from ..nccl.run_folder import LAUNCHER, STATUS, STOP, WORD
 from ..nccl.shm import RunFolder
 from ..nccl.site_switch import switched_off
-from .job_ends import FEWEST_STEPS, Closed, Stopped, Withdrawn
+from .job_ends import FEWEST_STEPS, Closed, OnAnotherNode, Stopped, Withdrawn
 from .locks import is_locked
 from .obedience import CallAudit, Obedience
 
@@ -174,11 +174,17 @@ class Reader:
         """The job took its first steps, so all ranks were there, and took few."""
         return 1 < self.last_step < FEWEST_STEPS
 
+    def _has_rank_0(self) -> bool:
+        """Whether rank 0 runs on this node, or no rank has told yet where it runs."""
+        return not self.ranks or 0 in self.ranks
+
     def check(self) -> None:
         """Raise what ends tuning while the job goes on: Withdrawn, Stopped, Closed."""
         two_ways = ""
         if self.audit.mismatches:
-            two_ways = RunEnds.TWO_WAYS(example=self.audit.example)
+            # A table is withdrawn in the file that the probe of rank 0 reads. Ours is read by nobody where it is not.
+            reason = RunEnds.TWO_WAYS if self._has_rank_0() else OnAnotherNode.TWO_WAYS_STILL
+            two_ways = reason(example=self.audit.example)
         if two_ways and not self.audit.is_told:
             raise Withdrawn(two_ways)
         if (self.run.path / STOP).exists():
