@@ -76,7 +76,7 @@ class Daemon:
         windows = LiveWindows(self.job, funcs=("all_gather",) if request.bitwise else TUNED_FUNCS)
         self.tuner = Tuner(windows, policy, config_of(request), self._tell, self._recall)
         self.outcome = self.tuner.outcome
-        self._closed = False
+        self._closed = ""  # why the ranks change no tables, while they do not
         self._results, self._page = Results(self.out), ReportPage(self.out)
         if request.log_to:
             start_follower(self.out, request.log_to)
@@ -248,8 +248,8 @@ class Daemon:
                 job.rest()
                 job.check()
                 if self._closed:  # ranks that were started again have agreed anew
-                    self._closed, over = False, tuner.search is None
-                    self.outcome.ended = None
+                    ended, self._closed, over = self._closed, "", tuner.search is None
+                    self.outcome.ended = None if self.outcome.ended == ended else self.outcome.ended
                 if tuner.looks_again():
                     self._say("looking again for what can be tuned")
                     if not self._tune():
@@ -277,7 +277,7 @@ class Daemon:
         # The ranks themselves have gone back to what was confirmed.
         if not self._closed and str(reason) != self.outcome.ended:  # else the search has said it
             self._say(str(reason))
-        self._closed = True
+        self._closed = str(reason)
         return True
 
     def _keep_up(self) -> None:

@@ -219,6 +219,9 @@ class Tuner:
             self.outcome.ended = str(error)
             self._look_again.put_off(self.windows.job.last_step)
             return
+        except JobEnded:  # not for good either: ranks that are started again may agree
+            self._look_again.put_off(self.windows.job.last_step)
+            raise
         finally:
             self._tell_profile()
         first = self._configs(self.recall(self.windows))

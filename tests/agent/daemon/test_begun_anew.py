@@ -3,10 +3,13 @@
 import pytest
 from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
+from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.envs.live import windows as live_windows
+from dynamiccl.envs.live.job_ends import Closed
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.search.config import SearchConfig
 from fake_job import STEP_MS, FakeJob
+from watched_job import WatchedJob, tuner_of
 
 
 class Guard:
@@ -53,3 +56,43 @@ def test_a_job_that_becomes_another_has_one_budget(guard):
     costs = tuner.costs
     assert costs.budget_ms == pytest.approx(budget_steps * STEP_MS, rel=0.01)
     assert costs.search_ms == pytest.approx(tuner.search.lost * STEP_MS, rel=0.05)
+
+
+def test_a_table_that_the_next_search_adopts_is_kept_also_before_its_verdict(folder, tmp_path, guard):
+    """Before: told as not kept, here and on disk; for good if the job ended there."""
+    out, looks = tmp_path / "out", []
+
+    def look(job):
+        search = one.tuner.search
+        if not looks and search.is_over:
+            guard.is_due = True
+            looks.append(job.last_step)
+        has_gain = bool(looks) and not search.is_over and search.confirmed.any()
+        if has_gain:
+            on_disk = RunSummary.read(out)
+            assert on_disk.kept and on_disk.steps_to_verdict is None and (out / "table.json").exists()
+        return not has_gain
+
+    job = WatchedJob(folder, look)
+    with tuner_of(job, out) as one:
+        last = one.serve()
+    assert job.confirmed and last.kept and last.in_force != "default" and last.steps_to_first_gain > looks[0]
+
+
+def test_ranks_that_agree_only_in_a_later_life_are_tuned_then(folder, tmp_path):
+    """Before: nothing was tuned any more if the agreement was closed while the job was profiled."""
+    looks = []
+
+    def look(job):
+        looks.append(job.last_step)
+        return len(looks) < 400
+
+    class Restarted(WatchedJob):
+        def check(self):
+            if len(looks) < 50:
+                raise Closed("the ranks never switched tables: rank 3 has no plugin")
+
+    job = Restarted(folder, look)
+    with tuner_of(job, tmp_path / "out") as one:
+        last = one.serve()
+    assert last.kept and not last.ended and job.confirmed
