@@ -15,12 +15,13 @@ from ...traces.assemble import Assembler, as_records
 from ...traces.reasons import NotTuning, RunEnds
 from ...traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState
 from ..nccl.rings import Ring
-from ..nccl.run_folder import LAUNCHER, STATUS, STOP, WORD
+from ..nccl.run_folder import LAUNCHER, SAID, STATUS, STOP, WORD
 from ..nccl.shm import RunFolder
 from ..nccl.site_switch import switched_off
 from .job_ends import FEWEST_STEPS, Closed, OnAnotherNode, Stopped, Withdrawn
 from .locks import is_locked
 from .obedience import CallAudit, Obedience
+from .readings import Reading, note, readings_of
 
 log = logging.getLogger("dynamiccl.live")
 logging.getLogger("dynamiccl").addHandler(logging.NullHandler())
@@ -55,7 +56,7 @@ class Reader:
             None  # of the ranks' agreement, as rank 0 said it last
         )
         self.heard = HeardOfTurns()
-        self._known: set[str] = set()  # rings whose communicators and offers were read
+        self._readings = readings_of(run.path)  # by the name of each ring
         self._fresh: list[np.ndarray[Any, Any]] = []
         self._stepped_at = 0.0  # when the first step of any rank was seen
         self._alive_at = time.monotonic()
@@ -95,18 +96,30 @@ class Reader:
         if ring.name in self.damaged:
             return False
         try:
-            if ring.name not in self._known:  # what was announced before we came
-                self._known.add(ring.name)
+            reading = self._readings.setdefault(ring.name, Reading())
+            is_first = not reading.is_begun
+            if is_first:  # what was announced before we came
                 self.assembler.add(ring.known(), ring.pid)
+                reading.is_past = not ring.is_alive() and any(other.is_alive() for other in self.run.rings())
+                reading.is_begun = True
             records = ring.drain()
         except (OSError, ValueError) as error:  # its process may have scribbled over it: the others go on
             self.damaged[ring.name] = str(error)
             log.warning("ring %s cannot be read any more: %s", ring.name, error)
             return False
-        self.lost[ring.name] = ring.lost
+        if is_first and ring.lost:
+            reading.lost_before = ring.lost
+            self.state = self.state or self._last_state()
+        self.lost[ring.name] = ring.lost - reading.lost_before
         if len(records):
-            self._read(records, ring.pid)
+            self._read(records, ring.pid, reading)
         return len(records) > 0
+
+    def _last_state(self) -> tuple[AgreementState, str] | None:
+        """As rank 0 left it in the run folder: its record is gone where a ring has gone round."""
+        with contextlib.suppress(OSError, ValueError):
+            return AgreementState(int((self.run.path / SAID).read_text())), self._word()
+        return None
 
     def _is_over(self, ring: Ring) -> bool:
         """Whether nothing more can come from a ring. Asked in this order: a process may write until it ends."""
@@ -114,10 +127,13 @@ class Reader:
             return False
         return ring.name in self.damaged or ring.is_read()
 
-    def _read(self, records: np.ndarray[Any, Any], pid: int) -> None:
-        self.assembler.add(records, pid)
+    def _read(self, records: np.ndarray[Any, Any], pid: int, reading: Reading) -> None:
         rows = as_records(records, COLL_DTYPE)
-        calls = rows[rows["kind"] == COLL]
+        new = rows[reading.is_new(rows)]
+        self.assembler.add(new, pid)
+        if reading.is_past:
+            return
+        calls = new[new["kind"] == COLL]
         self.audit.add(calls, pid)
         self.obedience.add(calls)
         for row in rows[rows["kind"] == STATE].view(STATE_DTYPE):
@@ -147,6 +163,10 @@ class Reader:
         with contextlib.suppress(OSError, UnicodeDecodeError):
             return (self.run.path / WORD).read_text()
         return ""
+
+    def note_readings(self) -> None:
+        """What was read until now is in the trace: a later tuner of this run neither writes nor judges it again."""
+        note(self.run.path, self._readings)
 
     def new_steps(self) -> list[np.ndarray[Any, Any]]:
         """STEP records of rank 0 since the last call, in pieces."""
