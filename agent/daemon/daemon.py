@@ -83,7 +83,7 @@ class Daemon:
         self._before = RunSummary()  # of an earlier tuner of the run: it holds until this one searches
         if self.job.confirmed:
             self.outcome.kept = True  # also if this tuner ends before it has measured anything
-            self._go_on_from(RunSummary.read(self.out))
+        self._go_on_from(RunSummary.read(self.out))
         if again:  # last: one that is refused has undone nothing
             (run.path / STOP).unlink(missing_ok=True)
 
@@ -100,12 +100,12 @@ class Daemon:
 
     def _go_on_from(self, before: RunSummary) -> None:
         """Take over the figures of an earlier tuner of this run: what the job has lost stays lost."""
-        if before.run != str(self.run.path):
-            return
-        self._before = before
-        self.tuner.costs = Costs.after(before)
-        self.outcome.steps_to_first_gain = before.steps_to_first_gain
-        self.outcome.steps_to_verdict = before.steps_to_verdict
+        if before.run == str(self.run.path):
+            self.tuner.costs = Costs.after(before, bool(self.job.confirmed))
+            if self.job.confirmed:
+                self._before = before
+                self.outcome.steps_to_first_gain = before.steps_to_first_gain
+                self.outcome.steps_to_verdict = before.steps_to_verdict
 
     def serve(self, signals: Signals | None = None) -> RunSummary:
         """Tune, and stay to the end of the job; returns the summary (also ``summary.json``).

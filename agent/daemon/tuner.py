@@ -226,6 +226,8 @@ class Tuner:
             self._tell_profile()
         first = self._configs(self.recall(self.windows))
         prior, account = Prior.load(), self._account
+        account.lost += self.costs.lost_before_ms / float(np.median(default.step_ms))
+        self.costs.lost_before_ms = 0.0
         self.search = Search(job, default, prior, self.config, first, self.windows.confirm, account)
 
     def _configs(self, decisions: Decisions) -> Array:

@@ -1,5 +1,7 @@
 """What a tuner keeps over a search that begins anew: what was lost, what was kept, and when it looks again."""
 
+import os
+
 import pytest
 from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
@@ -96,3 +98,30 @@ def test_ranks_that_agree_only_in_a_later_life_are_tuned_then(folder, tmp_path):
     with tuner_of(job, tmp_path / "out") as one:
         last = one.serve()
     assert last.kept and not last.ended and job.confirmed
+
+
+def test_what_an_interrupted_tuner_has_lost_counts_for_the_next_one_of_the_run(folder, tmp_path):
+    """Before: forgotten where nothing had been confirmed, and the next one might lose the whole budget again."""
+    out = tmp_path / "out"
+
+    class Slower(WatchedJob):
+        def _ms(self, decisions):
+            return self.base_ms * (1 + 0.06 * sum(not d.is_auto for d in decisions.values()))
+
+    def interrupt(line):
+        if line.index == 8:
+            raise KeyboardInterrupt
+
+    with tuner_of(Slower(folder, lambda job: True), out) as one, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder, "close", lambda remove: None)
+        one.on_window = interrupt
+        first = one.serve()
+    assert not first.kept and first.cost_s > 0
+    for fd in (one._lock, one._out_lock):
+        os.close(fd)
+    with tuner_of(Slower(folder, lambda job: False), out) as two:
+        last = two.serve()
+    lost_ms = two.tuner.search.lost * STEP_MS
+    assert last.windows > first.windows and last.cost_s > first.cost_s
+    assert lost_ms == pytest.approx(1e3 * (last.cost_s + last.trials_cost_s), rel=0.1)
+    assert last.budget_s == pytest.approx(first.budget_s, rel=0.02)
