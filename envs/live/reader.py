@@ -100,7 +100,9 @@ class Reader:
             is_first = not reading.is_begun
             if is_first:  # what was announced before we came
                 self.assembler.add(ring.known(), ring.pid)
-                reading.is_past = not ring.is_alive() and any(other.is_alive() for other in self.run.rings())
+                has_other_life = any(other.is_alive() for other in self.run.rings())
+                is_over = not ring.is_alive()
+                reading.is_past = is_over and has_other_life
                 reading.is_begun = True
             records = ring.drain()
         except (OSError, ValueError) as error:  # its process may have scribbled over it: the others go on
@@ -118,7 +120,11 @@ class Reader:
     def _last_state(self) -> tuple[AgreementState, str] | None:
         """As rank 0 left it in the run folder: its record is gone where a ring has gone round."""
         with contextlib.suppress(OSError, ValueError):
-            return AgreementState(int((self.run.path / SAID).read_text())), self._word()
+            text = (self.run.path / SAID).read_text()
+            code = int(text)
+            state = AgreementState(code)
+            word = self._word()
+            return state, word
         return None
 
     def _is_over(self, ring: Ring) -> bool:
@@ -137,7 +143,9 @@ class Reader:
         self.audit.add(calls, pid)
         self.obedience.add(calls)
         for row in rows[rows["kind"] == STATE].view(STATE_DTYPE):
-            begun, word = bytes(row["text"]).split(b"\0", 1)[0].decode("utf-8", "ignore"), self._word()
+            raw = bytes(row["text"]).split(b"\0", 1)[0]
+            begun = raw.decode("utf-8", "ignore")
+            word = self._word()
             text = word if word.startswith(begun) else begun
             self.state = AgreementState(int(row["code"])), text
             self._hear(self.state[0], text, int(row["generation"]))
