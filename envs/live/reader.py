@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...traces.assemble import Assembler, as_records
-from ...traces.reasons import NotTuning, RunEnds
+from ...traces.reasons import NotTuning, Reason, RunEnds
 from ...traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState
 from ..nccl.rings import Ring
 from ..nccl.run_folder import LAUNCHER, SAID, STATUS, STOP, WORD
@@ -211,7 +211,7 @@ class Reader:
         two_ways = ""
         if self.audit.mismatches:
             # A table is withdrawn in the file that the probe of rank 0 reads. Ours is read by nobody where it is not.
-            reason = RunEnds.TWO_WAYS if self._has_rank_0() else OnAnotherNode.TWO_WAYS_STILL
+            reason: Reason = RunEnds.TWO_WAYS if self._has_rank_0() else OnAnotherNode.TWO_WAYS_STILL
             two_ways = reason(example=self.audit.example)
         if two_ways and not self.audit.is_told:
             raise Withdrawn(two_ways)
