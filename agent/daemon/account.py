@@ -88,19 +88,25 @@ class Costs:
     search_ms: float = 0.0  # what they lost against the default
     budget_ms: float = 0.0  # what they may lose
     budget_before_ms: float = 0.0  # what those of an earlier tuner of the run were allowed, part of it
+    lost_before_ms: float = (
+        0.0  # what they lost, until the search of this tuner begins: it counts for its budget
+    )
     trials: int = 0  # windows after the verdict that tried something
     trials_ms: float = 0.0  # what they lost against the current table
     best: tuple[str, float] | None = None  # of single windows: the letter, its time over the default's
 
     @classmethod
-    def after(cls, before: RunSummary) -> Costs:
-        """Of a tuner that goes on where an earlier one of the same run has ended."""
+    def after(cls, before: RunSummary, has_table: bool) -> Costs:
+        """Of a tuner that goes on where an earlier one of the same run has ended. One whose table is in force gains
+        from it, and may lose as much again if the job changes; else the job has one budget."""
+        lost_ms = 1e3 * ((before.cost_s or 0.0) + (before.trials_cost_s or 0.0))
         budget_ms = 1e3 * (before.budget_s or 0.0)
         return cls(
             windows=before.windows or 0,
             search_ms=1e3 * (before.cost_s or 0.0),
             budget_ms=budget_ms,
-            budget_before_ms=budget_ms,
+            budget_before_ms=budget_ms if has_table else 0.0,
+            lost_before_ms=0.0 if has_table else lost_ms,
             trials=before.trials or 0,
             trials_ms=1e3 * (before.trials_cost_s or 0.0),
         )

@@ -76,14 +76,14 @@ class Daemon:
         windows = LiveWindows(self.job, funcs=("all_gather",) if request.bitwise else TUNED_FUNCS)
         self.tuner = Tuner(windows, policy, config_of(request), self._tell, self._recall)
         self.outcome = self.tuner.outcome
-        self._closed = False
+        self._closed = ""  # why the ranks change no tables, while they do not
         self._results, self._page = Results(self.out), ReportPage(self.out)
         if request.log_to:
             start_follower(self.out, request.log_to)
         self._before = RunSummary()  # of an earlier tuner of the run: it holds until this one searches
         if self.job.confirmed:
             self.outcome.kept = True  # also if this tuner ends before it has measured anything
-            self._go_on_from(RunSummary.read(self.out))
+        self._go_on_from(RunSummary.read(self.out))
         if again:  # last: one that is refused has undone nothing
             (run.path / STOP).unlink(missing_ok=True)
 
@@ -100,12 +100,12 @@ class Daemon:
 
     def _go_on_from(self, before: RunSummary) -> None:
         """Take over the figures of an earlier tuner of this run: what the job has lost stays lost."""
-        if before.run != str(self.run.path):
-            return
-        self._before = before
-        self.tuner.costs = Costs.after(before)
-        self.outcome.steps_to_first_gain = before.steps_to_first_gain
-        self.outcome.steps_to_verdict = before.steps_to_verdict
+        if before.run == str(self.run.path):
+            self.tuner.costs = Costs.after(before, bool(self.job.confirmed))
+            if self.job.confirmed:
+                self._before = before
+                self.outcome.steps_to_first_gain = before.steps_to_first_gain
+                self.outcome.steps_to_verdict = before.steps_to_verdict
 
     def serve(self, signals: Signals | None = None) -> RunSummary:
         """Tune, and stay to the end of the job; returns the summary (also ``summary.json``).
@@ -248,8 +248,8 @@ class Daemon:
                 job.rest()
                 job.check()
                 if self._closed:  # ranks that were started again have agreed anew
-                    self._closed, over = False, tuner.search is None
-                    self.outcome.ended = None
+                    ended, self._closed, over = self._closed, "", tuner.search is None
+                    self.outcome.ended = None if self.outcome.ended == ended else self.outcome.ended
                 if tuner.looks_again():
                     self._say("looking again for what can be tuned")
                     if not self._tune():
@@ -277,7 +277,7 @@ class Daemon:
         # The ranks themselves have gone back to what was confirmed.
         if not self._closed and str(reason) != self.outcome.ended:  # else the search has said it
             self._say(str(reason))
-        self._closed = True
+        self._closed = str(reason)
         return True
 
     def _keep_up(self) -> None:

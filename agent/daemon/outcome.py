@@ -45,6 +45,7 @@ class Outcome:
         self.n_comparisons = self._n_dropped = 0
         self.summary.kept = False
         self.summary.in_force = DEFAULT
+        self.summary.steps_to_first_gain = self.summary.steps_to_verdict = None
         self.summary.dropped = dropped or self.summary.dropped
 
     def disobeyed(self, row: Disobeyed) -> None:

@@ -219,10 +219,15 @@ class Tuner:
             self.outcome.ended = str(error)
             self._look_again.put_off(self.windows.job.last_step)
             return
+        except JobEnded:  # not for good either: ranks that are started again may agree
+            self._look_again.put_off(self.windows.job.last_step)
+            raise
         finally:
             self._tell_profile()
         first = self._configs(self.recall(self.windows))
         prior, account = Prior.load(), self._account
+        account.lost += self.costs.lost_before_ms / float(np.median(default.step_ms))
+        self.costs.lost_before_ms = 0.0
         self.search = Search(job, default, prior, self.config, first, self.windows.confirm, account)
 
     def _configs(self, decisions: Decisions) -> Array:

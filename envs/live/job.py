@@ -120,6 +120,7 @@ class Job(Reader):
                 self.writer.update_header(records_lost=lost)
                 log.warning("%d records of the job were lost so far", lost)
             events, steps, waits = self.writer.drain(self.assembler, everything, self.thin)
+            self.note_readings()
         else:
             events, steps = self.assembler.take(everything)
             waits = self.assembler.take_waits()
@@ -342,16 +343,20 @@ class Job(Reader):
                 raise JobEnded(self.ended())
             if self.heard.refused == attempt.generation:
                 return Cut(self.heard.why)
-            if (cut := self._wait(attempt, last)) is not None:
+            if (cut := self._wait(attempt, began, last)) is not None:
                 return cut
             time.sleep(POLL_S * (5 if self.thin else 1))
         self._told = ""
         return None
 
-    def _wait(self, attempt: Attempt | Lease, last: float) -> Cut | None:
-        """No step has come since ``last``: say what is waited for; in a pause wait, however long, until one comes."""
-        silent_s = time.monotonic() - last
-        if not attempt.seen and (silent_s > 2 or (self.state and self.state[0] == AgreementState.LOSING)):
+    def _wait(self, attempt: Attempt | Lease, began: float, last: float) -> Cut | None:
+        """No step has come since ``last``: say what is waited for; in a pause wait, however long, until one comes. Say
+        it also if steps come, but none under the table that was published when it ``began``."""
+        now = time.monotonic()
+        silent_s = now - last
+        is_told = bool(self.no_switch()) and now - began > 2
+        is_losing = self.state is not None and self.state[0] == AgreementState.LOSING
+        if not attempt.seen and (silent_s > 2 or is_told or is_losing):
             self._say(f"waiting: {self.waits_for()}")
         if silent_s <= self.rhythm.silence_s:
             return None

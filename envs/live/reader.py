@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 
 from ...traces.assemble import Assembler, as_records
-from ...traces.reasons import NotTuning, RunEnds
+from ...traces.reasons import NotTuning, Reason, RunEnds
 from ...traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState
 from ..nccl.rings import Ring
-from ..nccl.run_folder import LAUNCHER, STATUS, STOP, WORD
+from ..nccl.run_folder import LAUNCHER, SAID, STATUS, STOP, WORD
 from ..nccl.shm import RunFolder
 from ..nccl.site_switch import switched_off
-from .job_ends import FEWEST_STEPS, Closed, Stopped, Withdrawn
+from .job_ends import FEWEST_STEPS, Closed, OnAnotherNode, Stopped, Withdrawn
 from .locks import is_locked
 from .obedience import CallAudit, Obedience
+from .readings import Reading, note, readings_of
 
 log = logging.getLogger("dynamiccl.live")
 logging.getLogger("dynamiccl").addHandler(logging.NullHandler())
@@ -55,7 +56,7 @@ class Reader:
             None  # of the ranks' agreement, as rank 0 said it last
         )
         self.heard = HeardOfTurns()
-        self._known: set[str] = set()  # rings whose communicators and offers were read
+        self._readings = readings_of(run.path)  # by the name of each ring
         self._fresh: list[np.ndarray[Any, Any]] = []
         self._stepped_at = 0.0  # when the first step of any rank was seen
         self._alive_at = time.monotonic()
@@ -95,18 +96,36 @@ class Reader:
         if ring.name in self.damaged:
             return False
         try:
-            if ring.name not in self._known:  # what was announced before we came
-                self._known.add(ring.name)
+            reading = self._readings.setdefault(ring.name, Reading())
+            is_first = not reading.is_begun
+            if is_first:  # what was announced before we came
                 self.assembler.add(ring.known(), ring.pid)
+                has_other_life = any(other.is_alive() for other in self.run.rings())
+                is_over = not ring.is_alive()
+                reading.is_past = is_over and has_other_life
+                reading.is_begun = True
             records = ring.drain()
         except (OSError, ValueError) as error:  # its process may have scribbled over it: the others go on
             self.damaged[ring.name] = str(error)
             log.warning("ring %s cannot be read any more: %s", ring.name, error)
             return False
-        self.lost[ring.name] = ring.lost
+        if is_first and ring.lost:
+            reading.lost_before = ring.lost
+            self.state = self.state or self._last_state()
+        self.lost[ring.name] = ring.lost - reading.lost_before
         if len(records):
-            self._read(records, ring.pid)
+            self._read(records, ring.pid, reading)
         return len(records) > 0
+
+    def _last_state(self) -> tuple[AgreementState, str] | None:
+        """As rank 0 left it in the run folder: its record is gone where a ring has gone round."""
+        with contextlib.suppress(OSError, ValueError):
+            text = (self.run.path / SAID).read_text()
+            code = int(text)
+            state = AgreementState(code)
+            word = self._word()
+            return state, word
+        return None
 
     def _is_over(self, ring: Ring) -> bool:
         """Whether nothing more can come from a ring. Asked in this order: a process may write until it ends."""
@@ -114,14 +133,19 @@ class Reader:
             return False
         return ring.name in self.damaged or ring.is_read()
 
-    def _read(self, records: np.ndarray[Any, Any], pid: int) -> None:
-        self.assembler.add(records, pid)
+    def _read(self, records: np.ndarray[Any, Any], pid: int, reading: Reading) -> None:
         rows = as_records(records, COLL_DTYPE)
-        calls = rows[rows["kind"] == COLL]
+        new = rows[reading.is_new(rows)]
+        self.assembler.add(new, pid)
+        if reading.is_past:
+            return
+        calls = new[new["kind"] == COLL]
         self.audit.add(calls, pid)
         self.obedience.add(calls)
         for row in rows[rows["kind"] == STATE].view(STATE_DTYPE):
-            begun, word = bytes(row["text"]).split(b"\0", 1)[0].decode("utf-8", "ignore"), self._word()
+            raw = bytes(row["text"]).split(b"\0", 1)[0]
+            begun = raw.decode("utf-8", "ignore")
+            word = self._word()
             text = word if word.startswith(begun) else begun
             self.state = AgreementState(int(row["code"])), text
             self._hear(self.state[0], text, int(row["generation"]))
@@ -147,6 +171,10 @@ class Reader:
         with contextlib.suppress(OSError, UnicodeDecodeError):
             return (self.run.path / WORD).read_text()
         return ""
+
+    def note_readings(self) -> None:
+        """What was read until now is in the trace: a later tuner of this run neither writes nor judges it again."""
+        note(self.run.path, self._readings)
 
     def new_steps(self) -> list[np.ndarray[Any, Any]]:
         """STEP records of rank 0 since the last call, in pieces."""
@@ -174,11 +202,17 @@ class Reader:
         """The job took its first steps, so all ranks were there, and took few."""
         return 1 < self.last_step < FEWEST_STEPS
 
+    def _has_rank_0(self) -> bool:
+        """Whether rank 0 runs on this node, or no rank has told yet where it runs."""
+        return not self.ranks or 0 in self.ranks
+
     def check(self) -> None:
         """Raise what ends tuning while the job goes on: Withdrawn, Stopped, Closed."""
         two_ways = ""
         if self.audit.mismatches:
-            two_ways = RunEnds.TWO_WAYS(example=self.audit.example)
+            # A table is withdrawn in the file that the probe of rank 0 reads. Ours is read by nobody where it is not.
+            reason: Reason = RunEnds.TWO_WAYS if self._has_rank_0() else OnAnotherNode.TWO_WAYS_STILL
+            two_ways = reason(example=self.audit.example)
         if two_ways and not self.audit.is_told:
             raise Withdrawn(two_ways)
         if (self.run.path / STOP).exists():

@@ -1,12 +1,17 @@
 """What a tuner keeps over a search that begins anew: what was lost, what was kept, and when it looks again."""
 
+import os
+
 import pytest
 from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
+from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.envs.live import windows as live_windows
+from dynamiccl.envs.live.job_ends import Closed
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.search.config import SearchConfig
 from fake_job import STEP_MS, FakeJob
+from watched_job import WatchedJob, tuner_of
 
 
 class Guard:
@@ -53,3 +58,70 @@ def test_a_job_that_becomes_another_has_one_budget(guard):
     costs = tuner.costs
     assert costs.budget_ms == pytest.approx(budget_steps * STEP_MS, rel=0.01)
     assert costs.search_ms == pytest.approx(tuner.search.lost * STEP_MS, rel=0.05)
+
+
+def test_a_table_that_the_next_search_adopts_is_kept_also_before_its_verdict(folder, tmp_path, guard):
+    """Before: told as not kept, here and on disk; for good if the job ended there."""
+    out, looks = tmp_path / "out", []
+
+    def look(job):
+        search = one.tuner.search
+        if not looks and search.is_over:
+            guard.is_due = True
+            looks.append(job.last_step)
+        has_gain = bool(looks) and not search.is_over and search.confirmed.any()
+        if has_gain:
+            on_disk = RunSummary.read(out)
+            assert on_disk.kept and on_disk.steps_to_verdict is None and (out / "table.json").exists()
+        return not has_gain
+
+    job = WatchedJob(folder, look)
+    with tuner_of(job, out) as one:
+        last = one.serve()
+    assert job.confirmed and last.kept and last.in_force != "default" and last.steps_to_first_gain > looks[0]
+
+
+def test_ranks_that_agree_only_in_a_later_life_are_tuned_then(folder, tmp_path):
+    """Before: nothing was tuned any more if the agreement was closed while the job was profiled."""
+    looks = []
+
+    def look(job):
+        looks.append(job.last_step)
+        return len(looks) < 400
+
+    class Restarted(WatchedJob):
+        def check(self):
+            if len(looks) < 50:
+                raise Closed("the ranks never switched tables: rank 3 has no plugin")
+
+    job = Restarted(folder, look)
+    with tuner_of(job, tmp_path / "out") as one:
+        last = one.serve()
+    assert last.kept and not last.ended and job.confirmed
+
+
+def test_what_an_interrupted_tuner_has_lost_counts_for_the_next_one_of_the_run(folder, tmp_path):
+    """Before: forgotten where nothing had been confirmed, and the next one might lose the whole budget again."""
+    out = tmp_path / "out"
+
+    class Slower(WatchedJob):
+        def _ms(self, decisions):
+            return self.base_ms * (1 + 0.06 * sum(not d.is_auto for d in decisions.values()))
+
+    def interrupt(line):
+        if line.index == 8:
+            raise KeyboardInterrupt
+
+    with tuner_of(Slower(folder, lambda job: True), out) as one, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder, "close", lambda remove: None)
+        one.on_window = interrupt
+        first = one.serve()
+    assert not first.kept and first.cost_s > 0
+    for fd in (one._lock, one._out_lock):
+        os.close(fd)
+    with tuner_of(Slower(folder, lambda job: False), out) as two:
+        last = two.serve()
+    lost_ms = two.tuner.search.lost * STEP_MS
+    assert last.windows > first.windows and last.cost_s > first.cost_s
+    assert lost_ms == pytest.approx(1e3 * (last.cost_s + last.trials_cost_s), rel=0.1)
+    assert last.budget_s == pytest.approx(first.budget_s, rel=0.02)

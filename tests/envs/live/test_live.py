@@ -292,6 +292,21 @@ def test_the_first_call_that_ran_two_ways_ends_tuning(world):
         job.check()
 
 
+def test_on_a_node_without_rank_0_a_call_that_ran_two_ways_withdraws_nothing_and_says_so(folder):
+    """Before: "the table was withdrawn", while the job went on under it: nobody reads the table file of this node."""
+    job = Job(folder)
+    job.ranks = {8, 9}
+    job.audit.add(calls(8, [1], "ring/ll/4"), 8)
+    job.audit.add(calls(9, [1], "ring/simple/4"), 9)
+    with pytest.raises(
+        Withdrawn, match="the table is still in force: run `dynamiccl stop` on the node of rank 0"
+    ):
+        job.check()
+    job.ranks.add(0)
+    with pytest.raises(Withdrawn, match="the table was withdrawn"):
+        job.check()
+
+
 @pytest.mark.parametrize(
     ("by", "words"), [("stop", "stopped by"), ("the site", "the tuner is switched off here .*: maintenance")]
 )

@@ -1,0 +1,55 @@
+"""How far the rings of a run were read, by this tuner and by those before it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...traces.records import COMM, OFFER
+
+#: In the run folder: by the name of each ring, how many of its records lie in the trace.
+READ = "read"
+
+
+@dataclass
+class Reading:
+    """Of one ring."""
+
+    before: int = 0  # records that an earlier tuner has read: they are in its trace, and it has judged them
+    read: int = 0  # records that came by until now
+    lost_before: int = 0  # records that were gone when this tuner came: no fault of its own
+    is_begun: bool = False  # this tuner has looked into the ring
+    is_past: bool = False  # its process had ended by then, and others lived: it tells nothing of the job now
+
+    def is_new(self, records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """(n,) bool: which records (n,) no earlier tuner has read. What a job tells once is always new."""
+        newest = int(records["stamp"].max(initial=0))
+        if newest < self.before and not self.read:  # another ring of that name: a process had the same number
+            self.before = 0
+        self.read = max(self.read, newest)
+        is_told_once = np.isin(records["kind"], (COMM, OFFER))
+        return np.asarray(is_told_once | (records["stamp"] > self.before) | (not self.before))
+
+
+def readings_of(run: Path) -> dict[str, Reading]:
+    """What an earlier tuner of a run folder has left; nothing where there was none, or its word is damaged."""
+    try:
+        known = json.loads((run / READ).read_text())
+        return {str(name): Reading(before=int(count)) for name, count in known.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def note(run: Path, readings: dict[str, Reading]) -> None:
+    """Leave the readings in the run folder. Where that fails a later tuner reads records once more."""
+    counts = {name: max(one.before, one.read) for name, one in readings.items()}
+    draft = run / f"{READ}.tmp"
+    with contextlib.suppress(OSError):
+        draft.write_text(json.dumps(counts))
+        os.replace(draft, run / READ)

@@ -1,0 +1,49 @@
+"""Rings written by hand: files with the records that a test wants, whose process lives or not."""
+
+import fcntl
+import os
+import struct
+
+import numpy as np
+from dynamiccl.envs.nccl.rings import _HEAD, _HEAD_AT, _HEAD_BYTES, RING_MAGIC, RING_VERSION
+from dynamiccl.traces.records import COLL_DTYPE, RECORD_BYTES, STATE, STATE_DTYPE, STEP, STEP_DTYPE
+
+CAPACITY, KNOWN = 256, 16
+
+
+class RingFile:
+    """The ring of one process in a run folder; it holds the lock as a process does, until :meth:`die`."""
+
+    def __init__(self, folder, rank, pid):
+        self.head, self.pid = 0, pid
+        self.places = np.zeros(CAPACITY, COLL_DTYPE)
+        self.fd = os.open(folder / f"ring-{rank}-{pid}", os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self.fd, fcntl.LOCK_EX)
+
+    def put(self, *batches):
+        for row in np.concatenate([batch.view(COLL_DTYPE) for batch in batches]):
+            at = self.head % CAPACITY
+            self.places[at] = row
+            self.head += 1
+            self.places["stamp"][at] = self.head
+        head = bytearray(_HEAD_BYTES)
+        _HEAD.pack_into(head, 0, RING_MAGIC, RING_VERSION, RECORD_BYTES, CAPACITY, self.pid, KNOWN)
+        struct.pack_into("<Q", head, _HEAD_AT, self.head)
+        os.pwrite(self.fd, bytes(head) + bytes(KNOWN * RECORD_BYTES) + self.places.tobytes(), 0)
+        return self
+
+    def die(self):
+        os.close(self.fd)
+
+
+def step(number, rank=0):
+    row = np.zeros(1, STEP_DTYPE)
+    row["kind"], row["rank"], row["step"] = STEP, rank, number
+    row["duration_ns"], row["end_ns"] = 10_000_000, 10_000_000 * number
+    return row
+
+
+def state(code, text):
+    row = np.zeros(1, STATE_DTYPE)
+    row["kind"], row["code"], row["text"] = STATE, code, text.encode()
+    return row
