@@ -53,6 +53,10 @@ class RunEnds(Reason):
     NEVER_SWITCHED = "the ranks never switched tables: {why}"
     NO_MORE_SWITCHES = "the ranks switch no more tables: {why}"
     TWO_WAYS = "two ranks ran one collective with different settings ({example}): the table was withdrawn"
+    TWO_WAYS_STILL = (
+        "two ranks ran one collective with different settings ({example}), and the table is still in force: "
+        "run `dynamiccl stop` on the node of rank 0"
+    )
     SLOWER = "the table is no longer faster than NCCL's default"
     NO_GAIN = "no gain beyond the noise: NCCL's default stays"
     CANNOT_WRITE = "the results cannot be written: {error}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from ...traces.reasons import Reason
-
 #: Fewest steps in which a search can come to a verdict: a job of fewer is told so, here and at the command line.
 FEWEST_STEPS = 100
 
@@ -23,15 +21,6 @@ class Stopped(Closed):
 class Withdrawn(Closed):
     """Ranks ran one collective two ways: a failure. The table is taken back where this is the node of rank 0, whose
     probe reads it; elsewhere the message says who has to do that."""
-
-
-class OnAnotherNode(Reason):
-    """What the tuner of a node without rank 0 can only tell."""
-
-    TWO_WAYS_STILL = (
-        "two ranks ran one collective with different settings ({example}), and the table is still in force: "
-        "run `dynamiccl stop` on the node of rank 0"
-    )
 
 
 class OtherJob(JobEnded):

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from ...traces.assemble import Assembler, as_records
-from ...traces.reasons import NotTuning, Reason, RunEnds
+from ...traces.reasons import NotTuning, RunEnds
 from ...traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState
 from ..nccl.rings import Ring
 from ..nccl.run_folder import LAUNCHER, SAID, STATUS, STOP, WORD
 from ..nccl.shm import RunFolder
 from ..nccl.site_switch import switched_off
-from .job_ends import FEWEST_STEPS, Closed, OnAnotherNode, Stopped, Withdrawn
+from .job_ends import FEWEST_STEPS, Closed, Stopped, Withdrawn
 from .locks import is_locked
 from .obedience import CallAudit, Obedience
 from .readings import Reading, note, readings_of
@@ -211,7 +211,7 @@ class Reader:
         two_ways = ""
         if self.audit.mismatches:
             # A table is withdrawn in the file that the probe of rank 0 reads. Ours is read by nobody where it is not.
-            reason: Reason = RunEnds.TWO_WAYS if self._has_rank_0() else OnAnotherNode.TWO_WAYS_STILL
+            reason = RunEnds.TWO_WAYS if self._has_rank_0() else RunEnds.TWO_WAYS_STILL
             two_ways = reason(example=self.audit.example)
         if two_ways and not self.audit.is_told:
             raise Withdrawn(two_ways)

@@ -186,7 +186,7 @@ def _calls(trace: Trace) -> pd.DataFrame:
             "p90_us": round(high, 2),
         }
         row["right"] = ""
-        row["obeyed"] = _obeyed(asked, ran)
+        row["obeyed"] = _obeyed(str(asked), str(ran))
         row["agreed"] = bool(calls["agreed"].all())
         rows.append(row)
     return pd.DataFrame(rows, columns=list(COLUMNS["sweep"]))
