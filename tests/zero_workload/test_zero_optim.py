@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from dynamiccl.zero_workload import formulas as f
 from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.job.model import Transformer
 from dynamiccl.zero_workload.job.optimizers import optimizer_of
+from dynamiccl.zero_workload.job.options import check, parser
 from test_zero import BATCH, TINY, adamw, texts, train
 from test_zero_exact import Hand
 from torch import nn
@@ -68,6 +71,13 @@ def optimizer_bytes(optimizer: Any) -> tuple[int, int]:
     [
         ("torch.optim:Adafactor", "does not look at each element by itself"),
         ("torch.optim:LBFGS", "cannot train a matrix from parameters and lr alone"),
+        # Before: it passed, as one optimizer had both runs. It adapts by the mean over all elements that it has.
+        ("test_zero_optim:OfItsMean", "does not look at each element by itself"),
+        ("test_zero_optim:Grown", "does not look at each element by itself"),
+        ("test_zero_optim:AtItsRate", "does not look at each element by itself"),
+        # Before: a traceback.
+        ("test_zero_optim:Other", "cannot train a matrix from parameters and lr alone"),
+        (".a:SGD", ".a cannot be imported"),
         ("torch.optim", "an optimizer is MODULE:CLASS"),
         ("torch.optim:Nothing", "torch.optim has no Nothing"),
         ("nowhere:Adan", "there is no module nowhere"),
@@ -78,6 +88,89 @@ def test_an_optimizer_by_name_is_tried_first(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         optimizer_of(text, 1e-3)
     assert optimizer_of("torch.optim:RMSprop", 1e-3)[1]
+
+
+class OfItsMean(torch.optim.SGD):
+    """Its step depends on all gradients that it has, of whatever parameter."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            grads = torch.cat([p.grad.flatten() for p in group["params"]])
+            for p in group["params"]:
+                p.grad /= grads.abs().mean()
+        super().step()
+
+
+class Grown(torch.optim.SGD):
+    """As Prodigy: what it learns of all elements together is too small to be seen in the first steps."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            squares = sum(float(p.grad.square().sum()) for p in group["params"])
+            group["d"] = min(1.0, 1.1 * group.get("d", 1e-7))
+            for p in group["params"]:
+                p.grad *= 1 + group["d"] * squares
+        super().step()
+
+
+class AtItsRate(OfItsMean):
+    """As those of D-Adaptation: at a rate far below its own it learns nothing."""
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, lr=lr)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        (OfItsMean if self.param_groups[0]["lr"] == 1 else torch.optim.SGD).step(self)
+
+
+class Other(torch.optim.SGD):
+    """It needs something else than a step."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        raise AttributeError("it has no model")
+
+
+class Queued(torch.optim.SGD):
+    """As AdaShift and MADGRAD: it holds what a checkpoint cannot keep."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        self.state["k"] = 1
+        for p in self.param_groups[0]["params"]:
+            self.state[p] |= {
+                "queue": deque(),
+                "pair": (torch.ones(2),),
+                "step": 1,
+                "none": None,
+                "tuple": (1, 2),
+            }
+
+
+def test_what_no_checkpoint_keeps_is_said_before_the_job(tmp_path: Path) -> None:
+    """Before: it was left out of the checkpoint without a word."""
+    words = ["--save", str(tmp_path), "--optimizer"]
+    with pytest.raises(ValueError, match="Queued holds k, queue, pair, which no checkpoint keeps"):
+        check(parser().parse_args([*words, "test_zero_optim:Queued"]))
+    check(parser().parse_args([*words, "torch.optim:Muon", "--stage", "1"]))
+
+
+def save_queued(folder: str) -> str:
+    engine = zero(nn.Linear(4, 4), partial(Queued, lr=0.1), stage=1, elementwise=True)
+    engine.backward(engine.model(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum())
+    engine.step()
+    if dist.get_rank() == 0:
+        engine.optimizer.state.clear()
+    try:
+        engine.save(folder)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def test_what_no_checkpoint_keeps_is_said_on_all_ranks(two: World, tmp_path: Path) -> None:
+    first, second = two.run(save_queued, str(tmp_path))
+    assert "could not be written: another rank failed" in first
+    assert "Queued holds k" in second
 
 
 def matrices(stage: int, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

@@ -40,9 +40,14 @@ def kept(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.Tensor]]
         if not all(types.values()):
             continue
         for path, element in paths.items():
-            is_tensor = isinstance(element, torch.Tensor)
-            exact = element.detach() if is_tensor else torch.tensor(float(element or 0), dtype=torch.float64)
-            yield path, types[path], exact
+            yield path, types[path], _exact(element)
+
+
+def _exact(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    number = float(value or 0)
+    return torch.tensor(number, dtype=torch.float64)
 
 
 def lost(optimizer: torch.optim.Optimizer) -> list[str]:

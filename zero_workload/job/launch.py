@@ -106,7 +106,7 @@ def launch(n_ranks: int, arguments: Sequence[str], patience: float) -> int:
         return _say_why(ended, 0) if ended and ended.failures else 0
 
 
-def _listen(before: Mapping[int, Any]) -> None:
+def _listen(before: Mapping[signal.Signals, Any]) -> None:
     """From now on the first signal raises SignalException, and so does a second one, but not the first again.
 
     What was ignored ``before`` is ignored again, as SIGHUP under nohup.

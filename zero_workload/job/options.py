@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..buffers.settings import Settings
 from .data import Corpus
 from .model import ModelConfig
-from .optimizers import optimizer_of
+from .optimizers import optimizer_of, require_kept
 from .parallel import require_fit
 from .recompute import MODES
 
@@ -161,7 +161,22 @@ def check(args: argparse.Namespace) -> None:
         )
     args.zero = _settings(args)
     args.made, args.elementwise = optimizer_of(args.optimizer, args.lr)
+    if args.save:
+        _require_folder(args.save)
+        if args.elementwise:  # by trial: it can step
+            require_kept(args.made, args.optimizer)
     args.corpus = Corpus(args.seq)
+
+
+def _require_folder(save: Path) -> None:
+    """Raise ValueError where it is known already that the folder for ``--save`` cannot be made or written."""
+    there = save.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    if not there.is_dir():
+        raise ValueError(f"--save {save}: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--save {save}: nothing can be written in {there}")
 
 
 def _check_device(args: argparse.Namespace) -> None:

@@ -90,6 +90,8 @@ def test_many_options_stand_in_groups():
         (["stop"], "the following arguments are required: RUN"),
         (["top", "--every", "x"], "--every: 'x' is not a number"),
         (["stop", "--wait", "-1", "x"], "--wait: must be at least 0, not -1"),
+        (["tune", "--seed", "-1", "--", "true"], "--seed: must be at least 0, not -1"),
+        (["env", "--seed", "-1"], "--seed: must be at least 0, not -1"),
         (["show", "x", "--", "job"], "unrecognized arguments: job"),
         (["tune", "--steps", "9", "--", "true"], "--steps is for the built-in job: put it into your COMMAND"),
         (["env", "--name", "../x"], "--name is a folder's name without slashes, not '../x'"),
