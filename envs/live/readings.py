@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ...traces.outside import parse_json
 from ...traces.records import COMM, OFFER
 
 #: In the run folder: by the name of each ring, how many of its records lie in the trace.
@@ -40,7 +41,7 @@ class Reading:
 def readings_of(run: Path) -> dict[str, Reading]:
     """What an earlier tuner of a run folder has left; nothing where there was none, or its word is damaged."""
     try:
-        known = json.loads((run / READ).read_text())
+        known = parse_json((run / READ).read_text())
         return {str(name): Reading(before=int(count)) for name, count in known.items()}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
