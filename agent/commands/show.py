@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ...traces.files import Trace
+    from ...traces.queries.costs import RuleKey
     from ..report.summary import RunSummary
 
 
@@ -97,9 +98,9 @@ def tell(trace: Trace, summary: RunSummary) -> dict[str, Any]:
     return told
 
 
-def _slot(cost: dict[Any, Any], rules: frozenset[tuple[str, int, int, str]]) -> dict[str, Any]:
+def _slot(cost: dict[Any, Any], rules: frozenset[RuleKey]) -> dict[str, Any]:
     """Returns a slot's costs and its setting in the table; None if the table leaves it to NCCL."""
-    fits = [d for func, low, high, d in rules if func == cost["func"] and low <= cost["n_bytes"] <= high]
+    fits = [rule.decision for rule in rules if rule.fits(cost)]
     return {**cost, "table": fits[0] if fits else None}
 
 

@@ -118,7 +118,7 @@ class Outcome:
         for profile in self.windows.profiles:
             if profile.slot in known:
                 row: dict[str, Any] = {
-                    "slot": str(profile.slot),
+                    **_named(profile.slot),
                     "share": profile.share,
                     "exposed": known[profile.slot],
                 }
@@ -151,7 +151,7 @@ class Outcome:
         key = slot, decision
         why = self._disobeyed.get(key, too_slow)
         reason = next(iter(names(why)), None)
-        return {"slot": str(slot), "decision": str(decision), "reason": reason, "why": why}
+        return {**_named(slot), "decision": str(decision), "reason": reason, "why": why}
 
     def _decision(self, i: int, profile: SlotProfile, search: Search) -> dict[str, Any]:
         """The row of a slot; how many other configs were tried, and why NCCL's own choice stays if it does."""
@@ -210,3 +210,8 @@ class Outcome:
             "tuned_step_ms": of_table["table_ms"],
             "tuned_windows": of_table["table_windows"],
         }
+
+
+def _named(slot: Slot) -> dict[str, Any]:
+    """A slot as rows of a summary name it: two groups may have calls of one collective and size class."""
+    return {"slot": str(slot), "n_ranks": slot.n_ranks, "n_nodes": slot.n_nodes}

@@ -14,7 +14,7 @@ from ...envs.replay.decisions import default_generations, load, windows_of
 from ...traces.files import Trace
 from ...traces.queries.exposed import exposed_parts_of, exposed_text
 from ...traces.queries.slots import SlotProfile
-from ...traces.records import PAIRS, decided
+from ...traces.records import PAIRS, Slot, decided
 from .summary import RunSummary
 from .texts import nothing_decided
 from .verdict import OWN, change, outcome
@@ -27,14 +27,13 @@ def chains(trace: Trace, summary: RunSummary) -> list[dict[str, Any]]:
     only this slot, and the decision. Raises TraceError for a trace without steps or slots.
     """
     recorded = load(trace, min_share=0.0)
-    told = {}  # each figure is told alike everywhere
-    for row in summary.exposed:
-        told[row["slot"]] = row["exposed"]
     shown = exposed_parts_of(trace, default_generations(trace))
     found = []
     for profile, share in zip(recorded.profiles, recorded.share, strict=True):
         slot = profile.slot
-        exposed = told.get(str(slot), shown.get(slot))
+        # Each figure is told alike everywhere.
+        told = [row["exposed"] for row in summary.exposed if _names(row, slot)]
+        exposed = told[0] if told else shown.get(slot)
         shares = {"share": float(share), "exposed": exposed}
         found.append(_chain(profile, trace, summary) | shares)
     return found
@@ -47,7 +46,7 @@ def _chain(p: SlotProfile, trace: Trace, summary: RunSummary) -> dict[str, Any]:
     decision = decided(mine) if mine else None
     in_force = None if decision is None else bool(summary.kept) and decision != "auto"
     prices = {"/".join(pair): round(float(us), 1) for pair, us in offered if us >= 0}
-    refused = [row for row in summary.refused if row["slot"] == str(p.slot)]
+    refused = [row for row in summary.refused if _names(row, p.slot)]
     return {
         "slot": str(p.slot),
         "n_ranks": p.slot.n_ranks,
@@ -64,13 +63,24 @@ def _chain(p: SlotProfile, trace: Trace, summary: RunSummary) -> dict[str, Any]:
     }
 
 
+def _names(row: Mapping[str, Any], slot: Slot) -> bool:
+    """Whether a row of a summary names a slot. Rows of earlier releases have no numbers of ranks and nodes."""
+    return row["slot"] == str(slot) and _is_of_size(row, slot)
+
+
 def _is_of(row: Mapping[str, Any], p: SlotProfile) -> bool:
-    """Whether a row of a summary or of a trace's table applies to a slot; 0 ranks: any number."""
+    """Whether a row of a summary or of a trace's table applies to a slot."""
     if row["func"] != p.slot.func:
         return False
     is_inside = int(row["min_bytes"]) <= p.n_bytes <= int(row["max_bytes"])
+    return is_inside and _is_of_size(row, p.slot)
+
+
+def _is_of_size(row: Mapping[str, Any], slot: Slot) -> bool:
+    """Whether a row is of the slot's communicators; 0 ranks or nodes: any number."""
     n_ranks = int(row.get("n_ranks") or 0)
-    return is_inside and n_ranks in (0, p.slot.n_ranks)
+    n_nodes = int(row.get("n_nodes") or 0)
+    return n_ranks in (0, slot.n_ranks) and n_nodes in (0, slot.n_nodes)
 
 
 def _tried(trace: Trace, p: SlotProfile) -> Counter[str]:

@@ -5,6 +5,7 @@ Its times are stretched, as early releases wrote them: they are read unstretched
 
 import numpy as np
 import pandas as pd
+from dynamiccl.agent.daemon.account import row_of
 from dynamiccl.traces.assemble import COMM_COLUMNS, EVENT_COLUMNS, OFFER_COLUMNS, STEP_COLUMNS, complete
 from dynamiccl.traces.files import Trace
 from dynamiccl.traces.records import Decision, Rule, Slot, Table, size_class
@@ -162,15 +163,7 @@ def summary_of(trace, ratios, job):
     windows = trace.windows.query("phase == 'verify'")
     spread = float(np.std(ratios) / len(ratios) ** 0.5)
     decisions = [
-        {
-            "func": slot.func,
-            "min_bytes": slot.min_bytes,
-            "max_bytes": slot.max_bytes,
-            "algo": d.algo,
-            "proto": d.proto,
-            "n_channels": d.n_channels,
-            "reason": f"step time {saved} ms shorter than NCCL's own choice in 3 of 3 pairs",
-        }
+        row_of(slot, d) | {"reason": f"step time {saved} ms shorter than NCCL's own choice in 3 of 3 pairs"}
         for (slot, d), saved in zip(FINAL.items(), (3.6, 2.0), strict=True)
     ]
     return {

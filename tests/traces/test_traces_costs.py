@@ -130,7 +130,7 @@ def test_texts():
 def test_rules_survive_the_log(tmp_path):
     table = Table(9, (Rule.of(A, ONE),))
     which = generations(with_tables(tmp_path, table))
-    assert which.rules == {("all_gather", A.min_bytes, A.max_bytes, "ring/ll/8")} and which.tuned == {9}
+    assert which.rules == {("all_gather", A.min_bytes, A.max_bytes, 16, 2, "ring/ll/8")} and which.tuned == {9}
 
 
 def test_the_synthetic_run_itself_is_consistent(run):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -14,8 +14,22 @@ from .skew import OWN, label
 from .slots import SLOT_KEYS, with_sizes
 from .steps import counted, of_one_rank, without_first
 
-#: A rule as text: (func, min_bytes, max_bytes, decision).
-RuleKey = tuple[str, int, int, str]
+
+class RuleKey(NamedTuple):
+    """A row of a table, as text; 0 ranks and 0 nodes: of any communicator."""
+
+    func: str
+    min_bytes: int
+    max_bytes: int
+    n_ranks: int
+    n_nodes: int
+    decision: str
+
+    def fits(self, cost: Mapping[Any, Any]) -> bool:
+        """Whether the row applies to a slot, a row of :func:`slot_costs`."""
+        is_inside = self.min_bytes <= cost["n_bytes"] <= self.max_bytes
+        is_of_size = self.n_ranks in (0, cost["n_ranks"]) and self.n_nodes in (0, cost["n_nodes"])
+        return self.func == cost["func"] and is_inside and is_of_size
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,9 @@ def _compared(trace: Trace) -> int:
 def _key(rule: Mapping[str, Any]) -> RuleKey:
     low = int(rule["min_bytes"])
     high = int(rule["max_bytes"])
-    return str(rule["func"]), low, high, str(rule["decision"])
+    n_ranks = int(rule.get("n_ranks") or 0)
+    n_nodes = int(rule.get("n_nodes") or 0)
+    return RuleKey(str(rule["func"]), low, high, n_ranks, n_nodes, str(rule["decision"]))
 
 
 def of_whole_steps(events: pd.DataFrame, generations: Collection[int]) -> pd.DataFrame:
