@@ -26,7 +26,7 @@ from ..nccl.run_folder import CONFIRMED
 from ..nccl.shm import RunFolder, decode_table, encode_table
 from ..search.interfaces import QUAD
 from .job_ends import JobEnded
-from .obedience import Disobeyed, slot_of
+from .obedience import Disobeyed, slot_of, without_fatal
 from .pauses import Attempt, Cut, LastRound, Rhythm
 from .reader import Reader, log
 from .turns import ALIKE_STEPS, MOST_FAILED, Lease, Turns, lease_steps, together
@@ -208,6 +208,9 @@ class Job(Reader):
             generation = self.generation
             if cut is None:
                 return self._whole(chosen, counted, give_up_ms)
+            if cut.is_fatal:
+                rows, rest = without_fatal(chosen, self.confirmed)
+                return replace(self.window(rest, n_steps, discard, give_up_ms, one_of), disobeyed=rows)
             is_pause = cut.took_ms > 0
             pauses += is_pause
             is_barren = is_pause and len(counted) == before
@@ -221,7 +224,8 @@ class Job(Reader):
                     return Window(generation, np.array([cut.step]), np.array([cut.took_ms]))
             if chosen and not self.rhythm.has_pauses:
                 counted.clear()
-            self._say_again(counted, cut)
+            what = "goes on" if counted else "is measured again"
+            self._say(f"the window {what}: {cut.what}")
 
     def _whole(self, chosen: Decisions, counted: dict[int, float], give_up_ms: float) -> Window:
         """The window of steps that were counted. One that a too slow step has ended ends its table as well: who asked
@@ -232,11 +236,6 @@ class Job(Reader):
         if chosen != self.confirmed and durations_ms[-1] > give_up_ms:
             self.publish(self.confirmed)
         return Window(generation, np.array([*counted]), durations_ms, disobeyed)
-
-    def _say_again(self, counted: dict[int, float], cut: Cut) -> None:
-        """What becomes of a window that was cut short."""
-        what = "goes on" if counted else "is measured again"
-        self._say(f"the window {what}: {cut.what}")
 
     def _look_for_pauses(self, n_steps: int, discard: int) -> None:
         """Whether the job pauses under the confirmed table too. Raises JobEnded."""
@@ -279,6 +278,10 @@ class Job(Reader):
         chosen = _decided(decisions)
         for _ in range(MOST_FAILED):
             leases = self._leases(chosen, n_steps, turn_steps, discard, give_up_ms)
+            if leases[-1].is_fatal:
+                rows, rest = without_fatal(chosen, self.confirmed)
+                turns = self.alternate(rest, n_steps, turn_steps, discard, give_up_ms)
+                return replace(turns, disobeyed=rows) if turns else None
             self._end_turns(leases[-1])
             turns = together(leases, self.heard.steady, discard, n_steps)
             if turns.has_both:
@@ -300,6 +303,7 @@ class Job(Reader):
             generation = self.publish(chosen, steps, 2, turn_steps, swap)
             lease = Lease(generation, steps, quad, self.rhythm, left_out)
             if cut := self._run(lease, give_up_ms):
+                lease.is_fatal = cut.is_fatal
                 self._say(f"the alternating steps are measured again: {cut.what}")
             lease.is_given_up = lease.newest_ms > give_up_ms
             leases.append(lease)
@@ -341,7 +345,7 @@ class Job(Reader):
             if not alive:
                 raise JobEnded(self.ended())
             if self.heard.refused == attempt.generation:
-                return Cut(self.heard.why)
+                return Cut(self.heard.why, is_fatal="fatal-trial" in names(self.heard.why))
             if (cut := self._wait(attempt, last)) is not None:
                 return cut
             time.sleep(POLL_S * (5 if self.thin else 1))

@@ -22,6 +22,7 @@ from ...traces.records import (
     PROTOS,
     UNSET,
     Decision,
+    Decisions,
     Rule,
     Slot,
     Table,
@@ -131,10 +132,24 @@ class Disobeyed:
 
     slot: Slot
     decision: Decision
-    ran: str  # what it ran mostly
+    ran: str  # what it ran mostly; "": it is not tried, since the ranks have ended in its trial
 
     def __str__(self) -> str:
+        if not self.ran:
+            return RowRefused.FATAL(decision=self.decision, slot=self.slot)
         return RowRefused.NOT_OBEYED(ran=self.ran, decision=self.decision, slot=self.slot)
+
+
+def without_fatal(
+    decisions: Decisions, confirmed: Decisions
+) -> tuple[tuple[Disobeyed, ...], dict[Slot, Decision]]:
+    """Of a table in whose trial the ranks have ended: the rows that do not run again, and the others.
+
+    The former are those that are new in it, or all of them if none is.
+    """
+    new = {slot: row for slot, row in decisions.items() if confirmed.get(slot) != row} or decisions
+    rest = {slot: row for slot, row in decisions.items() if slot not in new}
+    return tuple(Disobeyed(slot, row, "") for slot, row in new.items()), rest
 
 
 class Obedience:

@@ -190,6 +190,8 @@ class Agreement:
             return
         counts = self._counts()
         self._pace.sample(self._steps.ended, counts)
+        if self._leader is not None:
+            self._leader.sees(counts)
         if new := counts.keys() - self._comms:
             self._comms |= new
             if self._leader is None:
@@ -231,8 +233,9 @@ class Agreement:
 
     def _look(self, leader: Leader) -> None:
         """Whether there is another table. A daemon that waits for an old trial hears that it will not come."""
-        if old := leader.look():
-            self._say(AgreementState.NO_TURNS, NotAgreeing.OLD_TRIAL(), old)
+        generation, why = leader.look()
+        if why:
+            self._say(AgreementState.NO_TURNS, why, generation)
             self._say(*_WAITING)
 
     def _stop_if_over(self, leader: Leader) -> None:
@@ -245,7 +248,7 @@ class Agreement:
         """One round."""
         generation, table = message
         trial, left_out = trial_of(table), dict[int, LeftOut]()
-        n_votes = leader.begin_round(generation, trial.trial_steps > 0)
+        n_votes = leader.begin_round(message)
         proposal = Proposal(leader.number, table, n_votes)
         must = leader.switched if leader.lost < PATIENCE else set[int]()
         rhythms: protocol.Rhythms = {}
