@@ -5,16 +5,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import os
 import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,11 +19,13 @@ import numpy as np
 from ...traces.assemble import EVENT_COLUMNS, WAIT_COLUMNS, empty, joined
 from ...traces.reasons import NotTuning, names
 from ...traces.records import AgreementState, Decision, Decisions, Slot, Table
-from ..nccl.run_folder import CONFIRMED
-from ..nccl.shm import RunFolder, decode_table, encode_table
+from ..nccl.shm import RunFolder
 from ..search.interfaces import QUAD
+from .confirmed import note_confirmed as note_confirmed
+from .confirmed import read_confirmed as read_confirmed
+from .confirmed import without_fatal
 from .job_ends import JobEnded
-from .obedience import Disobeyed, slot_of, without_fatal
+from .obedience import Disobeyed
 from .pauses import Attempt, Cut, LastRound, Rhythm
 from .reader import Reader, log
 from .turns import ALIKE_STEPS, MOST_FAILED, Lease, Turns, lease_steps, together
@@ -208,9 +207,6 @@ class Job(Reader):
             generation = self.generation
             if cut is None:
                 return self._whole(chosen, counted, give_up_ms)
-            if cut.is_fatal:
-                rows, rest = without_fatal(chosen, self.confirmed)
-                return replace(self.window(rest, n_steps, discard, give_up_ms, one_of), disobeyed=rows)
             is_pause = cut.took_ms > 0
             pauses += is_pause
             is_barren = is_pause and len(counted) == before
@@ -224,8 +220,7 @@ class Job(Reader):
                     return Window(generation, np.array([cut.step]), np.array([cut.took_ms]))
             if chosen and not self.rhythm.has_pauses:
                 counted.clear()
-            what = "goes on" if counted else "is measured again"
-            self._say(f"the window {what}: {cut.what}")
+            self._say_again(counted, cut)
 
     def _whole(self, chosen: Decisions, counted: dict[int, float], give_up_ms: float) -> Window:
         """The window of steps that were counted. One that a too slow step has ended ends its table as well: who asked
@@ -236,6 +231,11 @@ class Job(Reader):
         if chosen != self.confirmed and durations_ms[-1] > give_up_ms:
             self.publish(self.confirmed)
         return Window(generation, np.array([*counted]), durations_ms, disobeyed)
+
+    def _say_again(self, counted: dict[int, float], cut: Cut) -> None:
+        """What becomes of a window that was cut short."""
+        what = "goes on" if counted else "is measured again"
+        self._say(f"the window {what}: {cut.what}")
 
     def _look_for_pauses(self, n_steps: int, discard: int) -> None:
         """Whether the job pauses under the confirmed table too. Raises JobEnded."""
@@ -259,7 +259,13 @@ class Job(Reader):
             self.publish(chosen, 2 * (n_steps + discard) + SPARE_STEPS if trial else 0, one_of)
         is_few = trial and one_of > 0
         attempt = Attempt(self.generation, trial, n_steps, discard, counted, self.rhythm, is_few)
-        return self._run(attempt, give_up_ms)
+        cut = self._run(attempt, give_up_ms)
+        if cut is None or not cut.is_fatal:
+            return cut
+        rows, rest = without_fatal(chosen, self.confirmed)
+        cut = self._attempt(rest, n_steps, discard, give_up_ms, one_of, counted)
+        self.obedience.left_out[self.generation] = rows
+        return cut
 
     def alternate(
         self,
@@ -379,20 +385,3 @@ class Job(Reader):
 def _decided(decisions: Decisions) -> dict[Slot, Decision]:
     """Without the slots that are left to NCCL."""
     return {slot: decision for slot, decision in decisions.items() if not decision.is_auto}
-
-
-def note_confirmed(folder: Path, table: Table) -> None:
-    """Leave the confirmed table in the run folder. Where that fails the table is in force all the same."""
-    draft = folder / f"{CONFIRMED}.tmp"
-    with contextlib.suppress(OSError):  # a deleted folder, a full memory
-        draft.write_bytes(encode_table(table))
-        os.replace(draft, folder / CONFIRMED)
-
-
-def read_confirmed(folder: Path) -> dict[Slot, Decision]:
-    """What an earlier daemon of this run had confirmed; nothing if there is none or it is damaged."""
-    try:
-        table = decode_table((folder / CONFIRMED).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return {slot_of(rule): rule.decision for rule in table.rules}

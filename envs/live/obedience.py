@@ -22,7 +22,6 @@ from ...traces.records import (
     PROTOS,
     UNSET,
     Decision,
-    Decisions,
     Rule,
     Slot,
     Table,
@@ -140,18 +139,6 @@ class Disobeyed:
         return RowRefused.NOT_OBEYED(ran=self.ran, decision=self.decision, slot=self.slot)
 
 
-def without_fatal(
-    decisions: Decisions, confirmed: Decisions
-) -> tuple[tuple[Disobeyed, ...], dict[Slot, Decision]]:
-    """Of a table in whose trial the ranks have ended: the rows that do not run again, and the others.
-
-    The former are those that are new in it, or all of them if none is.
-    """
-    new = {slot: row for slot, row in decisions.items() if confirmed.get(slot) != row} or decisions
-    rest = {slot: row for slot, row in decisions.items() if slot not in new}
-    return tuple(Disobeyed(slot, row, "") for slot, row in new.items()), rest
-
-
 class Obedience:
     """Compares what ran with the table of that generation."""
 
@@ -159,6 +146,7 @@ class Obedience:
         """Keeps the last ``generations`` tables; of each ``enough`` collectives are looked at."""
         self.generations, self.enough = generations, enough
         self._tables: dict[int, tuple[Table, list[Array]]] = {}
+        self.left_out: dict[int, tuple[Disobeyed, ...]] = {}  # rows that a table was published without
 
     def expect(self, table: Table) -> None:
         """A table was published."""
@@ -179,14 +167,15 @@ class Obedience:
     def verdict(self, generation: int, comms: Mapping[int, Communicator]) -> tuple[Disobeyed, ...]:
         """The rows of that table that were not followed, as far as collectives that they bear on were seen."""
         table, seen = self._tables.get(generation, (Table(), []))
+        left_out = self.left_out.get(generation, ())
         if not seen:
-            return ()
+            return left_out
         rows = np.concatenate(seen)
         unknown = Communicator(0, 0, 0, "")
         of_rows = [comms.get(int(i), unknown) for i in rows["comm_id"]]
         shape = np.array([(c.n_ranks, c.n_nodes) for c in of_rows])
         found = (_judge(rule, rows, shape) for rule in table.rules)
-        return tuple(item for item in found if item is not None)
+        return (*left_out, *(item for item in found if item is not None))
 
 
 def _judge(rule: Rule, rows: Array, shape: Array) -> Disobeyed | None:
