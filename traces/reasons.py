@@ -137,6 +137,7 @@ class NotAgreeing(Reason):
         "answer late"
     )
     NOT_ALIKE = "rank {rank} has {what}, rank {other} has {others}"
+    NOT_SERVED = "a communicator of rank {rank} does not have the table yet that is there to stay"
     NO_COMMON_COUNT = (
         "rank {rank} has issued {count} collectives on a communicator, but the number of rank {other} differs so much "
         "that they cannot be compared"

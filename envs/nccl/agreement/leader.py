@@ -120,6 +120,9 @@ class Leader:
         self._wanted: tuple[int, bytes] | None = None  # to be in force, and is not
         self._stays = published.confirmed()  # the newest table to stay
         self._is_decided = False  # whether a round has given it to anybody
+        self._served: set[int] = set()  # communicators that have what stays
+        self._is_trial = False  # the round under way
+        self._given_up: set[int] = set()  # ranks that were silent in the last trial's round all the same
         self._unlike: set[str] = set()  # reasons that were told
         self.last = LastTable()
 
@@ -132,7 +135,7 @@ class Leader:
         self._wanted, self.not_before = found, 0.0
         if not trial_of(found[1]).trial_steps:
             # The one before may have been withdrawn: nobody gets it any more.
-            self._stays, self._is_decided = found, False
+            self._stays, self._is_decided, self._served = found, False, set()
         return 0, ""
 
     def sees(self, counts: Mapping[int, int]) -> None:
@@ -176,11 +179,41 @@ class Leader:
         """The votes to wait for."""
         self.number += 1
         self.arrivals.begin_round()
-        if trial_of(message[1]).trial_steps:
+        self._is_trial = trial_of(message[1]).trial_steps > 0
+        if self._is_trial:
             self._published.trial_begins(message)
         here = len(self.arrivals.here)
         # One vote at least is worth waiting for: who was silent may be back.
         return max(here - len(self.silent), min(1, here))
+
+    @property
+    def served(self) -> set[int] | None:
+        """Communicators that have the table that is there to stay; None: there is none."""
+        return None if self._stays is None else self._served
+
+    def loses(self, left_out: Mapping[int, LeftOut]) -> bool:
+        """Whether the round is lost rather than go on without them. A table to stay waits for nobody.
+
+        A trial waits for communicators that were in the last round, for those of a rank that is silent for the first
+        time, and for those that can have what stays before. But not for ever.
+        """
+        if not self._is_trial or self.lost >= PATIENCE:
+            return False
+        for_now = {comm: one for comm, one in left_out.items() if not one.for_good}
+        if self.silent - self._given_up:
+            return bool(for_now)
+        return bool(for_now.keys() & self.switched) or self._lack(for_now)
+
+    @staticmethod
+    def _lack(left_out: Mapping[int, LeftOut]) -> bool:
+        """Whether communicators that could have what stays do not have it."""
+        return any(NotAgreeing.NOT_SERVED.facts(one.why) for one in left_out.values())
+
+    def lacks(self, left_out: Mapping[int, LeftOut]) -> str:
+        """Why communicators have not got a table to stay in this round, if a silent rank may be back; else empty."""
+        if self._is_trial or not self.silent:
+            return ""
+        return next((one.why for comm, one in left_out.items() if comm and not one.for_good), "")
 
     def ended(
         self,
@@ -191,11 +224,8 @@ class Leader:
         own: Collection[int],
     ) -> None:
         """A round is over. ``own``: the communicators that rank 0 is in."""
-        for comm, one in left_out.items():
-            if comm and one.for_good:
-                self.gone[comm] = one.why
-        trial = trial_of(message[1])
-        if trial.trial_steps and not decision.switches:
+        self._note(left_out)
+        if self._is_trial and not decision.switches:
             self._published.trial_is_over()
         is_refused = 0 in left_out and left_out[0].for_good
         if not (decision.switches or is_refused):
@@ -207,8 +237,14 @@ class Leader:
         if message == self._stays:
             self._is_decided, self.news = True, False
             self._stays = None if is_refused else message
+            self._served |= decision.switches.keys()
         if decision.switches:
-            self._switch(trial, decision, left_out, rhythms, own)
+            self._switch(trial_of(message[1]), decision, left_out, rhythms, own)
+
+    def _note(self, left_out: Mapping[int, LeftOut]) -> None:
+        """Who has left for good, and whether what stays is missed."""
+        self.gone |= {comm: one.why for comm, one in left_out.items() if comm and one.for_good}
+        self.news |= self._lack(left_out)
 
     def _lose(self, left_out: dict[int, LeftOut]) -> None:
         """No communicator has switched: the round is led again, later each time."""
@@ -226,6 +262,7 @@ class Leader:
         rhythms: Rhythms,
         own: Collection[int],
     ) -> None:
+        self._given_up = set(self.silent) if trial.trial_steps else self._given_up & self.silent
         switched = set(decision.switches)
         last = self.last
         last.check(rhythms)

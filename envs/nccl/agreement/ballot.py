@@ -1,0 +1,45 @@
+"""What one rank says of its own communicators in a vote."""
+
+from __future__ import annotations
+
+from ..plugin.bindings import CommView, NoRoom, Plugin
+from .pace import Pace
+from .protocol import CommVote
+from .store import RoundStore
+
+
+class Ballot:
+    """Of one agreement: ``owner`` is its number in the plugin."""
+
+    def __init__(self, plugin: Plugin, owner: int, pace: Pace, store: RoundStore) -> None:
+        self._plugin, self._owner, self._pace, self._store = plugin, owner, pace, store
+
+    def counts(self) -> dict[int, int]:
+        """Collectives made on each communicator of this rank."""
+        views = self._plugin.comms().items()
+        return {comm: view.made for comm, view in views if view.marks or view.no_clock}
+
+    def staged(self, message: bytes) -> tuple[str, str]:
+        """Lay a table ready; why the plugin refuses it, and why it has no room now, each empty if it does not."""
+        try:
+            self._plugin.stage(self._owner, message)
+        except NoRoom as error:
+            return "", str(error)
+        except ValueError as error:
+            return str(error), ""
+        return "", ""
+
+    def limits(self) -> dict[int, CommVote]:
+        """Set the limits of all communicators that have a clock; the word on each, also on the others."""
+        views = self._plugin.comms().items()
+        votes = {comm: self._vote_on(comm, view) for comm, view in views if view.marks or view.no_clock}
+        return {comm: vote for comm, vote in votes.items() if vote.limit or vote.no_clock}
+
+    def _vote_on(self, comm: int, view: CommView) -> CommVote:
+        limit, pace = 0, self._pace.calls_a_step(comm)
+        if not view.no_clock:
+            answer_s, spread_s = self._store.answer_s, self._store.lookout.spread_s()
+            distance = self._pace.distance(comm, answer_s, spread_s, view.a_step)
+            limit = self._plugin.limit(self._owner, comm, distance)
+        rhythm = view.a_step, view.offset
+        return CommVote(view.n_ranks, view.n_nodes, limit, pace, view.marks, view.no_clock, *rhythm)
