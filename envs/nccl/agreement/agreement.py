@@ -73,10 +73,6 @@ class Agreement:
         self._plugin, self._steps, self._versions, self._tell = plugin, steps, versions, tell
         self._store, self._end = RoundStore(store, rank, n_ranks), threading.Event()
         self._pace = Pace(_LOOKS * self._look_s)
-        self._comms: frozenset[int] = frozenset()  # communicators of this rank
-        self._is_here = False  # this rank has presented itself in this life
-        self._is_late = False  # its last vote may have come too late
-        self._has_news = False  # that rank 0 has not heard of: another communicator, a vote that came late
         plugin.hold(HOLD_S)
         self._owner = plugin.join()  # what this agreement lays ready and limits in the plugin is its own
         self._ballot = Ballot(plugin, self._owner, self._pace, self._store)
@@ -172,8 +168,8 @@ class Agreement:
                 continue
             is_new_life, number = self._store.now()
             if is_new_life:
-                self._comms, self._is_here = frozenset(), False
-            if not self._is_here:
+                self._ballot.comms, self._ballot.is_here = frozenset(), False
+            if not self._ballot.is_here:
                 self._present()
             proposal = self._store.proposal(number) if number else None
             if proposal is None:
@@ -181,8 +177,8 @@ class Agreement:
             if not proposal.message:
                 raise Parted
             decision = self._drive(protocol.follow(self.rank, number, self._identity()), proposal)
-            if decision.switches and self._is_late:  # they may lack what stays
-                self._has_news = True
+            if decision.switches and self._ballot.is_late:  # they may lack what stays
+                self._ballot.has_news = True
             if self.stopped:
                 return
 
@@ -192,12 +188,12 @@ class Agreement:
             pass
         self._store.cast(protocol.Vote(self.rank, 0, self._identity()), 0)
         self._store.says_news()
-        self._is_here = True  # not before: a request that fails is made again
+        self._ballot.is_here = True  # not before: a request that fails is made again
 
     def _say_news(self) -> None:
-        if self._has_news:
+        if self._ballot.has_news:
             self._store.says_news()
-            self._has_news = False
+            self._ballot.has_news = False
 
     def _look_around(self) -> None:
         """Note how fast this rank goes, and say where a communicator is new."""
@@ -207,10 +203,10 @@ class Agreement:
         self._pace.sample(self._steps.ended, counts)
         if self._leader is not None:
             self._leader.sees(counts)
-        if new := counts.keys() - self._comms:
-            self._comms |= new
+        if new := counts.keys() - self._ballot.comms:
+            self._ballot.comms |= new
             if self._leader is None:
-                self._has_news = True
+                self._ballot.has_news = True
             else:
                 self._leader.news = True
 
@@ -225,7 +221,7 @@ class Agreement:
             if time.monotonic() - asked > (IDLE_S if lookout.is_quiet() else _NEWS_S):
                 asked = time.monotonic()
                 leader.hears(self._store)
-            if leader.is_waiting(self._comms) or time.monotonic() < leader.not_before:
+            if leader.is_waiting(self._ballot.comms) or time.monotonic() < leader.not_before:
                 if why := leader.misses():
                     self._stop(why)
                     return
@@ -250,7 +246,7 @@ class Agreement:
 
     def _stop_if_over(self, leader: Leader) -> None:
         """No communicator is left that a table could reach."""
-        if not self.stopped and leader.is_over(self._comms):
+        if not self.stopped and leader.is_over(self._ballot.comms):
             why = next(iter(leader.gone.values()))
             self._stop(why)
 
@@ -264,7 +260,7 @@ class Agreement:
         known = leader.gone, leader.served, leader.loses, left_out, rhythms
         part = protocol.lead(leader.number, self._identity(), generation, trial, *known)
         decision = self._drive(part, proposal)
-        leader.ended(message, decision, left_out, rhythms, self._comms)
+        leader.ended(message, decision, left_out, rhythms, self._ballot.comms)
         if leader.number > 2 and not leader.silent:
             self._store.forget(leader.number - 2)  # all have voted since
         self._say_what_came(leader, generation, decision, left_out)
@@ -316,9 +312,9 @@ class Agreement:
             case protocol.Limit():
                 return self._ballot.limits()
             case protocol.Cast(vote):
-                self._is_late = True
+                self._ballot.is_late = True
                 with contextlib.suppress(Exception):  # it may have been heard all the same: the register says
-                    self._is_late = store.cast(vote, proposal.n_votes)
+                    self._ballot.is_late = store.cast(vote, proposal.n_votes)
                 return None
             case protocol.Gather():
                 return self._gathered(number)

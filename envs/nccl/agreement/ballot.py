@@ -1,4 +1,4 @@
-"""What one rank says of its own communicators in a vote."""
+"""What one rank says: of its own communicators in a vote, and what rank 0 has heard of it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ class Ballot:
 
     def __init__(self, plugin: Plugin, owner: int, pace: Pace, store: RoundStore) -> None:
         self._plugin, self._owner, self._pace, self._store = plugin, owner, pace, store
+        self.comms: frozenset[int] = frozenset()  # communicators that were seen
+        self.is_here = False  # this rank has presented itself in this life
+        self.is_late = False  # its last vote may have come too late
+        self.has_news = False  # that rank 0 has not heard of: another communicator, a vote that came late
 
     def counts(self) -> dict[int, int]:
         """Collectives made on each communicator of this rank."""

@@ -100,6 +100,15 @@ class LastTable:
         return {comm for comm in counts if now - self._seen[comm][1] < _RESTS_S}
 
 
+@dataclass
+class Stays:
+    """The newest table to stay."""
+
+    message: tuple[int, bytes] | None  # None: there is none
+    is_decided: bool = False  # whether a round has given it to anybody
+    served: set[int] = field(default_factory=set)  # communicators that have it
+
+
 class Leader:
     """What rank 0 knows of the other ranks, and which tables are wanted."""
 
@@ -118,11 +127,8 @@ class Leader:
         self._published = published
         published.read_note()
         self._wanted: tuple[int, bytes] | None = None  # to be in force, and is not
-        self._stays = published.confirmed()  # the newest table to stay
-        self._is_decided = False  # whether a round has given it to anybody
-        self._served: set[int] = set()  # communicators that have what stays
+        self._stays = Stays(published.confirmed())
         self._is_trial = False  # the round under way
-        self._given_up: set[int] = set()  # ranks that were silent in the last trial's round all the same
         self._unlike: set[str] = set()  # reasons that were told
         self.last = LastTable()
 
@@ -135,7 +141,7 @@ class Leader:
         self._wanted, self.not_before = found, 0.0
         if not trial_of(found[1]).trial_steps:
             # The one before may have been withdrawn: nobody gets it any more.
-            self._stays, self._is_decided, self._served = found, False, set()
+            self._stays = Stays(found)
         return 0, ""
 
     def sees(self, counts: Mapping[int, int]) -> None:
@@ -170,10 +176,11 @@ class Leader:
         During a trial it waits: it would end the trial. One that nobody has yet waits for none: it may be there to
         withdraw what runs. ``counts()``: see :meth:`LastTable.is_over`.
         """
-        if self._stays is None or not self._is_decided:
-            return self._stays or self._wanted
+        stays = self._stays.message
+        if stays is None or not self._stays.is_decided:
+            return stays or self._wanted
         is_missed = self.news or not self.switched
-        return self._stays if is_missed and self.last.is_over(counts()) else self._wanted
+        return stays if is_missed and self.last.is_over(counts()) else self._wanted
 
     def begin_round(self, message: tuple[int, bytes]) -> int:
         """The votes to wait for."""
@@ -189,7 +196,7 @@ class Leader:
     @property
     def served(self) -> set[int] | None:
         """Communicators that have the table that is there to stay; None: there is none."""
-        return None if self._stays is None else self._served
+        return None if self._stays.message is None else self._stays.served
 
     def loses(self, left_out: Mapping[int, LeftOut]) -> bool:
         """Whether the round is lost rather than go on without them. A table to stay waits for nobody.
@@ -200,7 +207,7 @@ class Leader:
         if not self._is_trial or self.lost >= PATIENCE:
             return False
         for_now = {comm: one for comm, one in left_out.items() if not one.for_good}
-        if self.silent - self._given_up:
+        if self.silent - self.arrivals.given_up:
             return bool(for_now)
         return bool(for_now.keys() & self.switched) or self._lack(for_now)
 
@@ -234,10 +241,10 @@ class Leader:
         self.lost = 0
         if message == self._wanted:
             self._wanted = None
-        if message == self._stays:
-            self._is_decided, self.news = True, False
-            self._stays = None if is_refused else message
-            self._served |= decision.switches.keys()
+        if message == self._stays.message:
+            self._stays.is_decided, self.news = True, False
+            self._stays.message = None if is_refused else message
+            self._stays.served |= decision.switches.keys()
         if decision.switches:
             self._switch(trial_of(message[1]), decision, left_out, rhythms, own)
 
@@ -262,7 +269,9 @@ class Leader:
         rhythms: Rhythms,
         own: Collection[int],
     ) -> None:
-        self._given_up = set(self.silent) if trial.trial_steps else self._given_up & self.silent
+        self.arrivals.given_up = (
+            set(self.silent) if trial.trial_steps else self.arrivals.given_up & self.silent
+        )
         switched = set(decision.switches)
         last = self.last
         last.check(rhythms)

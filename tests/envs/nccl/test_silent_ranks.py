@@ -137,7 +137,7 @@ def test_news_of_a_communicator_whose_request_fails_is_told_again(ranks_of):
     ranks.box.found = message(1)
     wait_until(lambda: ranks.have(1, 7, 9))
     ranks.comms[1][11] = 2
-    wait_until(lambda: 11 in ranks.all[1]._comms and not ranks.all[1]._has_news)
+    wait_until(lambda: 11 in ranks.all[1]._ballot.comms and not ranks.all[1]._ballot.has_news)
     wait_until(lambda: not ranks.all[0]._leader.news)
     ranks.fails = "add", "news"
     ranks.comms[2][11] = 2
