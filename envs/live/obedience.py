@@ -175,7 +175,8 @@ class Obedience:
         of_rows = [comms.get(int(i), unknown) for i in rows["comm_id"]]
         shape = np.array([(c.n_ranks, c.n_nodes) for c in of_rows])
         found = (_judge(rule, rows, shape) for rule in table.rules)
-        return (*left_out, *(item for item in found if item is not None))
+        others = [item for item in found if item is not None]
+        return (*left_out, *others)
 
 
 def _judge(rule: Rule, rows: Array, shape: Array) -> Disobeyed | None:

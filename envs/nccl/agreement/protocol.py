@@ -318,6 +318,11 @@ class Lift(NamedTuple):
     generation: int
 
 
+def never(_left_out: Mapping[int, LeftOut]) -> bool:
+    """Whoever is left out, the round goes on; as ``loses`` of :func:`lead`."""
+    return False
+
+
 Request = Propose | Stage | Limit | Cast | Gather | Settle | Await | Switch | Lift
 Part = Generator[Request, Any, Decision]
 
