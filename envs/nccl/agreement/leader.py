@@ -206,7 +206,10 @@ class Leader:
         """
         if not self._is_trial or self.lost >= PATIENCE:
             return False
-        for_now = {comm: one for comm, one in left_out.items() if not one.for_good}
+        for_now = {}
+        for comm, one in left_out.items():
+            if not one.for_good:
+                for_now[comm] = one
         if self.silent - self.arrivals.given_up:
             return bool(for_now)
         return bool(for_now.keys() & self.switched) or self._lack(for_now)
@@ -220,7 +223,10 @@ class Leader:
         """Why communicators have not got a table to stay in this round, if a silent rank may be back; else empty."""
         if self._is_trial or not self.silent:
             return ""
-        return next((one.why for comm, one in left_out.items() if comm and not one.for_good), "")
+        for comm, one in left_out.items():
+            if comm and not one.for_good:
+                return one.why
+        return ""
 
     def ended(
         self,
@@ -250,7 +256,9 @@ class Leader:
 
     def _note(self, left_out: Mapping[int, LeftOut]) -> None:
         """Who has left for good, and whether what stays is missed."""
-        self.gone |= {comm: one.why for comm, one in left_out.items() if comm and one.for_good}
+        for comm, one in left_out.items():
+            if comm and one.for_good:
+                self.gone[comm] = one.why
         self.news |= self._lack(left_out)
 
     def _lose(self, left_out: dict[int, LeftOut]) -> None:
