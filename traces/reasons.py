@@ -115,6 +115,7 @@ class RowRefused(Reason):
     NOT_BETTER = "NCCL's default, {own}, stays: {tried} other settings tried, none was certainly faster"
     NOT_OBEYED = "not obeyed: NCCL ran {ran} where the table says {decision} for {slot}"
     TOO_SLOW = "not tried again: {decision} for {slot} made steps more than {times:g} times as long"
+    FATAL = "not tried again: the ranks ended in a trial of {decision} for {slot}"
     NO_MEMORY = (
         "{algo} is not tried on communicators of {of} ranks: its first call may take {needs:.1f} GiB of GPU memory, "
         "and the fullest GPU of this node has {free:.1f} GiB left"
@@ -140,6 +141,7 @@ class NotAgreeing(Reason):
         "answer late"
     )
     NOT_ALIKE = "rank {rank} has {what}, rank {other} has {others}"
+    NOT_SERVED = "a communicator of rank {rank} does not have the table yet that is there to stay"
     NO_COMMON_COUNT = (
         "rank {rank} has issued {count} collectives on a communicator, but the number of rank {other} differs so much "
         "that they cannot be compared"
@@ -155,6 +157,7 @@ class NotAgreeing(Reason):
         "the last steps of a communicator of rank {rank} had different numbers of collectives, or its ranks count "
         "steps differently: tables cannot alternate step by step"
     )
+    FATAL_TRIAL = "the ranks ended in a trial of these rows: they are not tried again"
     OLD_TRIAL = "this trial began before the ranks, or their group, were made anew"
     NO_ROOM = "no room for another table: the {n} communicators of a rank hold all tables that there are"
     NOT_SWITCHED = "rank {rank} could not change its table as the others did: {error}"

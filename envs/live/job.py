@@ -5,16 +5,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import os
 import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,11 +19,13 @@ import numpy as np
 from ...traces.assemble import EVENT_COLUMNS, WAIT_COLUMNS, empty, joined
 from ...traces.reasons import NotTuning, names
 from ...traces.records import AgreementState, Decision, Decisions, Slot, Table
-from ..nccl.run_folder import CONFIRMED
-from ..nccl.shm import RunFolder, decode_table, encode_table
+from ..nccl.shm import RunFolder
 from ..search.interfaces import QUAD
+from .confirmed import note_confirmed as note_confirmed
+from .confirmed import read_confirmed as read_confirmed
+from .confirmed import without_fatal
 from .job_ends import JobEnded
-from .obedience import Disobeyed, slot_of
+from .obedience import Disobeyed
 from .pauses import Attempt, Cut, LastRound, Rhythm
 from .reader import Reader, log
 from .turns import ALIKE_STEPS, MOST_FAILED, Lease, Turns, lease_steps, together
@@ -261,7 +260,13 @@ class Job(Reader):
             self.publish(chosen, 2 * (n_steps + discard) + SPARE_STEPS if trial else 0, one_of)
         is_few = trial and one_of > 0
         attempt = Attempt(self.generation, trial, n_steps, discard, counted, self.rhythm, is_few)
-        return self._run(attempt, give_up_ms)
+        cut = self._run(attempt, give_up_ms)
+        if cut is None or not cut.is_fatal:
+            return cut
+        rows, rest = without_fatal(chosen, self.confirmed)
+        cut = self._attempt(rest, n_steps, discard, give_up_ms, one_of, counted)
+        self.obedience.left_out[self.generation] = rows
+        return cut
 
     def alternate(
         self,
@@ -280,6 +285,10 @@ class Job(Reader):
         chosen = _decided(decisions)
         for _ in range(MOST_FAILED):
             leases = self._leases(chosen, n_steps, turn_steps, discard, give_up_ms)
+            if leases[-1].is_fatal:
+                rows, rest = without_fatal(chosen, self.confirmed)
+                turns = self.alternate(rest, n_steps, turn_steps, discard, give_up_ms)
+                return replace(turns, disobeyed=rows) if turns else None
             self._end_turns(leases[-1])
             turns = together(leases, self.heard.steady, discard, n_steps)
             if turns.has_both:
@@ -301,6 +310,7 @@ class Job(Reader):
             generation = self.publish(chosen, steps, 2, turn_steps, swap)
             lease = Lease(generation, steps, quad, self.rhythm, left_out)
             if cut := self._run(lease, give_up_ms):
+                lease.is_fatal = cut.is_fatal
                 self._say(f"the alternating steps are measured again: {cut.what}")
             lease.is_given_up = lease.newest_ms > give_up_ms
             leases.append(lease)
@@ -342,7 +352,7 @@ class Job(Reader):
             if not alive:
                 raise JobEnded(self.ended())
             if self.heard.refused == attempt.generation:
-                return Cut(self.heard.why)
+                return Cut(self.heard.why, is_fatal="fatal-trial" in names(self.heard.why))
             if (cut := self._wait(attempt, began, last)) is not None:
                 return cut
             time.sleep(POLL_S * (5 if self.thin else 1))
@@ -380,20 +390,3 @@ class Job(Reader):
 def _decided(decisions: Decisions) -> dict[Slot, Decision]:
     """Without the slots that are left to NCCL."""
     return {slot: decision for slot, decision in decisions.items() if not decision.is_auto}
-
-
-def note_confirmed(folder: Path, table: Table) -> None:
-    """Leave the confirmed table in the run folder. Where that fails the table is in force all the same."""
-    draft = folder / f"{CONFIRMED}.tmp"
-    with contextlib.suppress(OSError):  # a deleted folder, a full memory
-        draft.write_bytes(encode_table(table))
-        os.replace(draft, folder / CONFIRMED)
-
-
-def read_confirmed(folder: Path) -> dict[Slot, Decision]:
-    """What an earlier daemon of this run had confirmed; nothing if there is none or it is damaged."""
-    try:
-        table = decode_table((folder / CONFIRMED).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return {slot_of(rule): rule.decision for rule in table.rules}

@@ -131,9 +131,11 @@ class Disobeyed:
 
     slot: Slot
     decision: Decision
-    ran: str  # what it ran mostly
+    ran: str  # what it ran mostly; "": it is not tried, since the ranks have ended in its trial
 
     def __str__(self) -> str:
+        if not self.ran:
+            return RowRefused.FATAL(decision=self.decision, slot=self.slot)
         return RowRefused.NOT_OBEYED(ran=self.ran, decision=self.decision, slot=self.slot)
 
 
@@ -144,6 +146,7 @@ class Obedience:
         """Keeps the last ``generations`` tables; of each ``enough`` collectives are looked at."""
         self.generations, self.enough = generations, enough
         self._tables: dict[int, tuple[Table, list[Array]]] = {}
+        self.left_out: dict[int, tuple[Disobeyed, ...]] = {}  # rows that a table was published without
 
     def expect(self, table: Table) -> None:
         """A table was published."""
@@ -164,14 +167,16 @@ class Obedience:
     def verdict(self, generation: int, comms: Mapping[int, Communicator]) -> tuple[Disobeyed, ...]:
         """The rows of that table that were not followed, as far as collectives that they bear on were seen."""
         table, seen = self._tables.get(generation, (Table(), []))
+        left_out = self.left_out.get(generation, ())
         if not seen:
-            return ()
+            return left_out
         rows = np.concatenate(seen)
         unknown = Communicator(0, 0, 0, "")
         of_rows = [comms.get(int(i), unknown) for i in rows["comm_id"]]
         shape = np.array([(c.n_ranks, c.n_nodes) for c in of_rows])
         found = (_judge(rule, rows, shape) for rule in table.rules)
-        return tuple(item for item in found if item is not None)
+        others = [item for item in found if item is not None]
+        return (*left_out, *others)
 
 
 def _judge(rule: Rule, rows: Array, shape: Array) -> Disobeyed | None:

@@ -26,6 +26,7 @@ class Cut:
     what: str
     step: int = 0
     took_ms: float = 0.0
+    is_fatal: bool = False  # the ranks have ended in a trial of these rows: they do not run again
 
 
 class Rhythm:

@@ -77,6 +77,7 @@ class Lease:
     seen: int = 0
     odd: int = 0  # steps in a row that count for nobody
     newest_ms: float = 0.0  # of the trial's steps
+    is_fatal: bool = False  # the ranks have ended in such turns: they do not run again
     is_given_up: bool = False  # a step of the trial was too slow: steps of a part of a quad are kept, too
     steps: list[int] = field(default_factory=list)
     durations_ms: list[float] = field(default_factory=list)

@@ -26,7 +26,7 @@ SAID = "agreement-state"
 NCCL = "nccl"
 #: The table that was adopted last: it holds if the tuner dies.
 CONFIRMED = "confirmed"
-#: Generation of the last trial of which a round has begun: no later life of the job begins it again.
+#: The last trial of which a round has begun, and rows in whose trials ranks have ended: no later life tries them.
 TRIED = "tried"
 TABLE_FILE_BYTES = 4096
 _DAY_S = 86400.0

@@ -376,7 +376,7 @@ def _frozen(decision: Decision | None) -> Any:
 def _request(scope: Scope, r: int, number: int, results: tuple[Any, ...]) -> Any:
     """What a part of round ``number`` asks for next, or its decision at the end."""
     if r == 0:
-        part = protocol.lead(number, "", number, scope.trial(number), {}, set(), {}, {})
+        part = protocol.lead(number, "", number, scope.trial(number), {}, None, protocol.never, {}, {})
     else:
         part = protocol.follow(r, number, "")
     try:

@@ -91,10 +91,14 @@ class Tables:
     def confirmed(self) -> None:
         return None
 
-    def is_old(self, found: tuple[int, bytes]) -> bool:
-        return False
+    def refuses(self, found: tuple[int, bytes]) -> str:
+        return ""
 
-    def note_trial(self, generation: int) -> None: ...
+    def read_note(self) -> None: ...
+
+    def trial_begins(self, found: tuple[int, bytes]) -> None: ...
+
+    def trial_is_over(self) -> None: ...
 
 
 class Counted:

@@ -67,6 +67,7 @@ def test_a_comparison_of_nothing_has_no_tuned_steps(tmp_path):
 def test_decisions_name_the_table(tmp_path):
     trace = with_tables(tmp_path, Table.of(1, {A: ONE}), Table.of(2, {A: TWO}))
     decision = {"func": "all_gather", "min_bytes": A.min_bytes, "max_bytes": A.max_bytes}
+    decision |= {"n_ranks": A.n_ranks, "n_nodes": A.n_nodes}
     assert generations(trace, [{**decision, "algo": "ring", "proto": "ll", "n_channels": 8}]).tuned == {1}
     assert generations(trace, [{**decision, "algo": None, "proto": None, "n_channels": None}]).tuned == set()
 
@@ -130,7 +131,9 @@ def test_texts():
 def test_rules_survive_the_log(tmp_path):
     table = Table(9, (Rule.of(A, ONE),))
     which = generations(with_tables(tmp_path, table))
-    assert which.rules == {("all_gather", A.min_bytes, A.max_bytes, 16, 2, "ring/ll/8")} and which.tuned == {9}
+    assert which.rules == {("all_gather", A.min_bytes, A.max_bytes, 16, 2, "ring/ll/8")} and which.tuned == {
+        9
+    }
 
 
 def test_the_synthetic_run_itself_is_consistent(run):

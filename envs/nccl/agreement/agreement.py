@@ -15,15 +15,16 @@ from typing import Any
 
 from ....traces.reasons import NotAgreeing, NotTuning
 from ....traces.records import AgreementState
-from ..plugin.bindings import CommView, NoRoom, Plugin, Span
+from ..plugin.bindings import Plugin, Span
 from ..shm import trial_of
 from ..steps.steps import Steps
 from . import protocol
-from .leader import PATIENCE, Leader
+from .ballot import Ballot
+from .leader import Leader
 from .lookout import IDLE_S
 from .mailbox import TableMailbox
 from .pace import Pace
-from .protocol import CommVote, Decision, LeftOut
+from .protocol import Decision, LeftOut
 from .store import LOST_S, Parted, Proposal, RoundStore
 
 _IDLE_S, _A_RANK_S = 0.25, 1e-4  # until NCCL is looked for again; with many ranks the job's end waits longer
@@ -72,9 +73,9 @@ class Agreement:
         self._plugin, self._steps, self._versions, self._tell = plugin, steps, versions, tell
         self._store, self._end = RoundStore(store, rank, n_ranks), threading.Event()
         self._pace = Pace(_LOOKS * self._look_s)
-        self._comms: frozenset[int] = frozenset()  # communicators that rank 0 has heard of
         plugin.hold(HOLD_S)
         self._owner = plugin.join()  # what this agreement lays ready and limits in the plugin is its own
+        self._ballot = Ballot(plugin, self._owner, self._pace, self._store)
         self._leader = Leader(n_ranks, published) if rank == 0 else None
         self._said: tuple[AgreementState, str, int] | None = None  # last, on rank 0
         self._thread = threading.Thread(target=self._run, name="dynamiccl-agreement", daemon=True)
@@ -162,18 +163,22 @@ class Agreement:
     def _follow_life(self) -> None:
         while not self._end.wait(self._store.lookout.pause_s()):
             self._look_around()
+            self._say_news()
             if not self._store.has_changed():
                 continue
             is_new_life, number = self._store.now()
             if is_new_life:
-                self._comms = frozenset()
+                self._ballot.comms, self._ballot.is_here = frozenset(), False
+            if not self._ballot.is_here:
                 self._present()
             proposal = self._store.proposal(number) if number else None
             if proposal is None:
                 continue
             if not proposal.message:
                 raise Parted
-            self._drive(protocol.follow(self.rank, number, self._identity()), proposal)
+            decision = self._drive(protocol.follow(self.rank, number, self._identity()), proposal)
+            if decision.switches and self._ballot.is_late:  # they may lack what stays
+                self._ballot.has_news = True
             if self.stopped:
                 return
 
@@ -183,24 +188,27 @@ class Agreement:
             pass
         self._store.cast(protocol.Vote(self.rank, 0, self._identity()), 0)
         self._store.says_news()
+        self._ballot.is_here = True  # not before: a request that fails is made again
+
+    def _say_news(self) -> None:
+        if self._ballot.has_news:
+            self._store.says_news()
+            self._ballot.has_news = False
 
     def _look_around(self) -> None:
         """Note how fast this rank goes, and say where a communicator is new."""
         if not self._pace.is_due():
             return
-        counts = self._counts()
+        counts = self._ballot.counts()
         self._pace.sample(self._steps.ended, counts)
-        if new := counts.keys() - self._comms:
-            self._comms |= new
+        if self._leader is not None:
+            self._leader.sees(counts)
+        if new := counts.keys() - self._ballot.comms:
+            self._ballot.comms |= new
             if self._leader is None:
-                self._store.says_news()
+                self._ballot.has_news = True
             else:
                 self._leader.news = True
-
-    def _counts(self) -> dict[int, int]:
-        """Collectives made on each communicator of this rank."""
-        views = self._plugin.comms().items()
-        return {comm: view.made for comm, view in views if view.marks or view.no_clock}
 
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
@@ -213,12 +221,12 @@ class Agreement:
             if time.monotonic() - asked > (IDLE_S if lookout.is_quiet() else _NEWS_S):
                 asked = time.monotonic()
                 leader.hears(self._store)
-            if leader.is_waiting(self._comms) or time.monotonic() < leader.not_before:
+            if leader.is_waiting(self._ballot.comms) or time.monotonic() < leader.not_before:
                 if why := leader.misses():
                     self._stop(why)
                     return
                 continue
-            message = leader.next(self._counts)
+            message = leader.next(self._ballot.counts)
             if message is None:
                 continue
             if until_awake_s := self._store.wakes():
@@ -231,13 +239,14 @@ class Agreement:
 
     def _look(self, leader: Leader) -> None:
         """Whether there is another table. A daemon that waits for an old trial hears that it will not come."""
-        if old := leader.look():
-            self._say(AgreementState.NO_TURNS, NotAgreeing.OLD_TRIAL(), old)
+        generation, why = leader.look()
+        if why:
+            self._say(AgreementState.NO_TURNS, why, generation)
             self._say(*_WAITING)
 
     def _stop_if_over(self, leader: Leader) -> None:
         """No communicator is left that a table could reach."""
-        if not self.stopped and leader.is_over(self._comms):
+        if not self.stopped and leader.is_over(self._ballot.comms):
             why = next(iter(leader.gone.values()))
             self._stop(why)
 
@@ -245,14 +254,13 @@ class Agreement:
         """One round."""
         generation, table = message
         trial, left_out = trial_of(table), dict[int, LeftOut]()
-        n_votes = leader.begin_round(generation, trial.trial_steps > 0)
+        n_votes = leader.begin_round(message)
         proposal = Proposal(leader.number, table, n_votes)
-        must = leader.switched if leader.lost < PATIENCE else set[int]()
         rhythms: protocol.Rhythms = {}
-        known = leader.gone, must, left_out, rhythms
+        known = leader.gone, leader.served, leader.loses, left_out, rhythms
         part = protocol.lead(leader.number, self._identity(), generation, trial, *known)
         decision = self._drive(part, proposal)
-        leader.ended(message, decision, left_out, rhythms, self._comms)
+        leader.ended(message, decision, left_out, rhythms, self._ballot.comms)
         if leader.number > 2 and not leader.silent:
             self._store.forget(leader.number - 2)  # all have voted since
         self._say_what_came(leader, generation, decision, left_out)
@@ -262,7 +270,9 @@ class Agreement:
     ) -> None:
         """Of a round."""
         refused = left_out.get(0)
-        if decision.switches:
+        if decision.switches and (why := leader.lacks(left_out)):
+            self._say(AgreementState.LOSING, why)
+        elif decision.switches:
             if unlike := leader.unlike(left_out):  # rank 0's tables change, so no state says it
                 self._tell(None, unlike, 0)
             for turns in leader.last.steady or [0]:
@@ -298,12 +308,13 @@ class Agreement:
             case protocol.Propose():
                 return store.propose(proposal)
             case protocol.Stage():
-                return self._staged(proposal.message)
+                return self._ballot.staged(proposal.message)
             case protocol.Limit():
-                return self._limits()
+                return self._ballot.limits()
             case protocol.Cast(vote):
+                self._ballot.is_late = True
                 with contextlib.suppress(Exception):  # it may have been heard all the same: the register says
-                    store.cast(vote, proposal.n_votes)
+                    self._ballot.is_late = store.cast(vote, proposal.n_votes)
                 return None
             case protocol.Gather():
                 return self._gathered(number)
@@ -343,29 +354,6 @@ class Agreement:
                     next_s = time.monotonic() + ask_s
                 self._end.wait(_HELD_S)
         return None
-
-    def _staged(self, message: bytes) -> tuple[str, str]:
-        try:
-            self._plugin.stage(self._owner, message)
-        except NoRoom as error:
-            return "", str(error)
-        except ValueError as error:
-            return str(error), ""
-        return "", ""
-
-    def _limits(self) -> dict[int, CommVote]:
-        views = self._plugin.comms().items()
-        votes = {comm: self._vote_on(comm, view) for comm, view in views if view.marks or view.no_clock}
-        return {comm: vote for comm, vote in votes.items() if vote.limit or vote.no_clock}
-
-    def _vote_on(self, comm: int, view: CommView) -> CommVote:
-        limit, pace = 0, self._pace.calls_a_step(comm)
-        if not view.no_clock:
-            answer_s, spread_s = self._store.answer_s, self._store.lookout.spread_s()
-            distance = self._pace.distance(comm, answer_s, spread_s, view.a_step)
-            limit = self._plugin.limit(self._owner, comm, distance)
-        rhythm = view.a_step, view.offset
-        return CommVote(view.n_ranks, view.n_nodes, limit, pace, view.marks, view.no_clock, *rhythm)
 
     def _say(self, state: AgreementState, text: str, generation: int = 0) -> None:
         word = state, text, generation

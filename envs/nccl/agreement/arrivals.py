@@ -18,6 +18,9 @@ class Arrivals:
 
     def __init__(self, n_ranks: int) -> None:
         self.here: set[int] = set()  # who has cast a vote in this life: its key is in the store
+        self.given_up: set[int] = (
+            set()
+        )  # who was silent in the last trial's round, which went on all the same
         self._known: set[int] = set()  # who was here in an earlier life
         self._absent = set(range(1, n_ranks))
         self._awaited = set(self._absent)  # by the next round

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from ....traces.reasons import NotAgreeing
+from ....traces.records import Trial
 from ..plugin.bindings import Span
 from ..shm import trial_of
 from .arrivals import Arrivals
@@ -27,6 +28,7 @@ class LastTable:
     trial: Mapping[int, Span] | None = (
         None  # where it holds on rank 0's own communicators; None: it is there to stay
     )
+    begun: Mapping[int, Span] | None = None  # of the last trial, until its end was seen
     generation: int = 0  # whose turns the next round checks; 0: none
     rhythms: Rhythms = field(
         default_factory=dict
@@ -60,10 +62,31 @@ class LastTable:
         Over is a trial that has ended on one of them and is under way on none. One that has not come to its beginning
         by then rests, and so does one that stands still.
         """
-        if self.trial is None:
-            return True
+        return self.trial is None or self._is_past(self.trial, counts)
+
+    def begin_trial(self, spans: Mapping[int, Span]) -> None:
+        """A trial was decided. ``spans``: where it holds on rank 0's own communicators."""
+        self.trial = self.begun = spans
+
+    def stay(self, switches: Mapping[int, Span]) -> None:
+        """A table to stay was decided: a trial that is under way ends where it begins."""
+        self.trial = None
+        if self.begun is not None:
+            self.begun = {
+                comm: span._replace(until=min(span.until, switches[comm].since)) if comm in switches else span
+                for comm, span in self.begun.items()
+            }
+
+    def is_survived(self, counts: Mapping[int, int]) -> bool:
+        """Whether the end of the last trial is seen, for the first time. None of it without rank 0 is ever seen."""
+        if not self.begun or not self._is_past(self.begun, counts):
+            return False
+        self.begun = None
+        return True
+
+    def _is_past(self, trial: Mapping[int, Span], counts: Mapping[int, int]) -> bool:
         moving = self._moving(counts)
-        found = [(comm, counts[comm], span) for comm, span in self.trial.items() if comm in counts]
+        found = [(comm, counts[comm], span) for comm, span in trial.items() if comm in counts]
         if any(comm in moving and span.since <= made < span.until for comm, made, span in found):
             return False
         return not found or any(made >= span.until for _, made, span in found)
@@ -75,6 +98,15 @@ class LastTable:
             if comm not in self._seen or self._seen[comm][0] != made:
                 self._seen[comm] = made, now
         return {comm for comm in counts if now - self._seen[comm][1] < _RESTS_S}
+
+
+@dataclass
+class Stays:
+    """The newest table to stay."""
+
+    message: tuple[int, bytes] | None  # None: there is none
+    is_decided: bool = False  # whether a round has given it to anybody
+    served: set[int] = field(default_factory=set)  # communicators that have it
 
 
 class Leader:
@@ -93,23 +125,29 @@ class Leader:
         )  # the last round, lost ones in a row, why the last of them was
         self.not_before = 0.0  # of the next round
         self._published = published
+        published.read_note()
         self._wanted: tuple[int, bytes] | None = None  # to be in force, and is not
-        self._stays = published.confirmed()  # the newest table to stay
-        self._is_decided = False  # whether a round has given it to anybody
+        self._stays = Stays(published.confirmed())
+        self._is_trial = False  # the round under way
         self._unlike: set[str] = set()  # reasons that were told
         self.last = LastTable()
 
-    def look(self) -> int:
-        """Whether the daemon has published another table; the generation of an old trial, which is not led, else 0."""
+    def look(self) -> tuple[int, str]:
+        """Whether the daemon has published another table; if it is not led, its generation, and why."""
         if (found := self._published.take()) is None:
-            return 0
-        if self._published.is_old(found):
-            return found[0]
+            return 0, ""
+        if why := self._published.refuses(found):
+            return found[0], why
         self._wanted, self.not_before = found, 0.0
         if not trial_of(found[1]).trial_steps:
             # The one before may have been withdrawn: nobody gets it any more.
-            self._stays, self._is_decided = found, False
-        return 0
+            self._stays = Stays(found)
+        return 0, ""
+
+    def sees(self, counts: Mapping[int, int]) -> None:
+        """``counts``: see :meth:`LastTable.is_over`. A trial that has come to its end has ended no rank."""
+        if self.last.is_survived(counts):
+            self._published.trial_is_over()
 
     def begin_life(self) -> None:
         """Rank 0 has connected anew. What the ranks' plugins were told still holds."""
@@ -138,20 +176,57 @@ class Leader:
         During a trial it waits: it would end the trial. One that nobody has yet waits for none: it may be there to
         withdraw what runs. ``counts()``: see :meth:`LastTable.is_over`.
         """
-        if self._stays is None or not self._is_decided:
-            return self._stays or self._wanted
+        stays = self._stays.message
+        if stays is None or not self._stays.is_decided:
+            return stays or self._wanted
         is_missed = self.news or not self.switched
-        return self._stays if is_missed and self.last.is_over(counts()) else self._wanted
+        return stays if is_missed and self.last.is_over(counts()) else self._wanted
 
-    def begin_round(self, generation: int, is_trial: bool) -> int:
+    def begin_round(self, message: tuple[int, bytes]) -> int:
         """The votes to wait for."""
         self.number += 1
         self.arrivals.begin_round()
-        if is_trial:
-            self._published.note_trial(generation)
+        self._is_trial = trial_of(message[1]).trial_steps > 0
+        if self._is_trial:
+            self._published.trial_begins(message)
         here = len(self.arrivals.here)
         # One vote at least is worth waiting for: who was silent may be back.
         return max(here - len(self.silent), min(1, here))
+
+    @property
+    def served(self) -> set[int] | None:
+        """Communicators that have the table that is there to stay; None: there is none."""
+        return None if self._stays.message is None else self._stays.served
+
+    def loses(self, left_out: Mapping[int, LeftOut]) -> bool:
+        """Whether the round is lost rather than go on without them. A table to stay waits for nobody.
+
+        A trial waits for communicators that were in the last round, for those of a rank that is silent for the first
+        time, and for those that can have what stays before. But not for ever.
+        """
+        if not self._is_trial or self.lost >= PATIENCE:
+            return False
+        for_now = {}
+        for comm, one in left_out.items():
+            if not one.for_good:
+                for_now[comm] = one
+        if self.silent - self.arrivals.given_up:
+            return bool(for_now)
+        return bool(for_now.keys() & self.switched) or self._lack(for_now)
+
+    @staticmethod
+    def _lack(left_out: Mapping[int, LeftOut]) -> bool:
+        """Whether communicators that could have what stays do not have it."""
+        return any(NotAgreeing.NOT_SERVED.facts(one.why) for one in left_out.values())
+
+    def lacks(self, left_out: Mapping[int, LeftOut]) -> str:
+        """Why communicators have not got a table to stay in this round, if a silent rank may be back; else empty."""
+        if self._is_trial or not self.silent:
+            return ""
+        for comm, one in left_out.items():
+            if comm and not one.for_good:
+                return one.why
+        return ""
 
     def ended(
         self,
@@ -162,9 +237,9 @@ class Leader:
         own: Collection[int],
     ) -> None:
         """A round is over. ``own``: the communicators that rank 0 is in."""
-        for comm, one in left_out.items():
-            if comm and one.for_good:
-                self.gone[comm] = one.why
+        self._note(left_out)
+        if self._is_trial and not decision.switches:
+            self._published.trial_is_over()
         is_refused = 0 in left_out and left_out[0].for_good
         if not (decision.switches or is_refused):
             self._lose(left_out)
@@ -172,11 +247,19 @@ class Leader:
         self.lost = 0
         if message == self._wanted:
             self._wanted = None
-        if message == self._stays:
-            self._is_decided, self.news = True, False
-            self._stays = None if is_refused else message
+        if message == self._stays.message:
+            self._stays.is_decided, self.news = True, False
+            self._stays.message = None if is_refused else message
+            self._stays.served |= decision.switches.keys()
         if decision.switches:
-            self._switch(message, decision, left_out, rhythms, own)
+            self._switch(trial_of(message[1]), decision, left_out, rhythms, own)
+
+    def _note(self, left_out: Mapping[int, LeftOut]) -> None:
+        """Who has left for good, and whether what stays is missed."""
+        for comm, one in left_out.items():
+            if comm and one.for_good:
+                self.gone[comm] = one.why
+        self.news |= self._lack(left_out)
 
     def _lose(self, left_out: dict[int, LeftOut]) -> None:
         """No communicator has switched: the round is led again, later each time."""
@@ -188,13 +271,15 @@ class Leader:
 
     def _switch(
         self,
-        message: tuple[int, bytes],
+        trial: Trial,
         decision: Decision,
         left_out: Collection[int],
         rhythms: Rhythms,
         own: Collection[int],
     ) -> None:
-        trial = trial_of(message[1])
+        self.arrivals.given_up = (
+            set(self.silent) if trial.trial_steps else self.arrivals.given_up & self.silent
+        )
         switched = set(decision.switches)
         last = self.last
         last.check(rhythms)
@@ -204,9 +289,10 @@ class Leader:
             # Turns need a rhythm: who has none keeps its table, and is in later rounds as before.
             switched |= self.switched.difference(left_out)
         self.switched = switched
-        last.trial = None
         if trial.trial_steps:
-            last.trial = {comm: span for comm, span in decision.switches.items() if comm in own}
+            last.begin_trial({comm: span for comm, span in decision.switches.items() if comm in own})
+        else:
+            last.stay(decision.switches)
 
     def unlike(self, left_out: Mapping[int, LeftOut]) -> str:
         """Why ranks with other code have no part in the round, unless it was asked before; empty if there are none."""

@@ -1,13 +1,32 @@
-"""The table file as the probe of rank 0 reads it."""
+"""The table file as the probe of rank 0 reads it, and its note of trials, which outlives the ranks."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
+import secrets
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from ....traces.reasons import NotAgreeing
+from ....traces.records import Table
 from ..run_folder import CONFIRMED, TRIED
-from ..shm import TableFile, decode_table, message_of, trial_of
+from ..shm import TableFile, decode_table, encode_table, message_of, trial_of
+
+#: Of this process: one id may be two processes', before a restart and after it.
+_PROCESS = secrets.token_hex(8)
+
+
+@dataclass(frozen=True)
+class Note:
+    """The last trial of which a round has begun, and the rows in whose trials ranks have ended."""
+
+    process: str = ""  # of rank 0
+    generation: int = 0
+    rows: str = ""  # digest of its unproven rows; "": its end was seen, or it has none
+    fatal: tuple[str, ...] = ()  # such digests
 
 
 class TableMailbox:
@@ -17,7 +36,14 @@ class TableMailbox:
         self._path = path
         self._file: TableFile | None = None
         self._generation = 0
-        self._tried = self._tried_before = self._read_tried()
+        self._note, self._before = Note(), 0
+
+    def read_note(self) -> None:
+        """Of the lives before, on rank 0."""
+        self._note = note = self._read_note()
+        self._before = note.generation
+        if note.rows and note.process != _PROCESS:  # its ranks ended before it did
+            self._write(replace(note, rows="", fatal=(*note.fatal, note.rows)))
 
     def take(self) -> tuple[int, bytes] | None:
         """(generation, message) of what was published since the last call; None if nothing was, or is whole."""
@@ -29,29 +55,55 @@ class TableMailbox:
                 return found
         return None
 
-    def is_old(self, found: tuple[int, bytes]) -> bool:
-        """Whether it is a trial that a life before has begun.
+    def refuses(self, found: tuple[int, bytes]) -> str:
+        """Why a table is not led; empty if it may be.
 
-        It is over: its tuner may be dead, and its first call may be what ended that life.
+        A trial that an earlier life has begun is over. If the ranks ended in it, its first call may be the cause: its
+        rows are not tried again, under whichever generation.
         """
-        return found[0] == self._tried_before and trial_of(found[1]).trial_steps > 0
+        if not trial_of(found[1]).trial_steps:
+            return ""
+        if self._unproven(found[1]) in self._note.fatal:
+            return NotAgreeing.FATAL_TRIAL()
+        return NotAgreeing.OLD_TRIAL() if found[0] == self._before else ""
 
-    def note_trial(self, generation: int) -> None:
-        """A round for a trial begins: lives after this one leave it alone."""
-        if generation == self._tried:
+    def trial_begins(self, found: tuple[int, bytes]) -> None:
+        """A round for a trial begins: if the ranks end in it, later lives know."""
+        generation, message = found
+        rows = self._unproven(message)
+        self._write(replace(self._note, process=_PROCESS, generation=generation, rows=rows))
+
+    def trial_is_over(self) -> None:
+        """The ranks have outlived it, or did not get it."""
+        self._write(replace(self._note, rows=""))
+
+    def _unproven(self, message: bytes) -> str:
+        """Digest of the rows that the confirmed table does not have; "" if there are none, or they cannot be read."""
+        with contextlib.suppress(ValueError):
+            confirmed = self.confirmed()
+            proven = decode_table(confirmed[1]).rules if confirmed else ()
+            rules = tuple(rule for rule in decode_table(message).rules if rule not in proven)
+            return hashlib.sha256(encode_table(Table(0, rules))).hexdigest()[:16] if rules else ""
+        return ""
+
+    def _write(self, note: Note) -> None:
+        if note == self._note:
             return
-        self._tried = generation
+        self._note = note
         path = self._path.parent / TRIED
         draft = path.with_suffix(".tmp")
         with contextlib.suppress(OSError):
-            draft.write_text(str(generation))
+            draft.write_text(json.dumps(asdict(note)))
             os.replace(draft, path)
 
-    def _read_tried(self) -> int:
-        """Generation of the last trial that a life before has begun; 0: none is known."""
-        with contextlib.suppress(OSError, ValueError):
-            return int((self._path.parent / TRIED).read_text())
-        return 0
+    def _read_note(self) -> Note:
+        """An empty one if there is none, or it is damaged."""
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            found = json.loads((self._path.parent / TRIED).read_text())
+            return Note(
+                str(found["process"]), int(found["generation"]), str(found["rows"]), tuple(found["fatal"])
+            )
+        return Note()
 
     def confirmed(self) -> tuple[int, bytes] | None:
         """(generation, message) of what the daemon has confirmed last, from the run folder."""

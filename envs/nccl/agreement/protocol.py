@@ -36,7 +36,8 @@ events.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -109,22 +110,30 @@ WordsOf = Mapping[int, Words]
 Rhythms = dict[int, tuple[int, int]]
 #: Communicators that have left for good, and why.
 Reasons = Mapping[int, str]
+#: Communicators that have the table that is there to stay; None: there is none.
+Served = AbstractSet[int] | None
+#: Whether a round is lost rather than go on without these communicators.
+Loses = Callable[[Mapping[int, "LeftOut"]], bool]
 
 
 def decide(
-    votes: Sequence[Vote], generation: int, trial: Trial, gone: Reasons
+    votes: Sequence[Vote], generation: int, trial: Trial, gone: Reasons, served: Served = None
 ) -> tuple[Decision, dict[int, LeftOut]]:
     """The decision of a round, and the communicators without a part in it; as 0: why there is none for any of them.
 
     ``trial``: how the table is tried; without steps it is to stay. ``gone``: communicators that have left for good, and
-    why.
+    why. ``served``: those that have the table that is there to stay: of the others none is tried on.
     """
     sound, left_out = _sorted_out(votes, gone)
+    is_late = any(not one.for_good for one in left_out.values())  # the next round may find more
+    if trial.trial_steps and served is not None:
+        for comm in sound.keys() - served:
+            left_out[comm] = LeftOut(NotAgreeing.NOT_SERVED(rank=_first_on(comm, votes)))
+            del sound[comm]
     if not trial.turn_steps:
         spans = {comm: _span(words, trial) for comm, words in sound.items()}
         return Decision(generation, spans), left_out
     even = {comm: words for comm, words in sound.items() if _has_rhythm(words)}
-    is_late = any(not one.for_good for one in left_out.values())  # the next round may find more
     odd = [] if is_late else _without_rhythm(sound, even)
     if odd:
         left_out[0] = LeftOut(NotAgreeing.NO_RHYTHM(rank=_first_on(odd[0], votes)), True)
@@ -309,6 +318,11 @@ class Lift(NamedTuple):
     generation: int
 
 
+def never(_left_out: Mapping[int, LeftOut]) -> bool:
+    """Whoever is left out, the round goes on; as ``loses`` of :func:`lead`."""
+    return False
+
+
 Request = Propose | Stage | Limit | Cast | Gather | Settle | Await | Switch | Lift
 Part = Generator[Request, Any, Decision]
 
@@ -330,27 +344,26 @@ def lead(
     generation: int,
     trial: Trial,
     gone: Reasons,
-    must: set[int],
+    served: Served,
+    loses: Loses,
     left_out: dict[int, LeftOut],
     rhythms: Rhythms,
 ) -> Part:
     """Rank 0's part. ``left_out`` is filled with the communicators that have no part in the round, ``rhythms`` with
     what :func:`rhythms_of` its votes says.
 
-    The round is lost rather than go on without one that ``must`` be in it.
+    ``loses(left_out)``: whether the round is lost rather than go on without them.
     """
     yield Propose()
     others = yield Gather()
     own = yield from _vote(0, number, identity)
     votes = [own, *(vote for vote in others if vote.round == number)]
-    decision, found = decide(votes, generation, trial, gone)
+    decision, found = decide(votes, generation, trial, gone, served)
     left_out.update(found)
     rhythms.update(rhythms_of(votes))
     if why := _why_no_round(votes):
         left_out[0] = why
-    for_now = {comm for comm, one in found.items() if not one.for_good}
-    late = for_now & must
-    if 0 in left_out or late or not decision.switches:
+    if 0 in left_out or not decision.switches or loses(left_out):
         decision = ABORT
     decision = yield Settle(decision)
     yield from _act(own, decision)

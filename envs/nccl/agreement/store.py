@@ -32,6 +32,9 @@ LOST_S = 600.0
 _REFUSED_S = 10.0
 _AGAIN_S = 0.1
 _PAUSE_S, _A_RANK_S = 0.02, 1e-4  # between two looks of rank 0 for the votes, with many ranks longer
+_LOOKS = 3  # more for those that vote after who was not expected
+#: Added to the number of votes of a round as rank 0 looks for the last time: who comes later knows.
+_CLOSED = 2**32
 _BEGUN, _NOW, _NEWS = "begun", "now", "news"
 
 
@@ -134,15 +137,18 @@ class RoundStore:
         """Rank 0 shall look: this rank is there, or has a new communicator."""
         self._store.add(self._key(_NEWS), 1)
 
-    def cast(self, vote: Vote, n_votes: int) -> None:
-        """Send a vote; whoever is the last of ``n_votes`` tells rank 0."""
+    def cast(self, vote: Vote, n_votes: int) -> bool:
+        """Send a vote; whoever is the last of ``n_votes`` tells rank 0. Whether it came after rank 0's last look."""
         text = json.dumps(asdict(vote))
         self._store.set(self._key("vote", vote.rank), text)
         if not n_votes:
-            return
-        n_cast = self._store.add(self._key(vote.round, "votes"), 1)
+            return False
+        n_cast = int(self._store.add(self._key(vote.round, "votes"), 1))
+        if n_cast >= _CLOSED:
+            return True
         if n_cast >= n_votes:
             self._store.set(self._key(vote.round, "all"), "yes")
+        return False
 
     def proposal(self, number: int) -> Proposal | None:
         """Round ``number``; None where it is not, or no longer, there."""
@@ -185,7 +191,9 @@ class RoundStore:
                     refused_until = 0.0
                 elif not refused_until:
                     refused_until = now + _REFUSED_S
-                if self.closing or now > lost or (is_refused and now > refused_until):
+                if self.closing:  # this rank leaves, and so may the store: no news
+                    return ABORT
+                if now > lost or (is_refused and now > refused_until):
                     say(NotAgreeing.NO_STORE(rank=self._rank, error=error))
                     return ABORT
                 time.sleep(_AGAIN_S)
@@ -250,18 +258,37 @@ class RoundStore:
         time.sleep(self.lookout.pause_s() + self._pause_s)
 
     def votes(self, number: int, ranks: Iterable[int], seconds: float) -> list[Vote]:
-        """The last votes of ``ranks``, as soon as all expected in this round are there, else after so long."""
+        """The last votes of ``ranks``, as soon as all expected in this round are there, else after so long.
+
+        Among those that came first may be one that was not expected: the others have some looks more.
+        """
         ranks = list(ranks)
         end = time.monotonic() + seconds
         all_cast = self._key(number, "all")
         while ranks and not self._has(all_cast) and time.monotonic() < end:
             time.sleep(self._pause_s)
+        soon = time.monotonic() + self.lookout.spread_s() + _LOOKS * self._pause_s
+        found = self._last_votes(ranks)
+        while True:
+            missing = [rank for rank, vote in found.items() if vote.round != number]
+            if not missing:
+                break
+            is_over = time.monotonic() >= min(soon, end)
+            if is_over:
+                self._store.add(self._key(number, "votes"), _CLOSED)
+            found |= self._last_votes(missing)
+            if is_over:
+                break
+            time.sleep(self._pause_s)
+        return list(found.values())
+
+    def _last_votes(self, ranks: list[int]) -> dict[int, Vote]:
         keys = [self._key("vote", rank) for rank in ranks]
         several = getattr(self._store, "has_extended_api", bool)()
         if not keys:
-            return []
+            return {}
         raws = self._store.multi_get(keys) if several else map(self._store.get, keys)
-        return [_vote(bytes(raw)) for raw in raws]
+        return dict(zip(ranks, (_vote(bytes(raw)) for raw in raws), strict=True))
 
     def forget(self, number: int) -> None:
         """Drop a round that every rank is past."""

@@ -60,7 +60,10 @@ void dccl_leave(struct dccl_seat* seat) {
   if (seat == NULL) return;
   pthread_mutex_lock(&dccl_seating);
   if (seat->n_users > 0) seat->n_users--;
+  const bool is_over = seat->n_users == 0;
+  const uint64_t comm_id = seat->comm_id;
   pthread_mutex_unlock(&dccl_seating);
+  if (is_over) dccl_forget(comm_id);
 }
 
 bool dccl_in_use(void) { return atomic_load(&n_contexts) > 0; }

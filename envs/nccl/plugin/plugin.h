@@ -196,9 +196,9 @@ static inline size_t dccl_ring_bytes(uint64_t records) {
 
 // Writes a record (its stamp is set here). Never waits; a record that finds no ring or a busy slot is lost.
 void dccl_emit(const struct dccl_record* record);
-// The same for what is told once, a communicator or an offer: it is also kept beside the ring, for whoever
-// comes later. `must`: in one of the last places too.
+// The same for what is told once: kept beside the ring for whoever comes later; `must`: also in a last place.
 void dccl_note(const struct dccl_record* record, bool must);
+void dccl_forget(uint64_t comm_id);  // the communicator is no more: its places may be used again
 bool dccl_ring_is_open(void);
 struct dccl_ring* dccl_counts(void);  // `calls` and `waited_ns` are counted here, without a ring too
 bool dccl_has_run(void);              // whether this process belongs to a run, with a ring or without

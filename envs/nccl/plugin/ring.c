@@ -67,30 +67,71 @@ void dccl_emit(const struct dccl_record* record) {
 }
 
 // Communicators and offers, beside the ring: told once, and to be found by a daemon that comes late. Offers
-// leave some places to what must be known: communicators, and that one has registered buffers.
+// leave some places to what must be known: communicators, and that one has registered buffers. Where all
+// places are taken, those of communicators that are no more are used again.
+
+static _Atomic uint64_t n_alive;  // known records of communicators that are there
+static bool is_dead[DCCL_KNOWN_RECORDS];
+
+static bool is_same(const struct dccl_record* a, const struct dccl_record* b) {
+  return a->kind == b->kind && a->comm_id == b->comm_id && a->func == b->func && a->n_bytes == b->n_bytes &&
+         a->flags == b->flags && (a->kind != DCCL_COMM || a->comm.rank == b->comm.rank);
+}
+
+static const struct dccl_record* known_at(const struct dccl_ring* r, uint64_t i) {
+  return (const struct dccl_record*)&r->slots[i];
+}
+
+static void set_alive(uint64_t i, bool alive) {
+  is_dead[i] = !alive;
+  atomic_fetch_add_explicit(&n_alive, alive ? 1 : UINT64_MAX, memory_order_relaxed);
+}
+
+// Where the record is, or shall lie; DCCL_KNOWN_RECORDS: there is no place.
+static uint64_t place_of(const struct dccl_ring* r, const struct dccl_record* record, uint64_t n) {
+  uint64_t place = n;
+  for (uint64_t i = 0; i < n; i++) {
+    if (is_same(known_at(r, i), record)) return i;
+    if (is_dead[i] && n == DCCL_KNOWN_RECORDS && place == n) place = i;
+  }
+  return place;
+}
+
 void dccl_note(const struct dccl_record* record, bool must) {
   struct dccl_ring* r = atomic_load_explicit(&ring, memory_order_acquire);
   if (r == NULL) return;
   dccl_emit(record);
-  const bool is_comm = record->kind == DCCL_COMM;
   const uint64_t room = DCCL_KNOWN_RECORDS - (must ? 0 : DCCL_KNOWN_RECORDS / 8);
-  if (atomic_load_explicit(&r->known, memory_order_relaxed) >= room) return;
+  if (atomic_load_explicit(&n_alive, memory_order_relaxed) >= room) return;
   pthread_mutex_lock(&noting);
-  const uint64_t n = atomic_load_explicit(&r->known, memory_order_relaxed);
-  bool fits = n < room;
-  for (uint64_t i = 0; fits && i < n; i++) {
-    const struct dccl_record* old = (const struct dccl_record*)&r->slots[i];
-    if (old->kind == record->kind && old->comm_id == record->comm_id && old->func == record->func &&
-        old->n_bytes == record->n_bytes && old->flags == record->flags &&
-        (!is_comm || old->comm.rank == record->comm.rank))
-      fits = false;
-  }
-  if (fits) {
+  const uint64_t n = atomic_load_explicit(&r->known, memory_order_relaxed), place = place_of(r, record, n);
+  const bool is_there = place < n && is_same(known_at(r, place), record);
+  const bool has_room = atomic_load_explicit(&n_alive, memory_order_relaxed) < room;
+  if (is_there && is_dead[place]) set_alive(place, true);
+  if (!is_there && has_room && place < DCCL_KNOWN_RECORDS) {
     uint64_t words[16];
     memcpy(words, record, sizeof words);
-    words[0] = n + 1;
-    for (int i = 0; i < 16; i++) atomic_store_explicit(&r->slots[n].word[i], words[i], memory_order_relaxed);
-    atomic_store_explicit(&r->known, n + 1, memory_order_release);
+    words[0] = place + 1;
+    struct dccl_slot* slot = &r->slots[place];
+    // Without its kind (in word 1) a record says nothing: a reader never sees the halves of two.
+    atomic_store_explicit(&slot->word[1], 0, memory_order_release);
+    for (int i = 0; i < 16; i++) {
+      if (i != 1) atomic_store_explicit(&slot->word[i], words[i], memory_order_release);
+    }
+    atomic_store_explicit(&slot->word[1], words[1], memory_order_release);
+    set_alive(place, true);
+    if (place == n) atomic_store_explicit(&r->known, n + 1, memory_order_release);
+  }
+  pthread_mutex_unlock(&noting);
+}
+
+void dccl_forget(uint64_t comm_id) {
+  struct dccl_ring* r = atomic_load_explicit(&ring, memory_order_acquire);
+  if (r == NULL) return;
+  pthread_mutex_lock(&noting);
+  const uint64_t n = atomic_load_explicit(&r->known, memory_order_relaxed);
+  for (uint64_t i = 0; i < n; i++) {
+    if (known_at(r, i)->comm_id == comm_id && !is_dead[i]) set_alive(i, false);
   }
   pthread_mutex_unlock(&noting);
 }
@@ -234,6 +275,8 @@ static void after_fork(void) {
   ring_file = -1;
   pthread_mutex_init(&opening, NULL);
   pthread_mutex_init(&noting, NULL);
+  atomic_store(&n_alive, 0);
+  memset(is_dead, 0, sizeof is_dead);
   dccl_table_after_fork();
   dccl_comms_after_fork();
 }

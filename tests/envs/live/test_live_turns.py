@@ -19,6 +19,7 @@ from dynamiccl.traces.records import (
     AgreementState,
     Decision,
     Slot,
+    Table,
 )
 
 TABLE = {Slot(2, 1, "all_gather", 20): Decision("ring", "ll", 4)}
@@ -30,13 +31,14 @@ class Ring:
 
     ``odd``: steps of the job, by number, that are not whole. ``refuses``: so many turns are refused; ``drifts``: the
     round after a lease of these numbers does not show its rhythm. ``all_own``: rank 0 is in each communicator.
+    ``fatal``: trials of these tables do not begin.
     """
 
     name, pid, lost = "ring-1", 1, 0
 
-    def __init__(self, folder, odd=(), refuses=0, drifts=(), all_own=False):
+    def __init__(self, folder, odd=(), refuses=0, drifts=(), all_own=False, fatal=()):
         self.folder, self.odd, self.refuses, self.drifts = folder, set(odd), refuses, drifts
-        self.all_own = all_own
+        self.all_own, self.fatal = all_own, [Table.of(0, table).rules for table in fatal]
         self.step, self.stays, self.lease, self.leases = 0, 0, None, 0
         self.tables, self.began = [], 0
 
@@ -57,6 +59,8 @@ class Ring:
 
     def _hears(self, table):
         said = []
+        if table.trial_steps and table.rules in self.fatal:
+            return [state(AgreementState.NO_TURNS, NotAgreeing.FATAL_TRIAL(), table.generation)]
         if table.turn_steps and self.refuses:
             self.refuses -= 1
             return [state(AgreementState.NO_TURNS, NotAgreeing.NO_RHYTHM(rank=0), table.generation)]
@@ -157,6 +161,22 @@ def test_turns_that_are_refused_twice_are_told_at_once(job_of):
     assert job.alternate(TABLE, 32) is None and ring.step < 20
     window = job.window(TABLE, 5)
     assert len(window.steps) == 5, "windows go on"
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_rows_in_whose_trial_the_ranks_ended_come_back_as_not_followed(job_of, in_turns):
+    """Before: the trial was published anew, for ever. What is measured is the table without them."""
+    kept, other = Slot(2, 1, "reduce_scatter", 20), Slot(2, 1, "reduce_scatter", 21)
+    proven = {kept: Decision("ring", "ll", 2), other: Decision("ring", "ll", 2)}
+    trial = {**TABLE, kept: proven[kept]}
+    job, ring = job_of(fatal=[trial])
+    job.confirm(proven)
+    measured = job.alternate(trial, 32) if in_turns else job.window(trial, 5)
+    (row,) = measured.disobeyed
+    assert {row.slot: row.decision} == TABLE and len(measured.steps) == (32 if in_turns else 5)
+    assert str(row) == "not tried again: the ranks ended in a trial of ring/ll/4 for " + str(row.slot)
+    tried = [table.rules for table in ring.tables if table.trial_steps]
+    assert tried == [Table.of(0, trial).rules, Table.of(0, {kept: proven[kept]}).rules]
 
 
 def test_a_job_whose_steps_are_never_whole_takes_no_turns(job_of):

@@ -283,8 +283,10 @@ def test_a_refused_table_is_led_once_and_told_by_its_reason(tmp_path, monkeypatc
     published = SimpleNamespace(
         confirmed=lambda: (1, encode_table(Table(1))),
         take=lambda: tables.pop(0) if tables else None,
-        is_old=lambda found: False,
-        note_trial=lambda generation: None,
+        refuses=lambda found: "",
+        read_note=lambda: None,
+        trial_begins=lambda found: None,
+        trial_is_over=lambda: None,
     )
     agreement = Agreement(
         0,
@@ -314,7 +316,8 @@ def test_a_tuner_that_lives_hears_of_an_old_trial_at_once(tmp_path, monkeypatch)
     published = SimpleNamespace(
         confirmed=lambda: None,
         take=lambda: tables.pop(0) if tables else None,
-        is_old=lambda found: found[0] == 5,
+        read_note=lambda: None,
+        refuses=lambda found: NotAgreeing.OLD_TRIAL() if found[0] == 5 else "",
     )
     steps, tell = SimpleNamespace(ended=0), lambda *word: said.append(word)
     agreement = Agreement(0, 1, stub(), steps, published, lambda: served, tell=tell)
@@ -360,4 +363,4 @@ def no_store():
 
 
 def nothing_published():
-    return SimpleNamespace(confirmed=lambda: None, take=lambda: None)
+    return SimpleNamespace(confirmed=lambda: None, take=lambda: None, read_note=lambda: None)

@@ -6,11 +6,10 @@ from itertools import product
 import pytest
 from dynamiccl.envs.nccl.agreement import arrivals
 from dynamiccl.envs.nccl.agreement.leader import PATIENCE, Leader
-from dynamiccl.envs.nccl.agreement.mailbox import TableMailbox
 from dynamiccl.envs.nccl.agreement.protocol import ABORT, Decision, LeftOut
 from dynamiccl.envs.nccl.agreement.store import RoundStore
 from dynamiccl.envs.nccl.plugin.bindings import Span
-from dynamiccl.envs.nccl.shm import TableFile, encode_table
+from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.traces.reasons import NotAgreeing
 from dynamiccl.traces.records import Table
 from memory_store import MemoryStore
@@ -34,10 +33,16 @@ class Box:
         found, self.found = self.found, None
         return found
 
-    def is_old(self, found):
-        return False
+    def refuses(self, found):
+        return ""
 
-    def note_trial(self, generation):
+    def read_note(self):
+        pass
+
+    def trial_begins(self, found):
+        pass
+
+    def trial_is_over(self):
         pass
 
 
@@ -66,7 +71,7 @@ class Rank0:
         """Lead the next one; its generation. ``spans``: of the communicators that switch."""
         found = self.leader.next(lambda: self.counts)
         decision = Decision(found[0], spans) if spans else ABORT
-        self.leader.begin_round(found[0], False)
+        self.leader.begin_round(found)
         self.leader.ended(found, decision, left_out or {}, RHYTHMS, {7, 9, 11})
         return found[0]
 
@@ -277,14 +282,14 @@ def test_after_a_lost_connection_no_rank_is_asked_that_has_not_come_again(monkey
     begins()
     assert leader.is_waiting(frozenset({7}))
     come(1, 2)
-    assert not leader.is_waiting(frozenset({7})) and leader.begin_round(1, False) == 2
+    assert not leader.is_waiting(frozenset({7})) and leader.begin_round(message(1)) == 2
     leader.silent = {2}
     begins()
     assert store.votes(2, leader.arrivals.here, 0.0) == []
     assert leader.is_waiting(frozenset({7})), "rank 1 is about to come again"
     come(1)
     assert not leader.is_waiting(frozenset({7})), "nobody waits for who was silent before"
-    assert leader.begin_round(2, False) == 1
+    assert leader.begin_round(message(2)) == 1
     assert [vote.rank for vote in store.votes(2, leader.arrivals.here, 0.0)] == [1]
     monkeypatch.setattr(arrivals, "_BACK_S", 0.0)
     begins()
@@ -314,7 +319,7 @@ def test_after_a_network_break_rank_0_goes_on_until_the_others_are_back(monkeypa
     come()
     now[0] += kept_s  # until the first table: within rank 0's first wait for the others, or after it
     rank.publish(1, *TRIAL)
-    rank.leader.begin_round(1, True)
+    rank.leader.begin_round(message(1, *TRIAL))
     now[0] += 30
     begins()
     for _ in range(2 * PATIENCE):
@@ -339,32 +344,3 @@ def test_a_vote_of_a_release_with_other_fields_says_only_that_it_is_not_alike():
     (found,) = store.votes(4, [1], 0.0)
     assert (found.rank, found.round, found.identity, found.comms) == (1, 4, "newer", {})
     store.close()
-
-
-# -- the table file --------------------------------------------------------------------------------------------------
-
-
-def test_a_trial_is_begun_in_one_life_only(tmp_path):
-    """Before: after each restart an unproven table ran for the whole trial again, also where its tuner was dead."""
-    path = tmp_path / "table"
-    file = TableFile(path, write=True)
-    file.publish(Table(2, (), *TRIAL))
-    leader = Leader(1, TableMailbox(path))
-    assert leader.look() == 0 and leader.next(dict) == message(2, *TRIAL)
-    leader.begin_round(2, True)
-    after = Leader(1, TableMailbox(path))
-    assert after.look() == 2 and after.next(dict) is None
-    file.publish(Table(3, (), *TRIAL))
-    assert after.look() == 0 and after.next(dict) == message(3, *TRIAL), "the tuner lives"
-    file.publish(Table(2))
-    after = Leader(1, TableMailbox(path))
-    assert after.look() == 0 and after.next(dict) == message(2), "it is there to stay"
-    file.close()
-
-
-def test_a_damaged_note_of_a_trial_counts_as_none(tmp_path):
-    (tmp_path / "tried").write_text("x")
-    file = TableFile(tmp_path / "table", write=True)
-    file.publish(Table(2, (), *TRIAL))
-    assert not TableMailbox(tmp_path / "table").is_old(message(2, *TRIAL))
-    file.close()

@@ -123,3 +123,24 @@ def test_a_buffer_that_is_registered_later_is_told_and_never_forgotten(run, plug
     assert late.offers[88, "all_gather", MB].is_registered
     for each in (comm, beside, third):
         each.finalize()
+
+
+def test_a_communicator_after_many_others_is_known_with_its_offers(run, plugin):
+    """A job that makes its groups anew again and again. Before: once 1,024 records were told nothing more was known."""
+    last, kept = 5000, 4999
+    other = Communicator(plugin.path, kept, 8, 1, 0)
+    other.get_coll_info("all_gather", MB, offer(ring_ll=20, ring_simple=10))
+    for comm_id in range(1000, 1300):
+        comm = Communicator(plugin.path, comm_id, 8, 1, 0)
+        for size in range(1, 5):
+            comm.get_coll_info("all_gather", size * MB, offer(ring_ll=20, ring_simple=10))
+        comm.finalize()
+    comm = Communicator(plugin.path, last, 8, 1, 0)
+    comm.get_coll_info("all_gather", MB, offer(ring_ll=20, ring_simple=10))
+    late = Assembler()
+    late.add(run[0].rings()[0].known(), pid=1)
+    drained(run)
+    for comm_id in (kept, last):
+        assert comm_id in late.comms and (comm_id, "all_gather", MB) in late.offers
+    for each in (other, comm):
+        each.finalize()

@@ -174,7 +174,7 @@ def test_who_is_not_of_one_mind_is_left_out_by_name(votes, for_good, words):
 def led(own, *others):
     """What rank 0 decides of a table to stay, and whom it leaves out. A vote with a refusal has no communicators."""
     left_out = {}
-    part = protocol.lead(1, own.identity, 3, Trial(), {}, set(), left_out, {})
+    part = protocol.lead(1, own.identity, 3, Trial(), {}, None, lambda left_out: False, left_out, {})
     assert isinstance(next(part), protocol.Propose) and isinstance(part.send(None), protocol.Gather)
     assert isinstance(part.send(list(others)), protocol.Stage)
     request = part.send((own.refusal, own.no_room))

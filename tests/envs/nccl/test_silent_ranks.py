@@ -1,0 +1,249 @@
+"""A rank that does not answer for a while, or whose request fails: it, and its communicators, come in later."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from dynamiccl.envs.nccl.agreement import agreement as agreements
+from dynamiccl.envs.nccl.agreement import lookout, protocol
+from dynamiccl.envs.nccl.agreement import store as stores
+from dynamiccl.envs.nccl.agreement.agreement import Agreement
+from dynamiccl.envs.nccl.agreement.leader import PATIENCE
+from dynamiccl.envs.nccl.agreement.protocol import ABORT, CommVote, Decision, LeftOut, Vote
+from dynamiccl.envs.nccl.agreement.store import RoundStore
+from dynamiccl.envs.nccl.plugin.bindings import CommView, Span
+from dynamiccl.envs.nccl.shm import decode_table
+from dynamiccl.traces.reasons import NotAgreeing
+from dynamiccl.traces.records import AgreementState, Trial
+from memory_store import MemoryStore
+from test_agreement import wait_until
+from test_leader import LATE, TRIAL, Box, Rank0, message
+
+BOTH = {7: Span(128), 9: Span(128)}
+NOT_SERVED = LeftOut(NotAgreeing.NOT_SERVED(rank=0))
+
+
+class Ranks:
+    """The agreements of three ranks in one process: communicator 7 is ranks 0 and 1, communicator 9 all three.
+
+    ``fails``: the first request of rank 2 of this name, with a key that ends so, finds the connection reset.
+    """
+
+    def __init__(self, fails=("", "")):
+        self.box, self.said, self.tables = Box(), [], {}
+        self.base, self.fails, self.awake = MemoryStore(), fails, threading.Event()
+        self.awake.set()
+        self.comms = [{7: 2, 9: 3}, {7: 2, 9: 3}, {9: 3}]
+        self.all = [self._rank(rank) for rank in range(3)]
+
+    def _rank(self, rank):
+        staged = [0]
+
+        def stage(_owner, table):
+            if rank == 2:
+                self.awake.wait(60)
+            staged[0] = decode_table(table).generation
+
+        def switch(_owner, comm, *_span):
+            self.tables[rank, comm] = staged[0]
+
+        plugin = SimpleNamespace(
+            join=lambda: 1,
+            hold=lambda seconds: None,
+            part=lambda owner: None,
+            tuners=lambda: 1,
+            identity=str,
+            waiting=lambda: 0,
+            comms=lambda: {comm: CommView(n, 1, 64, {64: 1}) for comm, n in self.comms[rank].items()},
+            limit=lambda owner, comm, distance: 64 + distance,
+            lift=lambda owner, generation: None,
+            stage=stage,
+            switch=switch,
+        )
+        steps, store = SimpleNamespace(ended=0), (lambda: self) if rank == 2 else (lambda: self.base)
+
+        def tell(state, text, _generation):
+            self.said.append((rank, state, text))
+
+        return Agreement(rank, 3, plugin, steps, self.box, store, tell=tell)
+
+    def __getattr__(self, name):
+        """As rank 2's store."""
+        request = getattr(self.base, name)
+
+        def made(key, *more):
+            if name == self.fails[0] and key.endswith(self.fails[1]) and more != (0,):
+                self.fails = "", ""
+                raise ConnectionResetError("reset")
+            return request(key, *more)
+
+        return made
+
+    def have(self, generation, *comms):
+        """Whether all ranks of these communicators have this table."""
+        pairs = [(rank, comm) for rank in range(3) for comm in comms if comm in self.comms[rank]]
+        return all(self.tables.get(pair) == generation for pair in pairs)
+
+
+@pytest.fixture
+def ranks_of(tmp_path, monkeypatch):
+    """Makes such ranks, which look for votes shortly and connect again at once."""
+    monkeypatch.setattr(lookout, "shared_roots", lambda: iter([tmp_path]))
+    monkeypatch.setattr(agreements, "_VOTES_S", 0.05)
+    monkeypatch.setattr(agreements, "_SOON_S", 0.001)
+    made = []
+
+    def make(*fails):
+        made.append(Ranks(*fails))
+        return made[-1]
+
+    yield make
+    for ranks in made:
+        ranks.awake.set()
+        for agreement in ranks.all:
+            agreement.close()
+        for agreement in ranks.all:
+            agreement.join()
+
+
+def test_a_rank_that_is_back_gets_the_table_to_stay(ranks_of):
+    """Before: its communicators kept the withdrawn one for good, the others waited 13 s for it, and nobody was told."""
+    ranks = ranks_of()
+    ranks.box.found = message(1)
+    wait_until(lambda: ranks.have(1, 7, 9))
+    ranks.awake.clear()
+    ranks.box.found = message(2)
+    wait_until(lambda: ranks.have(2, 7))
+    wait_until(lambda: ranks.said[-1][1] == AgreementState.LOSING)
+    assert ranks.all[0]._leader.lost == 0 and ranks.have(1, 9)
+    assert ranks.said[-1][2] == NotAgreeing.NOT_ALL_VOTED(rank=0, n=2, of=3)
+    ranks.awake.set()
+    wait_until(lambda: ranks.have(2, 9))
+    wait_until(lambda: ranks.said[-1][1] == AgreementState.OPEN)
+
+
+@pytest.mark.parametrize("fails", [("set", "vote/2"), ("add", "news")])
+def test_a_request_that_fails_as_a_rank_presents_itself_is_made_again(ranks_of, fails):
+    """Before: never, and rank 0 ended the tuning for good, since that rank had not come."""
+    ranks = ranks_of(fails)
+    wait_until(lambda: ranks.all[0]._leader.arrivals.here == {1, 2})
+    assert ranks.fails == ("", "")
+
+
+def test_news_of_a_communicator_whose_request_fails_is_told_again(ranks_of):
+    """Before: never, and the communicator did not get what stays."""
+    ranks = ranks_of()
+    ranks.box.found = message(1)
+    wait_until(lambda: ranks.have(1, 7, 9))
+    ranks.comms[1][11] = 2
+    wait_until(lambda: 11 in ranks.all[1]._ballot.comms and not ranks.all[1]._ballot.has_news)
+    wait_until(lambda: not ranks.all[0]._leader.news)
+    ranks.fails = "add", "news"
+    ranks.comms[2][11] = 2
+    wait_until(lambda: ranks.have(1, 11))
+    assert ranks.fails == ("", "")
+
+
+# -- what rank 0 waits for -------------------------------------------------------------------------------------------
+
+
+def test_a_table_to_stay_waits_for_no_rank_and_a_trial_for_a_while():
+    """Before: a withdrawal waited for 13 s, and the first trial for nobody."""
+    rank = Rank0()
+    rank.publish(1)
+    rank.leader.begin_round(message(1))
+    rank.leader.silent = {2}
+    assert not rank.leader.loses({9: LATE})
+    rank.leader.ended(message(1), Decision(1, {7: Span(128)}), {9: LATE}, {}, {7, 9})
+    rank.publish(2, *TRIAL)
+    for _ in range(PATIENCE):
+        rank.leader.begin_round(message(2, *TRIAL))
+        assert rank.leader.loses({9: LATE})
+        rank.leader.ended(message(2, *TRIAL), ABORT, {9: LATE}, {}, {7, 9})
+    assert not rank.leader.loses({9: LATE})
+    rank.leader.ended(message(2, *TRIAL), Decision(2, {7: Span(128, 160)}), {9: LATE}, {}, {7, 9})
+    rank.leader.begin_round(message(3, *TRIAL))
+    assert not rank.leader.loses({9: LATE}), "it is let go"
+    rank.leader.silent = set()
+    assert not rank.leader.loses({9: LATE}), "a rank without a tuner is not waited for"
+    rank.leader.ended(message(3, *TRIAL), Decision(3, BOTH), {}, {}, {7, 9})
+    rank.leader.silent = {2}
+    assert rank.leader.loses({9: LATE}), "it was back"
+
+
+def test_what_stays_is_led_before_a_trial_for_a_communicator_that_lacks_it():
+    """Before: the trial took turns with the table that was withdrawn."""
+    rank = Rank0()
+    rank.publish(1)
+    rank.round({7: Span(128)}, {9: LATE})
+    rank.publish(2, *TRIAL)
+    assert rank.next() == 2 and rank.leader.served == {7}
+    rank.leader.begin_round(message(2, *TRIAL))
+    assert rank.leader.loses({9: NOT_SERVED})
+    rank.leader.ended(message(2, *TRIAL), ABORT, {9: NOT_SERVED}, {}, {7, 9})
+    assert rank.round(BOTH) == 1 and rank.leader.served == {7, 9} and rank.next() == 2
+    rank.publish(3)
+    assert rank.leader.served == set()
+
+
+def test_no_table_is_tried_on_a_communicator_that_lacks_what_stays():
+    word = CommVote(1, 1, 10, 4.0, {16: 7})
+    votes = [Vote(0, 1, "", {7: word, 9: word})]
+    decision, left_out = protocol.decide(votes, 3, Trial(4), {}, {7})
+    assert decision.switches.keys() == {7} and left_out == {9: NOT_SERVED}
+    assert protocol.decide(votes, 3, Trial(), {}, {7})[0].switches.keys() == {7, 9}
+
+
+# -- the votes in the store ------------------------------------------------------------------------------------------
+
+
+def vote_of(rank):
+    return Vote(rank, 5, "same")
+
+
+@pytest.fixture
+def store():
+    served = MemoryStore()
+    round_store = RoundStore(lambda: served, 0, 5)
+    round_store.connect()
+    for rank in range(1, 5):
+        round_store.cast(Vote(rank, 0, "same"), 0)
+    yield round_store
+    round_store.close()
+
+
+def test_a_rank_that_is_back_takes_no_vote_from_another(store, monkeypatch):
+    """Before: with it the votes were complete, and the slowest of the others was silent, round after round."""
+    for rank in (1, 2, 4):
+        assert not store.cast(vote_of(rank), 3), "three are expected"
+    slow = [vote_of(3)]
+    monkeypatch.setattr(stores.time, "sleep", lambda seconds: slow and store.cast(slow.pop(), 3))
+    assert {vote.rank for vote in store.votes(5, range(1, 5), 60.0) if vote.round == 5} == {1, 2, 3, 4}
+
+
+def test_a_vote_that_comes_after_the_last_look_is_known_to_be_late(store):
+    for rank in (1, 2, 3):
+        assert not store.cast(vote_of(rank), 3)
+    assert [vote.round for vote in store.votes(5, range(1, 5), 0.0)] == [5, 5, 5, 0]
+    assert store.cast(vote_of(4), 3)
+
+
+@pytest.mark.parametrize("closing", [False, True])
+def test_a_rank_that_leaves_says_nothing_of_a_store_that_is_gone(monkeypatch, closing):
+    """Before: a line in the output of each job that ended while a round was open."""
+    said, now = [], [1000.0]
+    monkeypatch.setattr(stores, "say", said.append)
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
+    )
+    monkeypatch.setattr(stores, "time", clock)
+
+    def gone():
+        raise ConnectionRefusedError("refused")
+
+    store = RoundStore(gone, 1, 2)
+    store.closing = closing
+    began = time.monotonic()
+    assert store.settle(3, ABORT) == ABORT and time.monotonic() - began < 60
+    assert len(said) == (not closing)
