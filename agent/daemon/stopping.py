@@ -161,20 +161,27 @@ def _tries_a_table(folder: RunFolder) -> bool:
 def _runs_default(job: Job, folder: RunFolder, end: float) -> bool:
     """Whether rank 0 ends a step under the newest table, which has to be empty, before ``end`` (monotonic seconds).
 
-    A table that a tuner publishes once more, as it wakes up or ends, is withdrawn too.
+    A table that a tuner publishes once more, as it wakes up or ends, is withdrawn too. While rank 0 says that a silent
+    rank keeps its communicators out of a round, not all ranks run the default.
     """
+    from ...traces.records import AgreementState
+
+    has_default = False
     while True:
         job.poll()
         found = folder.table.read()
         is_empty = _is_empty(found)
         if not is_empty:
             _withdraw(job, folder)
+            has_default = False
+        is_losing = job.state is not None and job.state[0] == AgreementState.LOSING
+        if has_default and not is_losing:  # the poll after the step: by now rank 0 has said whom it left out
+            return True
         for rows in job.new_steps():
             generation = int(rows["generation"][-1])
-            if is_empty and found is not None and generation in (0, found[0]):
-                return True
+            has_default = is_empty and found is not None and generation in (0, found[0])
         if time.monotonic() > end or not job.is_alive():
-            return False
+            return has_default and not is_losing
         time.sleep(_EVERY_S)
 
 

@@ -15,7 +15,7 @@ from dynamiccl.envs.live.job import Job, note_confirmed, read_confirmed
 from dynamiccl.envs.live.locks import holder, lock
 from dynamiccl.envs.nccl.run_folder import TUNER
 from dynamiccl.envs.nccl.shm import decode_table
-from dynamiccl.traces.records import Decision, Table
+from dynamiccl.traces.records import AgreementState, Decision, Table
 from fake_job import GATHER
 
 KEPT = {GATHER: Decision("tree", "ll", 4)}
@@ -101,6 +101,17 @@ def test_a_table_that_a_tuner_publishes_as_it_wakes_up_is_withdrawn_too(run):
     run.acts = itertools.repeat(wake)
     found = end_tuning(run.path, 0.2)
     assert is_withdrawn(run) and run.fd == -1 and found.tuner_left is None
+
+
+def test_while_a_silent_rank_keeps_its_communicators_out_not_all_ranks_run_the_default(run, monkeypatch):
+    """Before: a step of rank 0 under the default was taken for one of all ranks."""
+    monkeypatch.setattr(
+        Job, "poll", lambda job: setattr(job, "state", (AgreementState.LOSING, "rank 2 is silent"))
+    )
+    run.acts = iter([run.end])
+    assert not end_tuning(run.path, 0.2).in_force
+    run.acts = iter([lambda: monkeypatch.setattr(Job, "poll", lambda job: setattr(job, "state", None))])
+    assert end_tuning(run.path, 60).in_force
 
 
 @pytest.mark.parametrize("n_looks", [1, 2, 5])
