@@ -35,6 +35,8 @@ def train(
     Every fifth run is only used to judge: the last line gives the gain on these runs.
     """
     one_thread()
+    from ....envs.replay_env import ReplayEnv
+    from ....traces.outside import TraceError
     from ...policies.lstm import LstmPolicy
     from ...report.terminal import terminal
     from ...train.training import Settings, Training, export, gained
@@ -43,7 +45,9 @@ def train(
         fail(f"--out is a .npz file, not {out}")
     learned, judges = [r for i, r in enumerate(runs or ()) if i % 5 < 4], list(runs or ())[4::5]
     console = terminal(stderr=True, quiet=as_json, highlight=False)
-    with refusing(OSError, ValueError):
+    with refusing(OSError, ValueError, TraceError):
+        for run in runs or ():  # all of them before the training, which takes long
+            ReplayEnv(run).reset(seed=seed)
         out.parent.mkdir(parents=True, exist_ok=True)
         training = Training(
             Settings(seed=seed, turns=turns), out.with_suffix(".training"), tuple(learned), split
