@@ -132,7 +132,10 @@ def test_the_version_is_the_packages():
     [
         (["top", "{}/none"], "no run in {}/none"),
         (["advise", "{}/none", "--cluster", "dgx-h100-2x8"], "there is no file or folder {}/none"),
-        (["bench", "--suite", "none"], "there is no suite none: known are standard, held-out, unseen, or a file"),
+        (
+            ["bench", "--suite", "none"],
+            "there is no suite none: known are standard, held-out, unseen, or a file",
+        ),
         (
             ["bench", "--policy", "none:X", "--jobs", "2", "--out", "{}"],
             "1 of 1  none:X: refused|error: no entrant finished: none:X: ",
