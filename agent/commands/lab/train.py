@@ -1,5 +1,6 @@
 """``dynamiccl lab train``: train the weights of the LSTM policy."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +36,6 @@ def train(
     Every fifth run is only used to judge: the last line gives the gain on these runs.
     """
     one_thread()
-    from ....envs.replay_env import ReplayEnv
     from ....traces.outside import TraceError
     from ...policies.lstm import LstmPolicy
     from ...report.terminal import terminal
@@ -46,8 +46,7 @@ def train(
     learned, judges = [r for i, r in enumerate(runs or ()) if i % 5 < 4], list(runs or ())[4::5]
     console = terminal(stderr=True, quiet=as_json, highlight=False)
     with refusing(OSError, ValueError, TraceError):
-        for run in runs or ():  # all of them before the training, which takes long
-            ReplayEnv(run).reset(seed=seed)
+        _check(runs or ())
         out.parent.mkdir(parents=True, exist_ok=True)
         training = Training(
             Settings(seed=seed, turns=turns), out.with_suffix(".training"), tuple(learned), split
@@ -73,3 +72,11 @@ def train(
         console.print(
             f"{told:+.1f} default steps a job beyond the rule's on {len(judges)} runs that it has not seen"
         )
+
+
+def _check(runs: Iterable[Path]) -> None:
+    """Begins an episode of each run: what cannot be played is told at once. Raises TraceError, ValueError."""
+    from ....envs.replay_env import ReplayEnv
+
+    for run in runs:
+        ReplayEnv(run).reset(seed=0)

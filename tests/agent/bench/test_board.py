@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from command import invoke
 from dynamiccl.agent.bench.board import REMARKS, Board
-from dynamiccl.agent.bench.run import ENTRANTS, READERS, _attempt, enter_one, run
+from dynamiccl.agent.bench.run import ENTRANTS, READERS, enter_one, run
 from dynamiccl.agent.commands.bench import _folder_name
 from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.envs.bench import submissions
@@ -41,11 +41,6 @@ class Raises:
 class Dies:
     def predict(self, *observation: Any, **rest: Any) -> Any:
         os._exit(3)
-
-
-class Quits:
-    def predict(self, *observation: Any, **rest: Any) -> Any:
-        sys.exit("bye")
 
 
 class Hangs:
@@ -255,35 +250,6 @@ def test_worlds_of_a_suites_file_have_a_folder_of_their_own(suite: JobSuite, tmp
 )
 def test_a_suite_has_one_folder(name: str, folder: str) -> None:
     assert _folder_name(name) == folder
-
-
-def test_a_policy_that_ends_python_is_refused(suite: JobSuite, tmp_path: Path) -> None:
-    """Before: the whole bench ended with its words, and no board was written."""
-    save(suite, tmp_path / "s.json")
-    found = _attempt("test_board:Quits", str(tmp_path / "s.json"), [0], 600)
-    assert isinstance(found, str) and re.fullmatch(r"SystemExit: bye \(test_board.py, line \d+\)", found)
-
-
-def test_a_submission_names_neither_its_rank_nor_its_name_among_its_figures(suite: JobSuite) -> None:
-    """Before: keys that the judge did not know replaced the board's own."""
-    honest = as_read(enter_one("default", suite, 2))
-    lies = {"rank": 1, "place": "1", "entrant": "oracle", "mood": "good"}
-    board = Board(suite, 2)
-    assert board.judge(honest | {"entrant": "mine", "figures": honest["figures"] | lies}, None) == ""
-    rows = {row["entrant"]: row for row in board.rows()}
-    assert rows.keys() == {"oracle", "static-best", "mine"} and "mood" not in rows["mine"]
-    assert rows["oracle"]["rank"] is None and rows["mine"]["lost"] == honest["figures"]["lost"]
-
-
-def test_refused_submissions_of_one_name_leave_no_board(suite: JobSuite, tmp_path: Path) -> None:
-    """Before: the two counted as one, and a board of those that read the truth came out."""
-    save(suite, tmp_path / "s.json")
-    files = [tmp_path / "a.json", tmp_path / "b.json"]
-    for file in files:
-        file.write_text("{}")
-    words = [word for file in files for word in ("--submission", str(file))]
-    done = invoke(["bench", "--suite", str(tmp_path / "s.json"), "--out", str(tmp_path / "out"), *words])
-    assert done.exit_code == 2 and "no entrant finished: nameless: " in done.stderr
 
 
 @pytest.mark.slow
