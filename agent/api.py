@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from .report.summary import RunSummary
 
 __all__ = ["Run", "advise", "apply", "attach", "tune"]
-
-_PROGRAM = [sys.executable, "-m", "dynamiccl.agent.cli"]
 
 
 class Run:
@@ -34,36 +31,53 @@ class Run:
     def __init__(self, out: str | Path, process: subprocess.Popen[bytes] | None = None) -> None:
         self.out = absolute(out)
         self.process = process
+        self._led_to: Path | None = None  # by a run folder, which is gone once the job has ended
 
     def __repr__(self) -> str:
         return f"Run({str(self.out)!r})"
+
+    def _results(self) -> Path:
+        """The folder of the results, of a run folder too. Raises ValueError if it is not known."""
+        from ..envs.nccl.run_folder import TABLE
+        from .daemon.request import Request
+
+        if (self.out / TABLE).is_file():
+            self._led_to = Request.read(self.out, {}).out
+            if self._led_to is None:
+                raise ValueError(
+                    f"{self.out} is a run folder that names no results: give the folder of the results"
+                )
+        return self._led_to or self.out
 
     def status(self) -> dict[str, Any]:
         """How the run stands now, with the keys of ``dynamiccl top --json``. Unknown values are None.
 
         Among them: ``state`` ("tuning", "waiting", "ended" or "no tuner"), ``step``, ``step_ms``, ``in_force`` (the
         letter of the current table, or "default"), ``gain`` (share of the step) and ``gain_ci95``.
+
+        Raises:
+            ValueError: for a run folder whose tuner does not tell where its results are.
         """
         from .report.runs import state
 
-        return state(self.out)
+        return state(self._results())
 
     def summary(self) -> RunSummary:
         """What the run came to, as in ``summary.json``; falsy as long as the run has left none."""
         from .report.summary import RunSummary
 
-        return RunSummary.read(self.out)
+        return RunSummary.read(self._results())
 
     @property
     def table(self) -> Table | None:
         """The table that the run keeps, or None if it keeps NCCL's default.
 
         Raises:
-            ValueError: if ``table.json`` is damaged.
+            ValueError: if ``table.json`` is damaged, or as :meth:`status`.
         """
         from ..envs.nccl.tables import load_table
 
-        file = self.out / "table.json"
+        file = self._results() / "table.json"
         return load_table(file) if file.exists() else None
 
     def stop(self, wait_s: float = 30) -> bool:
@@ -113,14 +127,15 @@ def tune(command: Sequence[str] = (), *, out: str | Path | None = None, **option
         The run; ``run.out`` is where its results are. ``run.wait()`` returns the job's exit status.
 
     Raises:
-        TypeError: for an option that ``dynamiccl tune`` does not have.
+        TypeError: for an option that ``dynamiccl tune`` does not have, and for a command that is one text.
     """
+    from .commands import program
     from .report.outputs import given_folder, new_folder
 
     words = _words("tune", options)
+    job = ["--", *_job(command)] if command else []
     folder = given_folder(absolute(out)) if out is not None else new_folder()
-    started = [*_PROGRAM, "tune", *words, "--out", str(folder), *(["--", *command] if command else [])]
-    return Run(folder, subprocess.Popen(started))
+    return Run(folder, subprocess.Popen([*program(), "tune", *words, "--out", str(folder), *job]))
 
 
 def attach(run: str | Path, *, out: str | Path | None = None, **options: Any) -> Run:
@@ -136,11 +151,12 @@ def attach(run: str | Path, *, out: str | Path | None = None, **options: Any) ->
         TypeError: for an option that ``dynamiccl tune`` does not have.
         ValueError: if there is no such run.
     """
+    from .commands import program
     from .report.outputs import task_folder
 
     words = _words("tune", {**options, "attach": str(run)})
     folder = absolute(task_folder(Path(out) if out is not None else _results_of(run)))
-    return Run(folder, subprocess.Popen([*_PROGRAM, "tune", *words, "--out", str(folder)]))
+    return Run(folder, subprocess.Popen([*program(), "tune", *words, "--out", str(folder)]))
 
 
 def _results_of(run: str | Path) -> Path:
@@ -168,10 +184,13 @@ def apply(table: str | Path, command: Sequence[str], **options: Any) -> int:
         The job's exit status.
 
     Raises:
-        TypeError: for an option that ``dynamiccl apply`` does not have.
+        TypeError: for an option that ``dynamiccl apply`` does not have, and for a command that is one text.
     """
+    from .commands import program
+
     words = _words("apply", options)
-    return subprocess.run([*_PROGRAM, "apply", str(table), *words, "--", *command], check=False).returncode
+    started = [*program(), "apply", str(table), *words, "--", *_job(command)]
+    return subprocess.run(started, check=False).returncode
 
 
 def advise(*recordings: str | Path, **options: Any) -> dict[str, Any]:
@@ -188,13 +207,22 @@ def advise(*recordings: str | Path, **options: Any) -> dict[str, Any]:
         TypeError: for an option that ``dynamiccl advise`` does not have.
         ValueError: for a recording that cannot be read, with the cause and the cure.
     """
+    from .commands import program
+
     words = _words("advise", options)
-    command = [*_PROGRAM, "advise", *map(str, recordings), *words, "--json"]
+    command = [*program(), "advise", *map(str, recordings), *words, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(done.stderr.strip().removeprefix("error: "))
     told: dict[str, Any] = json.loads(done.stdout)
     return told
+
+
+def _job(command: Sequence[str]) -> Sequence[str]:
+    """A job's command. Raises TypeError for one in a single text, whose letters would be its words."""
+    if isinstance(command, str):
+        raise TypeError(f"a command is a list of words: give shlex.split({command!r})")
+    return command
 
 
 def _words(command: str, options: Mapping[str, Any]) -> list[str]:

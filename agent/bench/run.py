@@ -31,7 +31,7 @@ from joblib import Parallel, delayed, parallel_config
 from ...envs.bench.job_suites import JobSuite
 from ...envs.bench.submissions import AGAIN, PlayedPart, play_part, rows_of, seed_of, submission
 from ...traces.here import pip_install
-from ..policies.choosing import CLASSICAL, LSTM, RULE, make_chooser
+from ..policies.choosing import CLASSICAL, LSTM, RAISED, RULE, make_chooser
 
 #: Entrants that read the truth and search nothing.
 READERS = ("oracle", "static-best")
@@ -153,7 +153,7 @@ def _play_apart(name: str, *entry: Any) -> tuple[str, PlayedPart | str]:
 
 
 def _attempt(name: str, suite: str, rows: Sequence[int], limit_s: float) -> PlayedPart | str:
-    """Some jobs of an entrant, or why it failed: a guest's policy may raise anything, or never end."""
+    """Some jobs of an entrant, or why it failed: a guest's policy may raise anything, leave Python, or never end."""
 
     def give_up(_number: int, _frame: object) -> None:
         raise TimeoutError(f"gave no result in {limit_s:.0f} s")
@@ -164,7 +164,7 @@ def _attempt(name: str, suite: str, rows: Sequence[int], limit_s: float) -> Play
         return _played(name, JobSuite.load(suite), rows)
     except ValueError as error:  # says all by itself
         return str(error)
-    except Exception as error:
+    except RAISED as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(place.filename).name}, line {place.lineno}"
         return f"{type(error).__name__}: {error} ({where})"

@@ -104,7 +104,7 @@ def bench(
             run(names, suite, most, folder, processes, limit, played, backend), len(given) + 1
         ):
             _tell(console.print, k, total, result, board.judge(result))
-    _show(board, folder, json, total)
+    _show(board, folder, json)
     console.print(f"written: {folder / 'board.md'}", soft_wrap=True)
 
 
@@ -153,12 +153,13 @@ def _jobs_played(given: list[Any]) -> int:
     return max(played, default=0)
 
 
-def _show(board: Board, folder: Path, json: bool, total: int) -> None:
-    """Print the leaderboard and write it to the folder. Fails if all ``total`` policies were refused."""
+def _show(board: Board, folder: Path, json: bool) -> None:
+    """Print the leaderboard and write it to the folder. Fails if all policies were refused."""
     from ..bench.board import BRIEF, meanings
+    from ..bench.run import READERS
     from ..report.terminal import grid, wide_terminal
 
-    if len(board.refused) == total:
+    if board.scores.keys() <= {*READERS}:
         fail("no entrant finished: " + "; ".join(f"{n}: {why}" for n, why in board.refused.items()))
     rows = board.rows()
     (folder / "board.json").write_text(json_module.dumps(rows, indent=1) + "\n")

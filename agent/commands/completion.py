@@ -8,7 +8,7 @@ import sys
 from typing import Annotated
 
 from ...traces.here import pip_install
-from . import Argument, fail
+from . import Argument, fail, program
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -25,4 +25,4 @@ def completion(shell: Annotated[str, Argument(help="bash, zsh or tcsh.")]) -> No
     if importlib.util.find_spec("shtab") is None:
         fail(f"completion needs shtab: {pip_install('tuner')}")
     # A program of its own: it asks every command for its options, and no command knows the others.
-    os.execv(sys.executable, [sys.executable, "-m", "dynamiccl.agent.completion", shell])
+    os.execv(sys.executable, [*program("dynamiccl.agent.completion"), shell])

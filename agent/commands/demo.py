@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Annotated
 
 from ...traces.here import pip_install
-from . import OUTPUT, Json, Option, fail
+from . import OUTPUT, Json, Option, fail, program
 
 #: What the demo's job is made of, and the extra that brings it.
 _NEEDS, _EXTRA = ("torch", "pandas", "rich"), "train,plot"
-_PROGRAM = [sys.executable, "-m", "dynamiccl.agent.cli"]
 
 
 def demo(
@@ -44,4 +43,4 @@ def demo(
     words += ["--json"] if json else []
     print(f"dynamiccl {shlex.join(words)}", file=sys.stderr, flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # two ranks share the processors
-    os.execv(sys.executable, [*_PROGRAM, *words])
+    os.execv(sys.executable, [*program(), *words])

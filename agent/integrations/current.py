@@ -37,6 +37,8 @@ class Values:
         self.every = every
         self.results: Path | None = None
         self._last = 0
+        self._read: tuple[int, ...] | None = None  # when the files had changed that were read last
+        self._values: dict[str, float] = {}
         with self._guarded():
             self.results = current_results()
 
@@ -65,11 +67,31 @@ class Values:
         if self.results is None or 0 <= step - self._last < self.every:
             return {}
         self._last = step
-        status = state(self.results)
-        found: dict[str, Any] = {
-            "step_ms": status["step_ms"],
-            "tuned": None if status["kept"] is None else float(status["kept"]),
-            "gain": status["gain"],
-            "verdict": float(status["verdict"] is not None),
-        }
-        return {f"dynamiccl/{name}": float(value) for name, value in found.items() if value is not None}
+        # Rank 0's own thread reads them, and all ranks wait for it.
+        changed = _changed(self.results)
+        if changed != self._read:
+            self._read = changed
+            self._values = _values(self.results)
+        return dict(self._values)
+
+
+def _changed(results: Path) -> tuple[int, ...]:
+    """When the files changed last that the values come from, in ns; 0 where there is none."""
+    times = []
+    for name in ("trace/windows.jsonl", "summary.json"):
+        try:
+            times.append((results / name).stat().st_mtime_ns)
+        except OSError:
+            times.append(0)
+    return tuple(times)
+
+
+def _values(results: Path) -> dict[str, float]:
+    status = state(results)
+    found: dict[str, Any] = {
+        "step_ms": status["step_ms"],
+        "tuned": None if status["kept"] is None else float(status["kept"]),
+        "gain": status["gain"],
+        "verdict": float(status["verdict"] is not None),
+    }
+    return {f"dynamiccl/{name}": float(value) for name, value in found.items() if value is not None}

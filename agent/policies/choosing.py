@@ -28,6 +28,8 @@ WEIGHTS = ".npz"
 MODEL = ".zip"
 #: A folder's own module with a class ``Policy``.
 OWN_FILE, OWN_NAME = "policy.py", "Policy"
+#: What code of others may raise: a script that is imported as a module may end Python.
+RAISED = (Exception, SystemExit)
 #: Settings that PPO and its kin save with a model. A2C has neither, TRPO only the second.
 _CLIPPED = frozenset({"clip_range", "target_kl"})
 #: Who left a model: a class that its policy's class descends from, those of _CLIPPED that it saved, package, algorithm.
@@ -118,7 +120,7 @@ def _load_model(name: str) -> Policy:
     package, algorithm = _algorithm(_saved(name), name)
     try:
         model = getattr(importlib.import_module(package), algorithm).load(name, device="cpu")
-    except Exception as error:  # the model's own classes may raise anything
+    except RAISED as error:  # the model's own classes may raise anything
         raise ValueError(
             f"{algorithm} cannot load {name} ({type(error).__name__}: {error}): "
             "give MODULE:NAME of a class that loads it"
@@ -138,7 +140,7 @@ def _saved(name: str) -> dict[str, Any]:
         if missing.partition(".")[0] in _PACKAGES:
             raise
         raise ValueError(f"{name} has a class of the module {_not_found(error, missing)}") from error
-    except Exception as error:  # a file of another program may raise anything
+    except RAISED as error:  # a file of another program may raise anything
         raise ValueError(
             f"{name} is no model of stable-baselines3 ({type(error).__name__}: {error})"
         ) from error
@@ -247,7 +249,7 @@ def _load_own(name: str) -> Policy:
         return _made(getattr(_import_own(module), attribute), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"cannot load policy {name!r} ({_raised(error)}); {known}") from error
-    except Exception as error:  # the user's code may raise anything
+    except RAISED as error:  # the user's code may raise anything
         raise ValueError(f"cannot load policy {name!r}: {_raised(error)}") from error
 
 
@@ -256,7 +258,7 @@ def _load_file(file: Path) -> Policy:
     with modules_beside(file):
         try:
             return _made(getattr(load(file), OWN_NAME), str(file))
-        except Exception as error:  # the user's code may raise anything
+        except RAISED as error:  # the user's code may raise anything
             raise ValueError(f"cannot load class {OWN_NAME} of {file} ({_raised(error)})") from error
 
 
@@ -269,7 +271,7 @@ def _made(found: Any, name: str) -> Policy:
     return found  # type: ignore[no-any-return]
 
 
-def _raised(error: Exception) -> str:
+def _raised(error: BaseException) -> str:
     """What the user's code raised, and in which line of it."""
     if isinstance(error, SyntaxError):  # says itself in which line
         return f"{type(error).__name__}: {error}"

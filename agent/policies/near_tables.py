@@ -82,14 +82,16 @@ class NearTables:
         current = int(seen.current[i].argmax())
         before = memory.current.get(place, current)
         # While a search runs nothing is tried beside its table: what was, belongs to the job before it changed.
-        if before != current or not seen.is_refining[i]:
+        is_other = before != current
+        is_refining = bool(seen.is_refining[i])
+        if is_other or not is_refining:
             memory.is_active = False
             memory.current.clear()
             memory.tried.clear()
         memory.current[place] = current
         has_passed = seen.context.idle[i] > PASSED
         is_next = memory.is_active or has_passed
-        memory.is_active = bool(seen.is_refining[i] and is_next)
+        memory.is_active = is_refining and is_next
 
     def _choose(self, memory: JobMemory, seen: Seen, i: int) -> Array:
         """The best neighbour in this slot that was not tried yet, as an action; none: the next slot's turn."""

@@ -65,6 +65,7 @@ class Memo:
     asked: dict[int, Array] = field(default_factory=dict)  # see Turn, by slot
     calls: dict[int, Array] = field(default_factory=dict)  # the same
     is_done: bool = False  # what it found is compared, or was
+    has_left: bool = False  # its last word was LEAVE
     round: int = 0  # see Turn
 
 
@@ -113,13 +114,9 @@ class Searcher:
         if episode_start is not None:
             starts = np.atleast_1d(episode_start)
         for i in range(len(rows)):
-            if starts[i]:
-                state[i] = Memo()
             is_allowed = seen.open[i] & (seen.risk[i] <= self.care)
             turn = _turn(seen, i, is_allowed)
-            if turn.round < state[i].round:  # the job has changed, and is searched anew
-                state[i] = Memo()
-            state[i].round = turn.round
+            state[i] = self._memo(state[i], turn.round, bool(starts[i]))
             turn.asked = state[i].asked.setdefault(turn.slot, turn.asked)
             turn.call = state[i].calls.setdefault(turn.slot, turn.call)
             _note_call(turn, seen, i)
@@ -136,14 +133,22 @@ class Searcher:
             is_settled = seen.last[i, chosen[i]] and seen.context.idle[i] >= self.patience
             is_over = bool(turn.is_last and is_settled)
             may_compare = self.may_compare(bool(promises[i]))
-            is_refining = bool(seen.is_refining[i])
-            what[i] = LEAVE if is_refining else self._what_next(state[i], is_over, may_compare)
-            if what[i] == LEAVE:  # the search is over; the next one is of a job that has changed
-                state[i] = Memo()
+            what[i] = self._what_next(state[i], is_over, may_compare)
+            if seen.is_refining[i]:
+                what[i] = LEAVE
+            state[i].has_left = what[i] == LEAVE
         actions = actions_of(chosen, what)
         if np.ndim(observation) != 2:
             actions = actions[0]
         return actions, state
+
+    @staticmethod
+    def _memo(memo: Memo, round_: int, is_start: bool) -> Memo:
+        """What is remembered in this turn: nothing of an earlier search, which was of the job before it changed."""
+        is_later = memo.has_left or round_ < memo.round
+        found = Memo() if is_start or is_later else memo
+        found.round = round_
+        return found
 
     @staticmethod
     def _what_next(memo: Memo, is_over: bool, may_compare: bool) -> int:

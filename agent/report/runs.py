@@ -49,7 +49,8 @@ METRICS = (
 ALIVE = ("tuning", "waiting")
 #: The file beside a report with its step times in short.
 SPARKS_FILE = "steps.json"
-#: Bytes of a run's log that are read from its end.
+#: Bytes of a run's log that are read from its end: at first, and if no window is in them.
+_NEAR = 8 << 10
 _TAIL = 1 << 18
 #: Seconds after its end in which a run is still in the metrics. Alerts look back by minutes. Without a limit each node
 #: would export all runs that were ever left in the folder.
@@ -168,9 +169,12 @@ def has_measured(out: Path) -> bool:
 
 def _last_window(out: Path) -> dict[str, Any]:
     """The record of the run's last window, {} before the first."""
-    lines = _tail(out / "trace" / "windows.jsonl")
-    windows = [line for line in lines if line.get("kind") == "window"]
-    return windows[-1] if windows else {}
+    # A job's own thread asks as well, every few steps: most of the log need not be read.
+    for most in (_NEAR, _TAIL):
+        lines = _tail(out / "trace" / "windows.jsonl", most)
+        if found := next((line for line in reversed(lines) if line.get("kind") == "window"), None):
+            return found
+    return {}
 
 
 def _has_died(alive: bool, summary: RunSummary, run: Path) -> bool:
@@ -206,11 +210,11 @@ def _most(*counts: Any) -> Any:
     return max((count for count in counts if count is not None), default=None)
 
 
-def _tail(path: Path) -> list[dict[str, Any]]:
-    """The last lines of a log; the first of them may be cut, and one that is being written."""
+def _tail(path: Path, most: int) -> list[dict[str, Any]]:
+    """The lines in the last ``most`` bytes of a log; the first of them may be cut, and one that is being written."""
     lines = []
     with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most))
         for text in file.read().splitlines():
             with contextlib.suppress(ValueError):
                 if isinstance(line := parse_json(text), dict):

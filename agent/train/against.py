@@ -23,6 +23,8 @@ class AgainstBaseline(gym.Wrapper[Array, np.int64, Array, np.int64]):
     Jobs differ by hundreds of times more than policies do; what a policy changes is seen only beside another one on the
     same job (a baseline by roll-out, as in Kool et al. 2019). The baseline is measured like the policy: no truth is
     told. Both accounts are settled at the same step of the job, in the same noise: equal decisions are paid exactly 0.
+    A recorded job has no noise of a step: it gives its record a window at a time. So equal tables that two policies
+    found by different windows are paid by the scatter of the record too.
     Turns are not paid one by one: once the two have parted, the turn in which one of them gains says nothing about the
     other's.
     """

@@ -43,7 +43,7 @@ FIRST = "first.npz"
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Everything that shapes the weights, beside the environment itself."""
+    """What shapes the weights, beside the environment and the recorded runs."""
 
     seed: int = 0
     turns: int = 92_160  #: of all environments together
@@ -150,12 +150,19 @@ class Training:
         """What is trained."""
         return cast(MaskedLstmPolicy, self.model.policy)
 
+    @property
+    def _paths(self) -> list[str]:
+        """Where the recorded runs are; [] with simulated jobs."""
+        return [str(run.resolve()) for run in self.runs]
+
     def resume(self) -> None:
-        """Go on from the checkpoint. Raises ValueError when there is none, or one of other settings."""
+        """Go on from the checkpoint. Raises ValueError when there is none, or one of other settings or runs."""
         try:
             told = json.loads((self.folder / "record.json").read_text())
             if told["settings"] != dataclasses.asdict(self.settings):
                 raise ValueError("it was made with other settings; use the same or start anew")
+            if told.get("paths", []) != self._paths:  # older checkpoints of simulated jobs have none
+                raise ValueError("it was made with other --runs; give the same or start anew")
             with np.load(self.folder / FIRST) as first:
                 self._first = dict(first)
             self.model.set_parameters(str(self.folder / "checkpoint.zip"), device="cpu")
@@ -181,7 +188,7 @@ class Training:
         first = self.folder / f"part-{FIRST}"
         np.savez(first, **self._first)  # type: ignore[arg-type]
         self.model.save(checkpoint)
-        record.write_text(json.dumps(self.record(), indent=1) + "\n")
+        record.write_text(json.dumps(self.record() | {"paths": self._paths}, indent=1) + "\n")
         checkpoint.replace(self.folder / "checkpoint.zip")
         record.replace(self.folder / "record.json")
         first.replace(self.folder / FIRST)

@@ -79,7 +79,8 @@ class AccountedWindows(SimWindows):
         connecting_us = self.jobs.first_use.spent_us[where] - spent_us  # all in one step
         connecting = connecting_us / self.jobs.default_us[where]
         uses_first = connecting > 0
-        self.ledger.see(where[uses_first], (pace + connecting)[uses_first])
+        first = pace + connecting
+        self.ledger.see(where[uses_first], first[uses_first])
         return found
 
     def _heavy(self, rows: Array, plans: Sequence[Plan]) -> Array:
@@ -100,13 +101,17 @@ class AccountedWindows(SimWindows):
 
     def _is_tried(self, rows: Array, plans: Sequence[Plan], step: Array) -> Array:
         """In which of the steps (k,) since the last window the plans' own configs ran, (m, k)."""
-        since = step - self.waited[rows][:, None]
-        turns = np.array([plan.turns for plan in plans])[:, None]
+        waited = self.waited[rows]
+        since = step - waited[:, None]
+        steps = [plan.turns for plan in plans]
+        turns = np.array(steps)[:, None]
         turn = since // np.maximum(turns, 1)
         has_run = (turns == 0) | (PATTERN[turn % QUAD] == 1)
         is_own = has_run & (since >= 0)
         # A window may end early.
-        return is_own & (is_own.cumsum(axis=1) <= self.tried_steps[rows][:, None])
+        count = is_own.cumsum(axis=1)
+        most = self.tried_steps[rows]
+        return is_own & (count <= most[:, None])
 
     def _bill(
         self,
@@ -122,8 +127,10 @@ class AccountedWindows(SimWindows):
         pace = self.ledger.bill(rows, tables, ran.sum(axis=1), few, at)
         is_late, size, mean = self.jobs.straggled(tables, rows, heavy)
         pace = pace / (1 + mean)
-        has_late = (is_late & ran).any(axis=1)
-        self.ledger.see(rows[has_late], (pace * (1 + size))[has_late])
+        late = is_late & ran
+        has_late = late.any(axis=1)
+        longest_pace = pace * (1 + size)
+        self.ledger.see(rows[has_late], longest_pace[has_late])
         return pace
 
 

@@ -149,7 +149,9 @@ class JobSuite:
                 raise ValueError(f"job {off.argmax()} comes out otherwise than on record")
         except FileNotFoundError as error:
             known = ", ".join(SUITES)
-            raise ValueError(f"there is no suite {name}: known are {known}, or a file with one") from error
+            why = f"there is no suite {name}"
+            cure = f"known are {known}, or a file with one"
+            raise ValueError(f"{why}: {cure}") from error
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{source} is not a suite of jobs: {error}") from error
         return suite

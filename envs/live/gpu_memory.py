@@ -2,12 +2,11 @@
 
 The first call of an algorithm on a communicator allocates buffers. If a GPU has too little memory left, this call
 fails, and the job with it. So an algorithm is tried only if the fullest GPU of this node has the most that its buffers
-can take, and KEPT_FREE more.
+can take, and KEPT_FREE more. Their sizes are NCCL's settings in the tuner's environment and in NCCL's files.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from ...traces.queries.slots import SlotProfile, of_class
 from ...traces.reasons import RowRefused
 from ...traces.records import PAIRS, Slot
 from ...traces.spaces import N_CHANNELS, N_PAIRS
+from ..nccl.plugin.build import configured
 from ..nccl_model.gpu_memory import of_first_use
 
 Array = np.ndarray[Any, Any]
@@ -43,7 +43,8 @@ def take_out(
     texts: list[str] = []
     if not free:
         return texts
-    left = free - KEPT_FREE
+    settings = configured()
+    left: float = free - KEPT_FREE
     has_room: dict[tuple[int, int, str], bool] = {}
     for profile, mask in zip(profiles, masks, strict=True):
         slot = profile.slot
@@ -53,8 +54,9 @@ def take_out(
                 continue
             key = slot.n_ranks, slot.n_nodes, algo
             if key not in has_room:
-                each = of_first_use(algo, profile.fingerprint, os.environ)
-                needs = each * _not_connected(events, slot, algo)
+                each = of_first_use(algo, profile.fingerprint, settings)
+                lacking = _not_connected(events, slot, algo)
+                needs = each * lacking if lacking else 0
                 has_room[key] = needs == 0 or needs <= left
                 if has_room[key]:
                     left -= needs

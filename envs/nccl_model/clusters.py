@@ -31,6 +31,14 @@ MAX_CHANNELS = 64
 GRAPHS = ("ring", "tree", "nvls")
 #: Keys that say nothing of a cluster that NCCL looks at.
 LABELS = ("like", "name", "gpu", "nic")
+#: Types of a cluster's values in a file, and their names in words.
+_TYPES: dict[str, tuple[Any, str]] = {
+    "int": (int, "a whole number"),
+    "float": ((int, float), "a number"),
+    "str": (str, "a text in quotes"),
+    "bool": (bool, "true or false"),
+    "Graph": (Mapping, "a table with channels, bw_intra and bw_inter"),
+}
 _FILE = Path(__file__).with_name("clusters.toml")
 
 
@@ -204,7 +212,11 @@ def from_mapping(name: str, values: Mapping[str, Any]) -> Cluster:
     """Cluster from the keys of a TOML table. Raises ValueError naming what is missing, unknown, impossible."""
     given = {key: value for key, value in values.items() if key not in LABELS}
     _check_keys(name, given, "like" in values)
-    base = cluster(str(values["like"])) if "like" in values else None
+    for key in GRAPHS:
+        if isinstance(given.get(key), Mapping):
+            _check_types(f"{name}, {key}", Graph, given[key])
+    _check_types(name, Cluster, given)
+    base = _like(name, values["like"]) if "like" in values else None
     try:
         given |= {key: Graph(**given[key]) for key in GRAPHS if isinstance(given.get(key), Mapping)}
         if base is not None:
@@ -212,6 +224,25 @@ def from_mapping(name: str, values: Mapping[str, Any]) -> Cluster:
         return Cluster(name=name, **{"tree": given["ring"], **given})
     except (TypeError, ValueError) as error:
         raise ValueError(f"cluster {name}: {str(error).removeprefix(f'cluster {name}: ')}") from None
+
+
+def _check_types(name: str, of: type, given: Mapping[str, Any]) -> None:
+    """Raises ValueError naming a value that is not of the type of its field."""
+    for one in fields(of):
+        if one.name not in given:
+            continue
+        value = given[one.name]
+        kinds, words = _TYPES[str(one.type)]
+        is_bool = isinstance(value, bool)  # which is an int for Python
+        if not isinstance(value, kinds) or is_bool != (kinds is bool):
+            raise ValueError(f"cluster {name}: {one.name} is {words}, not {value!r}")
+
+
+def _like(name: str, preset: Any) -> Cluster:
+    """The preset that a cluster is like. Raises ValueError for a file: it might be the one that is being read."""
+    if not isinstance(preset, str) or preset.endswith(".toml"):
+        raise ValueError(f"cluster {name}: like is the name of a preset, not {preset!r}")
+    return cluster(preset)
 
 
 def _check_keys(name: str, given: Mapping[str, Any], is_like_another: bool) -> None:

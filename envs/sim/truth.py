@@ -145,8 +145,11 @@ class Jobs(JobsAtMoment):
         tail = self.noise.tail[rows]
         first = tail + usual
         end = tail + often
-        is_late = (heavy >= first[:, None]) & (heavy < end[:, None])
-        return is_late, size, often * size
+        begun = heavy >= first[:, None]
+        ended = heavy >= end[:, None]
+        is_late = begun & ~ended
+        mean = often * size
+        return is_late, size, mean
 
     def settled(self, which: Array) -> Self:
         """The same jobs, in their regime ``which`` (n,) for good."""

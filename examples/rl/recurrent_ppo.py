@@ -9,7 +9,7 @@ from stable_baselines3.common.env_util import make_vec_env
 turns = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
 env = make_vec_env("dynamiccl/Sim-v0", n_envs=8, seed=0)
 small = {"lstm_hidden_size": 64}
-# The discount is the default, 0.99; docs/environments.md advises gamma=0.999.
+# The discount is the default, 0.99; docs/environments.md advises gamma=1.
 model = RecurrentPPO(
     "MlpLstmPolicy", env, n_steps=64, n_epochs=4, policy_kwargs=small, seed=0, device="cpu", verbose=1
 )

@@ -2,17 +2,25 @@
 
 import json
 import os
+import queue
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import dynamiccl
 import dynamiccl.agent.api
 import pytest
+from dynamiccl.agent import commands
+from dynamiccl.agent.commands import completion, demo, program
+from dynamiccl.agent.daemon.request import Request
 from dynamiccl.agent.report import outputs
+from dynamiccl.envs.live.locks import lock
+from dynamiccl.envs.nccl.run_folder import TUNER, make_folder
 
 TRAIN = [
     sys.executable,
@@ -95,6 +103,76 @@ def started(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     return commands
+
+
+def test_children_find_python_s_modules_before_the_job_s(tmp_path, monkeypatch):
+    """Before: a job's queue.py ended the launcher, and the job was not started."""
+    (tmp_path / "queue.py").write_text("raise RuntimeError('the job\\'s own')")
+    monkeypatch.chdir(tmp_path)
+    code = "import queue; print(queue.__file__)"
+    (tmp_path / "ours.py").write_text(code)
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "child_of_ours.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    command = program("child_of_ours")
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert told.strip() == queue.__file__
+
+
+def test_all_children_are_started_so(started, monkeypatch):
+    dynamiccl.tune(["true"])
+    monkeypatch.setattr(dynamiccl.agent.api, "_results_of", Path)
+    dynamiccl.attach("run")
+    monkeypatch.setattr(
+        subprocess,
+        "run",
+        lambda words, **_: started.append(words) or SimpleNamespace(returncode=1, stderr=""),
+    )
+    dynamiccl.apply("table.json", ["true"])
+    with pytest.raises(ValueError):
+        dynamiccl.advise("recording")
+    monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
+    demo.demo(out=Path("out"), steps=100)
+    assert [words[:4] for words in started] == 5 * [program()] and program()[1] == "-P"
+    completion.completion("bash")
+    assert started[-1] == [*program("dynamiccl.agent.completion"), "bash"]
+
+
+def test_a_child_runs_this_package_where_the_current_folder_holds_it(monkeypatch):
+    monkeypatch.chdir(Path(commands.__file__).parents[3])
+    assert "-P" not in program()
+
+
+def test_a_command_that_is_one_text_is_refused(started):
+    """Before: each of its letters was a word."""
+    for start in (dynamiccl.tune, partial(dynamiccl.apply, "table.json")):
+        with pytest.raises(TypeError, match=r"give shlex\.split\('python train\.py'\)"):
+            start("python train.py")
+    assert not started and not Path("runs").exists()
+
+
+def test_a_run_folder_leads_to_its_results(tmp_path):
+    """Before: status() of a run folder said that there was no tuner while one tuned."""
+    folder = make_folder()
+    out = tmp_path / "out"
+    (out / "trace").mkdir(parents=True)
+    (out / "trace" / "header.json").write_text(json.dumps({"run": str(folder)}))
+    window = {"kind": "window", "index": 3, "last_step": 77, "step_ms": 10.0, "phase": "search"}
+    (out / "trace" / "windows.jsonl").write_text(json.dumps(window) + "\n")
+    (out / "summary.json").write_text(json.dumps({"kept": True}))
+    run = dynamiccl.Run(folder)
+    held = lock(folder / TUNER, "")
+    try:
+        with pytest.raises(ValueError, match="names no results: give the folder of the results"):
+            run.status()
+        Request(out=out).write(folder)
+        assert run.status()["state"] == "tuning" and run.status()["step"] == 77
+        assert run.summary().kept and run.table is None
+    finally:
+        os.close(held)
+        shutil.rmtree(folder)
+    assert run.status()["state"] == "ended", "the run folder is gone"
 
 
 def out_of(command):

@@ -1,5 +1,6 @@
 """``dynamiccl lab train``: train the weights of the LSTM policy."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +36,7 @@ def train(
     Every fifth run is only used to judge: the last line gives the gain on these runs.
     """
     one_thread()
+    from ....traces.outside import TraceError
     from ...policies.lstm import LstmPolicy
     from ...report.terminal import terminal
     from ...train.training import Settings, Training, export, gained
@@ -43,7 +45,8 @@ def train(
         fail(f"--out is a .npz file, not {out}")
     learned, judges = [r for i, r in enumerate(runs or ()) if i % 5 < 4], list(runs or ())[4::5]
     console = terminal(stderr=True, quiet=as_json, highlight=False)
-    with refusing(OSError, ValueError):
+    with refusing(OSError, ValueError, TraceError):
+        _check(runs or ())
         out.parent.mkdir(parents=True, exist_ok=True)
         training = Training(
             Settings(seed=seed, turns=turns), out.with_suffix(".training"), tuple(learned), split
@@ -69,3 +72,11 @@ def train(
         console.print(
             f"{told:+.1f} default steps a job beyond the rule's on {len(judges)} runs that it has not seen"
         )
+
+
+def _check(runs: Iterable[Path]) -> None:
+    """Begins an episode of each run: what cannot be played is told at once. Raises TraceError, ValueError."""
+    from ....envs.replay_env import ReplayEnv
+
+    for run in runs:
+        ReplayEnv(run).reset(seed=0)

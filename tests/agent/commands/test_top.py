@@ -8,6 +8,7 @@ import time
 import pytest
 from command import invoke
 from dynamiccl.agent.commands.top import HEADS
+from dynamiccl.agent.report import runs as listing
 from dynamiccl.agent.report.runs import EXPORTED_S, find_runs, state
 from dynamiccl.envs.live.locks import lock
 from dynamiccl.envs.nccl.shm import RunFolder
@@ -50,6 +51,19 @@ def test_while_the_tuner_lives_its_last_window_tells_the_cost(runs):
         file.write(json.dumps(last | {"cost_s": 5.0, "budget_s": 9.0, "last_step": 77}) + "\n")
     found = state(live)
     assert (found["cost_s"], found["budget_s"], found["step"]) == (5.0, 9.0, 77)
+
+
+def test_only_the_end_of_a_long_log_is_read_for_its_last_window(runs, monkeypatch):
+    """Before: all lines of the last 256 KiB were parsed, in the job's own thread too."""
+    path = runs / "live" / "trace" / "windows.jsonl"
+    last = [json.loads(line) for line in path.read_text().splitlines() if '"step_ms"' in line][-1]
+    lines = [json.dumps(last | {"last_step": 1000 + i}) + "\n" for i in range(600)]
+    parsed = []
+    monkeypatch.setattr(listing, "parse_json", lambda text: parsed.append(text) or json.loads(text))
+    path.write_text("".join(lines))
+    assert state(runs / "live")["step"] == 1599 and len(parsed) < 100
+    path.write_text("".join([*lines, *['{"kind": "other"}\n'] * 2000]))
+    assert state(runs / "live")["step"] == 1599, "many lines of another kind came after it"
 
 
 def test_every_key_of_a_run_is_told(runs):

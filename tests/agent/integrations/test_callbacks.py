@@ -15,6 +15,7 @@ from dynamiccl.agent.integrations import follow as following
 from dynamiccl.agent.integrations.current import Values, current_results
 from dynamiccl.agent.integrations.follow import follow
 from dynamiccl.agent.integrations.loggers import LOGGERS, check_logger
+from dynamiccl.agent.report.runs import state
 from synthetic_trace import write_run
 
 
@@ -42,6 +43,21 @@ def test_values_are_those_of_the_run_every_so_many_steps(tuned):
     assert is_right(values.at(1)), "a training that begins anew"
     with pytest.raises(ValueError, match="at least 1 step"):
         Values(every=0)
+
+
+def test_files_that_have_not_changed_are_not_read_again(tuned, monkeypatch):
+    """Before: rank 0's own thread parsed up to 256 KiB of JSON each time."""
+    from dynamiccl.agent.integrations import current
+
+    reads = []
+    monkeypatch.setattr(current, "state", lambda out: reads.append(out) or state(out))
+    values = Values(every=1)
+    first = values.at(1)
+    assert values.at(2) == first and len(reads) == 1
+    path = tuned / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"kept": False}))
+    os.utime(path, ns=(1, 1))
+    assert values.at(3)["dynamiccl/tuned"] == 0 and len(reads) == 2
 
 
 def test_without_a_tuner_nothing_is_logged(monkeypatch):

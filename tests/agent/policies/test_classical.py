@@ -161,6 +161,16 @@ def test_policies_by_name():
             make_chooser(bad)
 
 
+def test_a_module_that_ends_python_is_no_policy(tmp_path, monkeypatch):
+    """Before: it ended the command with its own words and status."""
+    (tmp_path / "quits.py").write_text("import sys; sys.exit('bye')")
+    (tmp_path / "policy.py").write_text("import sys; sys.exit('bye')")
+    monkeypatch.chdir(tmp_path)
+    for name in ("quits:Policy", str(tmp_path)):
+        with pytest.raises(ValueError, match=r"SystemExit: bye"):
+            make_chooser(name)
+
+
 class Own:
     def predict(self, observation, state=None, episode_start=None, deterministic=True):
         return 7, state

@@ -2,9 +2,11 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from command import invoke
 from dynamiccl.agent.policies.lstm import LstmPolicy
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.agent.train.against import AgainstBaseline
@@ -12,6 +14,8 @@ from dynamiccl.agent.train.training import Settings, Training, export
 from dynamiccl.envs.search.interfaces import LEAVE, actions_of
 from dynamiccl.envs.sim.family import STANDARD
 from dynamiccl.envs.sim_env import SimEnv
+from dynamiccl.traces.outside import TraceError
+from paths import ROOT
 
 SMALL = Settings(turns=64, envs=2, rollout=16, batch=16, epochs=1, hidden=8, head_width=8)
 
@@ -72,6 +76,37 @@ def test_a_run_goes_on_from_its_checkpoint_and_says_what_made_the_weights(tmp_pa
     ):
         with pytest.raises(ValueError, match=why):
             Training(settings, tmp_path / folder).resume()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_with_the_runs_that_it_was_made_with(tmp_path):
+    """Before: with other runs, and with none: then on simulated jobs, with a record that told of no runs."""
+    run = ROOT / "tests" / "data" / "recordings" / "demo"
+    Training(SMALL, tmp_path / "runs", (run,)).save()
+    Training(SMALL, tmp_path / "none").save()
+    for folder, runs in (("runs", ()), ("none", (run,)), ("runs", (run, run))):
+        with pytest.raises(ValueError, match="it was made with other --runs"):
+            Training(SMALL, tmp_path / folder, runs).resume()
+
+
+@pytest.mark.parametrize("place", [0, 4])
+def test_a_run_that_cannot_be_read_is_told_before_the_training(place, tmp_path, monkeypatch):
+    """Before: a traceback, for the fifth one, which judges, after the training."""
+    read = []
+
+    def reading(run):
+        if run.name == "none":
+            raise TraceError(f"no trace in {run}")
+        read.append(run)
+        return SimpleNamespace(reset=lambda seed: None)
+
+    monkeypatch.setattr("dynamiccl.envs.replay_env.ReplayEnv", reading)
+    monkeypatch.setattr("dynamiccl.agent.train.training.Training", None)
+    runs = [tmp_path / ("none" if i == place else "good") for i in range(5)]
+    words = [word for run in runs for word in ("--runs", str(run))]
+    done = invoke(["lab", "train", "--out", str(tmp_path / "p.npz"), *words])
+    assert done.exit_code == 2 and done.stderr == f"error: no trace in {tmp_path / 'none'}\n"
+    assert len(read) == place
 
 
 @pytest.mark.slow

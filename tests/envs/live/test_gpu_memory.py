@@ -1,5 +1,6 @@
 """A trial must not take the GPU's last memory: the first call of an algorithm on a communicator allocates."""
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -77,6 +78,31 @@ def test_an_algorithm_gets_the_memory_it_may_take_and_no_byte_less():
     ):
         _, mask = begun(free)
         assert (mask[:, NVLS].any(), mask[:, PAT].any()) == (has_nvls, has_pat), free
+
+
+def test_the_size_of_buffers_is_read_where_nccl_reads_it(tmp_path, monkeypatch):
+    """Before: only in the environment, so that an algorithm was tried that the GPU had no room for."""
+    windows, _ = begun(0)
+    free = gpu_memory.KEPT_FREE + of_first_use("nvls", profile_of(windows))
+    assert begun(free)[1][:, NVLS].any()
+    file = tmp_path / "nccl.conf"
+    monkeypatch.setenv("NCCL_CONF_FILE", str(file))
+    for text in ("67108864", "64M"):
+        file.write_text(f"NCCL_BUFFSIZE={text}")
+        assert not begun(free)[1][:, NVLS].any()
+        ring = [i for i, (algo, _) in enumerate(PAIRS, 1) if algo == "ring"]
+        assert begun(free)[1][:, ring].any(), "it is connected"
+
+
+def test_the_size_of_buffers_is_read_as_nccl_reads_it():
+    """By strtoll. Before: all but decimal digits counted as not set."""
+    large = connection({"NCCL_BUFFSIZE": "67108864"})
+    assert large == 70 << 20
+    for text in ("0x4000000", "0X4000000", " 67108864", "+67108864", "0400000000"):
+        assert connection({"NCCL_BUFFSIZE": text}) == large, text
+    for text in ("64M", "-1", "0x", "09", "1_0", "0o7", "four"):
+        assert connection({"NCCL_BUFFSIZE": text}) == math.inf, text
+    assert connection({"NCCL_BUFFSIZE": ""}) == connection({})
 
 
 def test_each_communicator_of_a_class_takes_it():

@@ -1,5 +1,7 @@
 """Clusters in another size: presets take the graphs of their kind, a file's cluster keeps its own."""
 
+import re
+
 import pytest
 from dynamiccl.envs.nccl_model.clusters import cluster, preset_names, resize
 
@@ -23,6 +25,37 @@ def test_a_file_with_the_name_of_a_preset_is_none(tmp_path):
     assert resize(cluster(str(file)), 2).comm_channels == 4
     file.write_text('like = "dgx-a100-2x8"\n')
     assert resize(cluster(str(file)), 4).name == "mine-4x8"  # before: "-4x8"
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("nccl = 2.28", "mine: nccl is a text in quotes, not 2.28"),
+        ("ring = 5", "mine: ring is a table with channels, bw_intra and bw_inter, not 5"),
+        ("n_nodes = 2.5", "mine: n_nodes is a whole number, not 2.5"),
+        ("n_nodes = true", "mine: n_nodes is a whole number, not True"),
+        ("collnet = 1", "mine: collnet is true or false, not 1"),
+        ("ring = { channels = 16.5, bw_intra = 5, bw_inter = 5 }", "mine, ring: channels is a whole number"),
+        (
+            "ring = { channels = 16, bw_intra = '5', bw_inter = 5 }",
+            "mine, ring: bw_intra is a number, not '5'",
+        ),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_its_name(line, why, tmp_path):
+    """Before: a traceback, or a cluster of two and a half nodes."""
+    file = tmp_path / "mine.toml"
+    file.write_text(f'like = "dgx-h100-1x8"\n{line}\n')
+    with pytest.raises(ValueError, match=re.escape(why)):
+        cluster(str(file))
+
+
+def test_a_cluster_is_like_a_preset_and_not_like_a_file(tmp_path):
+    """Before: a file that was like itself was read without end."""
+    file = tmp_path / "mine.toml"
+    file.write_text(f'like = "{file}"\n')
+    with pytest.raises(ValueError, match="like is the name of a preset"):
+        cluster(str(file))
 
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if name.endswith(("-1x8", "-2x8"))])
