@@ -214,8 +214,7 @@ def test_a_connection_whose_other_end_is_gone_is_asked_nothing(capfd):
         make()
     store.closing = True
     assert store.settle(1, RoundDecision(7, {})) is ABORT  # at once: the job closes
-    (said,) = capfd.readouterr().err.splitlines()
-    assert "rank 0: the job's store is gone" in said
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.slow
