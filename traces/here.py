@@ -91,3 +91,26 @@ def kernel() -> str | None:
     with contextlib.suppress(Exception):
         return platform.release() or None
     return None
+
+
+#: Variables of these names count as not set where they are empty.
+_CLEARED = ("NCCL_", "DYNAMICCL_")
+
+
+def configured() -> dict[str, str]:
+    """NCCL's settings: the environment, below it NCCL_CONF_FILE or ~/.nccl.conf, below that /etc/nccl.conf.
+
+    Of NCCL's variables and ours an empty one counts as not set, as NCCL reads it; it hides the files all the same.
+    """
+    base = home()
+    own = os.environ.get("NCCL_CONF_FILE") or (str(base / ".nccl.conf") if base else None)
+    found: dict[str, str] = {}
+    for path in filter(None, ("/etc/nccl.conf", own)):
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError):
+            continue
+        pairs = (line.partition("#")[0].partition("=") for line in lines)
+        found |= {name.strip(): value.strip() for name, _, value in pairs if value.strip()}
+    merged = {**found, **os.environ}
+    return {name: value for name, value in merged.items() if value or not name.startswith(_CLEARED)}

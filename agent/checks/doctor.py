@@ -10,21 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...envs.nccl.plugin.build import (
-    PluginBuildError,
-    compiler,
-    configured,
-    load_fault,
-    needs_compiler,
-    takes_no_path,
-)
+from ...envs.nccl.plugin.build import PluginBuildError, compiler, load_fault, needs_compiler, takes_no_path
 from ...envs.nccl.plugin.installed import has_torch, in_sight, nccl_release
 from ...envs.nccl.run_folder import free_bytes
 from ...envs.nccl.site_switch import switched_off
 from ...envs.nccl.steps.nvml import gpus
 from ...envs.nccl.steps.user_numbers import wrong_number
 from ...envs.nccl.variables import ALGO, PROTO
-from ...traces.here import machine
+from ...traces.here import configured, machine
 from ...traces.names import PAIRS, TUNED_FUNCS
 from .facts import Facts
 from .faults import FAULTS, Fault

@@ -116,12 +116,10 @@ class Outcome:
         known = self.windows.exposed
         rows = []
         for profile in self.windows.profiles:
-            if profile.slot in known:
-                row: dict[str, Any] = {
-                    **_named(profile.slot),
-                    "share": profile.share,
-                    "exposed": known[profile.slot],
-                }
+            slot = profile.slot
+            if slot in known:
+                row = _named(slot)
+                row |= {"share": profile.share, "exposed": known[slot]}
                 rows.append(row)
         return rows
 
@@ -137,7 +135,10 @@ class Outcome:
         if marks.verdict >= 0 and summary.steps_to_verdict is None:
             summary.steps_to_verdict = now
         steps = account.since_verdict
-        summary.default_share_after = account.default_since_verdict / steps if steps else None
+        summary.default_share_after = None
+        if steps:
+            by_default = account.default_since_verdict
+            summary.default_share_after = by_default / steps
         if summary.kept:  # what became of a table before it is history
             summary.dropped = None
         elif marks.dropped > self._n_dropped and not summary.dropped:
@@ -151,7 +152,9 @@ class Outcome:
         key = slot, decision
         why = self._disobeyed.get(key, too_slow)
         reason = next(iter(names(why)), None)
-        return {**_named(slot), "decision": str(decision), "reason": reason, "why": why}
+        row = _named(slot)
+        row |= {"decision": str(decision), "reason": reason, "why": why}
+        return row
 
     def _decision(self, i: int, profile: SlotProfile, search: Search) -> dict[str, Any]:
         """The row of a slot; how many other configs were tried, and why NCCL's own choice stays if it does."""

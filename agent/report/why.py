@@ -32,8 +32,10 @@ def chains(trace: Trace, summary: RunSummary) -> list[dict[str, Any]]:
     for profile, share in zip(recorded.profiles, recorded.share, strict=True):
         slot = profile.slot
         # Each figure is told alike everywhere.
-        told = [row["exposed"] for row in summary.exposed if _names(row, slot)]
-        exposed = told[0] if told else shown.get(slot)
+        exposed = shown.get(slot)
+        for row in summary.exposed:
+            if _names(row, slot):
+                exposed = row["exposed"]
         shares = {"share": float(share), "exposed": exposed}
         found.append(_chain(profile, trace, summary) | shares)
     return found
@@ -72,15 +74,18 @@ def _is_of(row: Mapping[str, Any], p: SlotProfile) -> bool:
     """Whether a row of a summary or of a trace's table applies to a slot."""
     if row["func"] != p.slot.func:
         return False
-    is_inside = int(row["min_bytes"]) <= p.n_bytes <= int(row["max_bytes"])
+    least = int(row["min_bytes"])
+    most = int(row["max_bytes"])
+    is_inside = least <= p.n_bytes <= most
     return is_inside and _is_of_size(row, p.slot)
 
 
 def _is_of_size(row: Mapping[str, Any], slot: Slot) -> bool:
     """Whether a row is of the slot's communicators; 0 ranks or nodes: any number."""
-    n_ranks = int(row.get("n_ranks") or 0)
-    n_nodes = int(row.get("n_nodes") or 0)
-    return n_ranks in (0, slot.n_ranks) and n_nodes in (0, slot.n_nodes)
+    n_ranks = row.get("n_ranks") or slot.n_ranks
+    n_nodes = row.get("n_nodes") or slot.n_nodes
+    own = slot.n_ranks, slot.n_nodes
+    return (n_ranks, n_nodes) == own
 
 
 def _tried(trace: Trace, p: SlotProfile) -> Counter[str]:

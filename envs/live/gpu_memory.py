@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ...traces.here import configured
 from ...traces.queries.slots import SlotProfile, of_class
 from ...traces.reasons import RowRefused
 from ...traces.records import PAIRS, Slot
 from ...traces.spaces import N_CHANNELS, N_PAIRS
-from ..nccl.plugin.build import configured
 from ..nccl_model.gpu_memory import of_first_use
 
 Array = np.ndarray[Any, Any]

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from ....envs.nccl.plugin.build import build_of, configured, nccl_release
+from ....envs.nccl.plugin.build import build_of, nccl_release
 from ....envs.nccl.steps.nvml import Gpu, clocks, driver, visible_gpus
 from ....envs.sim.emulated.settings import Emulated
 from ....traces.header import git
-from ....traces.here import version_of
+from ....traces.here import configured, version_of
 from ..results.judge import PLACEMENTS
 
 #: Channels of a raised communicator. Where ranks share a GPU all channels of all ranks must fit on its SMs at once.

@@ -42,8 +42,6 @@ _LIBRARIES = {
 }
 # No folder of the machine that built it is in a library: the same sources make the same bytes.
 _NOWHERE = f"-ffile-prefix-map={HERE}=."
-#: Variables of these names count as not set where they are empty.
-_CLEARED = ("NCCL_", "DYNAMICCL_")
 #: Loads a library; the loader's words on stderr if it cannot be.
 _LOAD = """
 import ctypes, sys
@@ -230,29 +228,9 @@ def load_fault() -> str:
     return done.stderr.strip() or f"exit status {done.returncode}" if done.returncode else ""
 
 
-def configured() -> dict[str, str]:
-    """NCCL's settings: the environment, below it NCCL_CONF_FILE or ~/.nccl.conf, below that /etc/nccl.conf.
-
-    Of NCCL's variables and ours an empty one counts as not set, as NCCL reads it; it hides the files all the same.
-    """
-    from ....traces.here import home
-
-    base = home()
-    own = os.environ.get("NCCL_CONF_FILE") or (str(base / ".nccl.conf") if base else None)
-    found: dict[str, str] = {}
-    for path in filter(None, ("/etc/nccl.conf", own)):
-        try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError):
-            continue
-        pairs = (line.partition("#")[0].partition("=") for line in lines)
-        found |= {name.strip(): value.strip() for name, _, value in pairs if value.strip()}
-    merged = {**found, **os.environ}
-    return {name: value for name, value in merged.items() if value or not name.startswith(_CLEARED)}
-
-
 def nccl_release() -> tuple[int, int, int] | None:
     """Of the NCCL that PyTorch would load; None where none is in sight, or where it is not known which."""
+    from ....traces.here import configured
     from .installed import nccl_release as found
 
     return found(configured())
@@ -298,6 +276,8 @@ def nccl_env(path: Path, *, headroom: int | None = None) -> dict[str, str]:
 
     ``headroom``: see :func:`channels_env`.
     """
+    from ....traces.here import configured
+
     theirs = configured()
     path = path.absolute()
     # By path: a name is lost where a job's script sets LD_LIBRARY_PATH anew. By name where the release takes no path,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,9 @@ def test_a_policy_that_ends_python_is_refused(suite: JobSuite, tmp_path: Path) -
     """Before: the whole bench ended with its words, and no board was written."""
     save(suite, tmp_path / "s.json")
     found = _attempt("test_refusals:Quits", str(tmp_path / "s.json"), [0], 600)
-    assert isinstance(found, str) and re.fullmatch(r"SystemExit: bye \(test_refusals.py, line \d+\)", found)
+    assert isinstance(found, str) and found.startswith(
+        "SystemExit: bye ("
+    )  # a hook of a library may be its place
 
 
 def test_a_submission_names_neither_its_rank_nor_its_name_among_its_figures(suite: JobSuite) -> None:
