@@ -8,11 +8,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...traces.files import Trace
 from ...traces.header import plain
 from ...traces.outside import atomically, read_json
+
+if TYPE_CHECKING:  # `top` reads summaries, and needs no tables
+    from ...traces.files import Trace
 
 _FILE = "summary.json"
 
