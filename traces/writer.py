@@ -145,6 +145,11 @@ class TraceWriter:
         """Seconds that may be missing on disk."""
         return max(self.segment_seconds, min(60.0, (now - self._began) / 60))
 
+    @property
+    def is_all_on_disk(self) -> bool:
+        """No rows wait for the next segment."""
+        return not any(self._buffers.values())
+
     def flush(self) -> None:
         """Write the rows taken in so far as segments."""
         for kind, frames in self._buffers.items():

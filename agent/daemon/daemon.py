@@ -16,6 +16,7 @@ from typing import Literal
 from ...envs.live.job import Job
 from ...envs.live.job_ends import Closed, JobEnded, Stopped, Withdrawn
 from ...envs.live.locks import Busy, is_locked, lock
+from ...envs.live.readings import was_served
 from ...envs.live.windows import LiveWindows
 from ...envs.nccl.run_folder import LAUNCHER, STOP, TUNER
 from ...envs.nccl.shm import RunFolder
@@ -72,6 +73,7 @@ class Daemon:
         self._lock = lock(run.path / TUNER, f"{run.path} has a tuner already: stop that one first")
         self.out, self._out_lock = self._claim()
         self.job = Job(run, on_state=self._say)
+        self._was_served = was_served(run.path)
         self.memory = Memory(request.memory, request.job, self._warn) if request.memory else None
         windows = LiveWindows(self.job, funcs=("all_gather",) if request.bitwise else TUNED_FUNCS)
         self.tuner = Tuner(windows, policy, config_of(request), self._tell, self._recall)
@@ -100,7 +102,7 @@ class Daemon:
 
     def _go_on_from(self, before: RunSummary) -> None:
         """Take over the figures of an earlier tuner of this run: what the job has lost stays lost."""
-        if before.run == str(self.run.path):
+        if self._was_served and before.run == str(self.run.path):
             self.tuner.costs = Costs.after(before, bool(self.job.confirmed))
             if self.job.confirmed:
                 self._before = before
@@ -118,13 +120,14 @@ class Daemon:
         signals = signals or Signals()
         link(out, self.run.path)
         header = {"emulated": request.emulated is not None, "policy": request.policy, **request.facts}
-        header |= asdict(request.emulated) if request.emulated else {}
         header |= {"job": request.job, "run": str(self.run.path)}
+        header |= asdict(request.emulated) if request.emulated else {}
         with contextlib.ExitStack() as stack:
             self._open(stack)
             try:
-                resumed = read_object(out / "trace" / "header.json").get("run") == str(self.run.path)
-                existing: Literal["resume", "replace"] = "resume" if resumed else "replace"
+                of_run = read_object(out / "trace" / "header.json").get("run")
+                self.job.goes_on = self._was_served and of_run == str(self.run.path)
+                existing: Literal["resume", "replace"] = "resume" if self.job.goes_on else "replace"
                 with TraceWriter(out / "trace", header, existing=existing, most_bytes=TRACE_BYTES) as writer:
                     self.job.writer = writer
                     self._serve(writer, signals)
@@ -284,7 +287,7 @@ class Daemon:
         """The page and the files follow figures that move by themselves."""
         self._page.keep_up(self._summary)
         if self._results.are_old:
-            self._write(self._summary())
+            self._results.write(self._summary(), self.job.confirmed)
 
     def _ends_with_verdict(self) -> bool:
         """Whether the verdict is there and the request is for no more: says so then."""
@@ -330,7 +333,7 @@ class Daemon:
         """Write down what the run has come to, and return it: from here the job may run for weeks, and the tuner may be
         killed. The memory comes last: its store may be slow."""
         summary = self._summary()
-        self._write(summary)
+        self._results.write(summary, self.job.confirmed)
         self._remember()
         return summary
 
@@ -374,7 +377,7 @@ class Daemon:
     def _summarise(self, signals: Signals) -> RunSummary:
         """The last word. The summary and the table come first: whoever ended the tuner may not wait for more."""
         summary = self._summary()
-        why = error_of(lambda: self._write(summary))
+        why = error_of(lambda: self._results.write(summary, self.job.confirmed))
         with contextlib.suppress(KeyboardInterrupt):
             signals.are_heard = True
             self._remember()
@@ -383,9 +386,6 @@ class Daemon:
         if why:
             self._warn(f"the report could not be made ({why}); the rest is whole")
         return summary
-
-    def _write(self, summary: RunSummary) -> None:
-        self._results.write(summary, self.job.confirmed)
 
     def _summary(self) -> RunSummary:
         found = self._before or self.tuner.sum_up()

@@ -192,11 +192,12 @@ class Tuner:
             return
         self.costs.windows += not was_over
         lost = search.lost
+        before = search.confirmed.copy()
         saved = search.record(plan, seen)
         self._charge(plan, search, saved, search.lost - lost, was_over)
         self._tell(plan, search)
-        is_first_gain = search.confirmed.any() and self.outcome.steps_to_first_gain is None
-        if was_over or search.marks.reopened or is_first_gain:
+        is_other = not np.array_equal(search.confirmed, before)
+        if was_over or search.marks.reopened or is_other:
             self._conclude()
 
     def _begin_anew(self, why: str) -> None:
@@ -204,6 +205,7 @@ class Tuner:
         kept = self.outcome.kept
         self.windows.confirm(np.zeros(len(self.windows.profiles), np.int64))
         self.search, self._state, self._open = None, None, []
+        self._account.since_verdict = self._account.default_since_verdict = 0
         self.result.begin_anew(why if kept else None)
         self._begin()
         self._conclude()
@@ -226,8 +228,8 @@ class Tuner:
             self._tell_profile()
         first = self._configs(self.recall(self.windows))
         prior, account = Prior.load(), self._account
-        account.lost += self.costs.lost_before_ms / float(np.median(default.step_ms))
-        self.costs.lost_before_ms = 0.0
+        default_ms = float(np.median(default.step_ms))
+        self.costs.hand_over(account, default_ms, self.config.budget)
         self.search = Search(job, default, prior, self.config, first, self.windows.confirm, account)
 
     def _configs(self, decisions: Decisions) -> Array:

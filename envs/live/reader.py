@@ -57,6 +57,8 @@ class Reader:
         )
         self.heard = HeardOfTurns()
         self._readings = readings_of(run.path)  # by the name of each ring
+        self.goes_on = False  # what an earlier tuner has read lies in the trace that is written
+        self._has_polled = False
         self._fresh: list[np.ndarray[Any, Any]] = []
         self._stepped_at = 0.0  # when the first step of any rank was seen
         self._alive_at = time.monotonic()
@@ -87,6 +89,7 @@ class Reader:
         """Take everything new out of the rings; remove those of processes that others have replaced."""
         rings = self.run.rings()
         silent = [ring for ring in rings if not self._take(ring)]
+        self._has_polled = True
         if len(rings) > 1 and silent:
             over = [ring for ring in silent if self._is_over(ring)]
             self.run.remove(over)
@@ -109,22 +112,21 @@ class Reader:
             self.damaged[ring.name] = str(error)
             log.warning("ring %s cannot be read any more: %s", ring.name, error)
             return False
-        if is_first and ring.lost:
-            reading.lost_before = ring.lost
-            self.state = self.state or self._last_state()
+        if is_first and ring.lost and not self._has_polled:
+            reading.joined(ring.lost)
+            self.state = self.state or self._last_state(ring)
         self.lost[ring.name] = ring.lost - reading.lost_before
         if len(records):
             self._read(records, ring.pid, reading)
         return len(records) > 0
 
-    def _last_state(self) -> tuple[AgreementState, str] | None:
-        """As rank 0 left it in the run folder: its record is gone where a ring has gone round."""
+    def _last_state(self, ring: Ring) -> tuple[AgreementState, str] | None:
+        """As a ring's process, if it lives, left it in the run folder: its record is gone where the ring went round."""
         with contextlib.suppress(OSError, ValueError):
-            text = (self.run.path / SAID).read_text()
-            code = int(text)
-            state = AgreementState(code)
-            word = self._word()
-            return state, word
+            pid, code = map(int, (self.run.path / SAID).read_text().split())
+            if pid == ring.pid and ring.is_alive():
+                state = AgreementState(code)
+                return state, self._word()
         return None
 
     def _is_over(self, ring: Ring) -> bool:
@@ -136,7 +138,7 @@ class Reader:
     def _read(self, records: np.ndarray[Any, Any], pid: int, reading: Reading) -> None:
         rows = as_records(records, COLL_DTYPE)
         new = rows[reading.is_new(rows)]
-        self.assembler.add(new, pid)
+        self.assembler.add(new if self.goes_on else rows, pid)
         if reading.is_past:
             return
         calls = new[new["kind"] == COLL]
@@ -153,7 +155,8 @@ class Reader:
         steps = rows[rows["kind"] == STEP].view(STEP_DTYPE)
         if len(steps):
             self._stepped_at = self._stepped_at if self.ranks else time.monotonic()
-            self.ranks.update(map(int, np.unique(steps["rank"])))
+            reading.ranks.update(map(int, np.unique(steps["rank"])))
+            self.ranks |= reading.ranks
             steps = steps[steps["rank"] == 0]
         if len(steps):
             self._fresh.append(steps)
@@ -193,7 +196,7 @@ class Reader:
             return NotTuning.NO_RING(why=why) if why else NotTuning.NO_PROBE()
         if not self.ranks:
             return NotTuning.NO_STEP()
-        if 0 not in self.ranks:
+        if 0 not in (self._ranks_now() or self.ranks):
             is_late = time.monotonic() - self._stepped_at >= ELSEWHERE_S
             return NotTuning.ELSEWHERE() if is_late else NotTuning.NO_STEP_OF_RANK_0()
         return NotTuning.NO_SWITCH_YET(why=why) if (why := self.no_switch()) else NotTuning.NEXT_STEP()
@@ -202,9 +205,18 @@ class Reader:
         """The job took its first steps, so all ranks were there, and took few."""
         return 1 < self.last_step < FEWEST_STEPS
 
+    def _ranks_now(self) -> set[int]:
+        """Ranks of the processes that live; of all if none does. After a restart others may run here."""
+        living = [ring.name for ring in self.run.rings() if ring.is_alive()]
+        found = set[int]()
+        for name in living:
+            found |= self._readings.get(name, Reading()).ranks
+        return found if living else self.ranks
+
     def _has_rank_0(self) -> bool:
         """Whether rank 0 runs on this node, or no rank has told yet where it runs."""
-        return not self.ranks or 0 in self.ranks
+        ranks = self._ranks_now()
+        return not ranks or 0 in ranks
 
     def check(self) -> None:
         """Raise what ends tuning while the job goes on: Withdrawn, Stopped, Closed."""

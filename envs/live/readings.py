@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,24 @@ import numpy as np
 from ...traces.outside import parse_json
 from ...traces.records import COMM, OFFER
 
-#: In the run folder: by the name of each ring, how many of its records lie in the trace.
-READ = "read"
+#: In the run folder: by the name of each ring, how many of its records lie in the trace; that a tuner was there.
+READ, SERVED = "read", "served"
 
 
 @dataclass
 class Reading:
     """Of one ring."""
 
-    before: int = 0  # records that an earlier tuner has read: they are in its trace, and it has judged them
+    before: int = 0  # records that an earlier tuner has written to its trace; it has judged them too
     read: int = 0  # records that came by until now
     lost_before: int = 0  # records that were gone when this tuner came: no fault of its own
     is_begun: bool = False  # this tuner has looked into the ring
     is_past: bool = False  # its process had ended by then, and others lived: it tells nothing of the job now
+    ranks: set[int] = field(default_factory=set)  # whose steps were seen in it
+
+    def joined(self, gone: int) -> None:
+        """So many records are gone. Those that an earlier tuner should have read are lost; else nobody was there."""
+        self.lost_before = min(gone, self.before) if self.before else gone
 
     def is_new(self, records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """(n,) bool: which records (n,) no earlier tuner has read. What a job tells once is always new."""
@@ -36,6 +41,15 @@ class Reading:
         self.read = max(self.read, newest)
         is_told_once = np.isin(records["kind"], (COMM, OFFER))
         return np.asarray(is_told_once | (records["stamp"] > self.before) | (not self.before))
+
+
+def was_served(run: Path) -> bool:
+    """Whether a tuner was at this run before; from now on one was. Its path may come again, for another job."""
+    mark = run / SERVED
+    found = mark.exists()
+    with contextlib.suppress(OSError):
+        mark.touch()
+    return found
 
 
 def readings_of(run: Path) -> dict[str, Reading]:

@@ -40,7 +40,7 @@ def test_a_life_that_is_over_is_read_where_none_has_followed(folder):
 def test_who_joins_after_the_ring_has_gone_round_knows_the_state_and_has_lost_nothing(folder):
     """Before: it waited for ever, as the job stepped on; and all records of before counted as lost."""
     (folder.path / WORD).write_text(NO_PLUGIN)
-    (folder.path / SAID).write_text(str(int(AgreementState.SHUT)))
+    (folder.path / SAID).write_text(f"100 {int(AgreementState.SHUT)}")
     ring = RingFile(folder.path, 0, 100).put(state(AgreementState.SHUT, NO_PLUGIN))
     ring.put(*map(step, range(2 * CAPACITY)))
     job = Job(folder)
@@ -90,6 +90,7 @@ def test_a_later_tuner_of_a_run_neither_writes_nor_judges_again_what_an_earlier_
 
     def serve(existing):
         job = Job(RunFolder(folder.path))
+        job.goes_on = existing == "resume"
         with TraceWriter(tmp_path / "trace", {}, existing=existing) as job.writer:
             job.poll()
             job.take(everything=True)
@@ -108,3 +109,69 @@ def test_a_later_tuner_of_a_run_neither_writes_nor_judges_again_what_an_earlier_
     RingFile(folder.path, 1, 101).put(step(0, 1))  # after a restart a process may have the same number
     assert serve("resume").audit.mismatches == 0
     assert len(Trace.read(tmp_path / "trace").steps) == 81
+
+
+def test_a_killed_tuner_takes_nothing_with_it_that_it_had_not_written(folder, tmp_path):
+    """Before: what it had handed to its trace counted as written, and no later tuner wrote it."""
+    ring = RingFile(folder.path, 0, 100).put(*map(step, range(20)))
+    killed = Job(folder, writer=TraceWriter(tmp_path / "lost", {}, existing="replace"))
+    killed.poll()
+    killed.take()
+    ring.put(step(20))
+    job = Job(RunFolder(folder.path))
+    job.goes_on = True
+    with TraceWriter(tmp_path / "trace", {}) as job.writer:
+        job.poll()
+        job.take(everything=True)
+    assert len(Trace.read(tmp_path / "trace").steps) == 21
+
+
+def test_another_trace_gets_what_the_rings_hold_and_judges_it_not_again(folder, tmp_path):
+    ring = RingFile(folder.path, 0, 100).put(*map(step, range(20)))
+    for name in ("first", "other"):
+        job = Job(RunFolder(folder.path))
+        with TraceWriter(tmp_path / name, {}) as job.writer:
+            job.poll()
+            job.take(everything=True)
+        assert len(Trace.read(tmp_path / name).steps) == 20
+    ring.die()
+
+
+def test_records_that_fell_out_between_two_tuners_are_lost_to_their_trace(folder, tmp_path):
+    """Before: the later tuner set the trace's lost records back to 0."""
+    ring = RingFile(folder.path, 0, 100).put(*map(step, range(20)))
+    for first, existing in ((20, "replace"), (20 + 3 * CAPACITY, "resume"), (0, "resume")):
+        job = Job(RunFolder(folder.path))
+        job.goes_on = existing == "resume"
+        with TraceWriter(tmp_path / "trace", {}, existing=existing) as job.writer:
+            job.poll()
+            job.take(everything=True)
+        ring.put(*map(step, range(ring.head, first)))
+    lost = Trace.read(tmp_path / "trace").header["records_lost"]
+    assert 2 * CAPACITY < lost < 3 * CAPACITY
+    ring.die()
+
+
+def test_the_last_word_of_a_process_that_has_ended_is_none_of_the_job_now(folder):
+    """Before: the file told of a dead life's agreement, and tuning ended."""
+    (folder.path / WORD).write_text("rank 3 has ended")
+    (folder.path / SAID).write_text(f"100 {int(AgreementState.CLOSED)}")
+    RingFile(folder.path, 0, 100).put(*map(step, range(2 * CAPACITY))).die()
+    RingFile(folder.path, 0, 200)
+    job = Job(folder)
+    job.poll()
+    job.check()
+    assert job.state is None
+
+
+def test_a_rank_that_ran_here_in_an_earlier_life_is_not_here(folder):
+    """Before: after a restart that moved rank 0 to another node, its old node said that a table had been withdrawn."""
+    for rank in (0, 1):
+        RingFile(folder.path, rank, 100 + rank).put(step(5, rank)).die()
+    job = Job(folder)
+    job.poll()
+    for rank, config in ((8, "ring/simple/16"), (9, "ring/ll/16")):
+        RingFile(folder.path, rank, 200 + rank).put(step(0, rank), calls(rank, [2], config))
+    job.poll()
+    with pytest.raises(Withdrawn, match="the table is still in force"):
+        job.check()
