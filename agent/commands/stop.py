@@ -41,7 +41,7 @@ def stop(
         become_owner(path)
         found = end_tuning(path, wait)
     if json:
-        names = ("had_tuner", "job_runs", "in_force", "tuner_left")
+        names = ("had_tuner", "job_runs", "in_force", "tuner_left", "why")
         print(json_module.dumps({"run": str(path), **{name: getattr(found, name) for name in names}}))
     else:
         print(_outcome(found))
@@ -64,4 +64,6 @@ def _outcome(found: Stopped) -> str:
         return f"NCCL's default is restored on all ranks{has_ended}"
     if not found.job_runs:
         return "the job is over"
+    if found.why:
+        return f"NCCL's default is set, but not all ranks use it yet: {found.why}"
     return "NCCL's default is set, but no step has run under it yet: run this command again to check"

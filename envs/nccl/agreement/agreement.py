@@ -176,9 +176,7 @@ class Agreement:
                 continue
             if not proposal.message:
                 raise Parted
-            decision = self._drive(protocol.follow(self.rank, number, self._identity()), proposal)
-            if decision.switches and self._ballot.is_late:  # they may lack what stays
-                self._ballot.has_news = True
+            self._drive(protocol.follow(self.rank, number, self._identity()), proposal)
             if self.stopped:
                 return
 
@@ -312,9 +310,8 @@ class Agreement:
             case protocol.Limit():
                 return self._ballot.limits()
             case protocol.Cast(vote):
-                self._ballot.is_late = True
                 with contextlib.suppress(Exception):  # it may have been heard all the same: the register says
-                    self._ballot.is_late = store.cast(vote, proposal.n_votes)
+                    store.cast(vote, proposal.n_votes)
                 return None
             case protocol.Gather():
                 return self._gathered(number)

@@ -18,8 +18,7 @@ class Ballot:
         self._store = store
         self.comms: frozenset[int] = frozenset()  # communicators that were seen
         self.is_here = False  # this rank has presented itself in this life
-        self.is_late = False  # its last vote may have come too late
-        self.has_news = False  # that rank 0 has not heard of: another communicator, a vote that came late
+        self.has_news = False  # another communicator that rank 0 has not heard of
 
     def counts(self) -> dict[int, int]:
         """Collectives made on each communicator of this rank."""

@@ -19,6 +19,8 @@ _AGAIN_S = 0.2  # until a lost round is tried again, doubled each time
 #: A communicator without a collective for so long is used no more: it does not go to the end of its trial.
 _RESTS_S = 60.0
 PATIENCE = 5  # so many lost rounds in a row, and rank 0 goes on without who does not vote
+#: Seconds until what stays is led again for the communicators that a round left out for now, doubled up to the second.
+_OWED_S, _OWED_MOST_S = 1.0, 60.0
 
 
 @dataclass
@@ -107,6 +109,24 @@ class Stays:
     message: tuple[int, bytes] | None  # None: there is none
     is_decided: bool = False  # whether a round has given it to anybody
     served: set[int] = field(default_factory=set)  # communicators that have it
+    is_owed: bool = (
+        False  # the last round left communicators out for now: a rank was silent, or has not come yet
+    )
+    again_at: float = 0.0  # when it is led again for them
+    _pause_s: float = _OWED_S
+
+    def given(self, switches: Collection[int], left_out: Mapping[int, LeftOut]) -> None:
+        """A round for it is over."""
+        self.is_decided = True
+        self.served.update(switches)
+        self.is_owed = any(comm and not one.for_good for comm, one in left_out.items())
+        self.again_at = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _OWED_MOST_S)
+
+    @property
+    def is_due(self) -> bool:
+        """It is led again now."""
+        return self.is_owed and time.monotonic() >= self.again_at
 
 
 class Leader:
@@ -128,6 +148,7 @@ class Leader:
         published.read_note()
         self._wanted: tuple[int, bytes] | None = None  # to be in force, and is not
         self._stays = Stays(published.confirmed())
+        self._had: set[int] = set()  # communicators that have had a table
         self._is_trial = False  # the round under way
         self._unlike: set[str] = set()  # reasons that were told
         self.last = LastTable()
@@ -179,7 +200,7 @@ class Leader:
         stays = self._stays.message
         if stays is None or not self._stays.is_decided:
             return stays or self._wanted
-        is_missed = self.news or not self.switched
+        is_missed = self.news or not self.switched or self._stays.is_due
         return stays if is_missed and self.last.is_over(counts()) else self._wanted
 
     def begin_round(self, message: tuple[int, bytes]) -> int:
@@ -190,6 +211,8 @@ class Leader:
         if self._is_trial:
             self._published.trial_begins(message)
         here = len(self.arrivals.here)
+        if message == self._stays.message and self._stays.is_owed:  # for the sake of who was silent
+            return here
         # One vote at least is worth waiting for: who was silent may be back.
         return max(here - len(self.silent), min(1, here))
 
@@ -201,8 +224,8 @@ class Leader:
     def loses(self, left_out: Mapping[int, LeftOut]) -> bool:
         """Whether the round is lost rather than go on without them. A table to stay waits for nobody.
 
-        A trial waits for communicators that were in the last round, for those of a rank that is silent for the first
-        time, and for those that can have what stays before. But not for ever.
+        A trial waits for communicators that were in the last round, and for those of a rank that is silent for the
+        first time. But not for ever.
         """
         if not self._is_trial or self.lost >= PATIENCE:
             return False
@@ -212,19 +235,14 @@ class Leader:
                 for_now[comm] = one
         if self.silent - self.arrivals.given_up:
             return bool(for_now)
-        return bool(for_now.keys() & self.switched) or self._lack(for_now)
-
-    @staticmethod
-    def _lack(left_out: Mapping[int, LeftOut]) -> bool:
-        """Whether communicators that could have what stays do not have it."""
-        return any(NotAgreeing.NOT_SERVED.facts(one.why) for one in left_out.values())
+        return bool(for_now.keys() & self.switched)
 
     def lacks(self, left_out: Mapping[int, LeftOut]) -> str:
-        """Why communicators have not got a table to stay in this round, if a silent rank may be back; else empty."""
-        if self._is_trial or not self.silent:
+        """Why a communicator that runs an older table has not got the one to stay in this round; empty if all have."""
+        if self._is_trial:
             return ""
         for comm, one in left_out.items():
-            if comm and not one.for_good:
+            if comm in self._had and not one.for_good:
                 return one.why
         return ""
 
@@ -244,22 +262,25 @@ class Leader:
         if not (decision.switches or is_refused):
             self._lose(left_out)
             return
-        self.lost = 0
+        stays = self._stays
+        is_repeated = message == stays.message and stays.is_decided
+        if not is_repeated:  # a trial that waits goes on counting
+            self.lost = 0
         if message == self._wanted:
             self._wanted = None
-        if message == self._stays.message:
-            self._stays.is_decided, self.news = True, False
-            self._stays.message = None if is_refused else message
-            self._stays.served |= decision.switches.keys()
+        if message == stays.message:
+            self.news = False
+            stays.message = None if is_refused else message
+            stays.given(decision.switches, left_out)
+        self._had |= decision.switches.keys()
         if decision.switches:
             self._switch(trial_of(message[1]), decision, left_out, rhythms, own)
 
     def _note(self, left_out: Mapping[int, LeftOut]) -> None:
-        """Who has left for good, and whether what stays is missed."""
+        """Who has left for good."""
         for comm, one in left_out.items():
             if comm and one.for_good:
                 self.gone[comm] = one.why
-        self.news |= self._lack(left_out)
 
     def _lose(self, left_out: dict[int, LeftOut]) -> None:
         """No communicator has switched: the round is led again, later each time."""

@@ -11,12 +11,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ....traces.reasons import NotAgreeing
-from ....traces.records import Table
+from ....traces.records import Rule, Table
 from ..run_folder import CONFIRMED, TRIED
 from ..shm import TableFile, decode_table, encode_table, message_of, trial_of
 
 #: Of this process: one id may be two processes', before a restart and after it.
 _PROCESS = secrets.token_hex(8)
+
+
+def _draw() -> None:
+    global _PROCESS
+    _PROCESS = secrets.token_hex(8)
+
+
+# Ranks may be forked from a launcher that has imported this.
+os.register_at_fork(after_in_child=_draw)
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,7 @@ class Note:
 
     process: str = ""  # of rank 0
     generation: int = 0
-    rows: str = ""  # digest of its unproven rows; "": its end was seen, or it has none
+    rows: tuple[str, ...] = ()  # digests of its unproven rows; none: its end was seen, or it has none
     fatal: tuple[str, ...] = ()  # such digests
 
 
@@ -43,7 +52,7 @@ class TableMailbox:
         self._note = note = self._read_note()
         self._before = note.generation
         if note.rows and note.process != _PROCESS:  # its ranks ended before it did
-            self._write(replace(note, rows="", fatal=(*note.fatal, note.rows)))
+            self._write(replace(note, rows=(), fatal=(*note.fatal, *note.rows)))
 
     def take(self) -> tuple[int, bytes] | None:
         """(generation, message) of what was published since the last call; None if nothing was, or is whole."""
@@ -63,7 +72,7 @@ class TableMailbox:
         """
         if not trial_of(found[1]).trial_steps:
             return ""
-        if self._unproven(found[1]) in self._note.fatal:
+        if not set(self._unproven(found[1])).isdisjoint(self._note.fatal):
             return NotAgreeing.FATAL_TRIAL()
         return NotAgreeing.OLD_TRIAL() if found[0] == self._before else ""
 
@@ -75,16 +84,16 @@ class TableMailbox:
 
     def trial_is_over(self) -> None:
         """The ranks have outlived it, or did not get it."""
-        self._write(replace(self._note, rows=""))
+        self._write(replace(self._note, rows=()))
 
-    def _unproven(self, message: bytes) -> str:
-        """Digest of the rows that the confirmed table does not have; "" if there are none, or they cannot be read."""
+    def _unproven(self, message: bytes) -> tuple[str, ...]:
+        """Digest of each row that the confirmed table does not have; none if they cannot be read."""
         with contextlib.suppress(ValueError):
             confirmed = self.confirmed()
             proven = decode_table(confirmed[1]).rules if confirmed else ()
-            rules = tuple(rule for rule in decode_table(message).rules if rule not in proven)
-            return hashlib.sha256(encode_table(Table(0, rules))).hexdigest()[:16] if rules else ""
-        return ""
+            rules = decode_table(message).rules
+            return tuple(_digest(rule) for rule in rules if rule not in proven)
+        return ()
 
     def _write(self, note: Note) -> None:
         if note == self._note:
@@ -100,9 +109,8 @@ class TableMailbox:
         """An empty one if there is none, or it is damaged."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             found = json.loads((self._path.parent / TRIED).read_text())
-            return Note(
-                str(found["process"]), int(found["generation"]), str(found["rows"]), tuple(found["fatal"])
-            )
+            rows, fatal = tuple(found["rows"]), tuple(found["fatal"])
+            return Note(str(found["process"]), int(found["generation"]), rows, fatal)
         return Note()
 
     def confirmed(self) -> tuple[int, bytes] | None:
@@ -111,3 +119,8 @@ class TableMailbox:
             message = message_of((self._path.parent / CONFIRMED).read_bytes())
             return decode_table(message).generation, message
         return None
+
+
+def _digest(rule: Rule) -> str:
+    raw = encode_table(Table(0, (rule,)))
+    return hashlib.sha256(raw).hexdigest()[:16]

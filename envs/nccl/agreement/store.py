@@ -33,8 +33,6 @@ _REFUSED_S = 10.0
 _AGAIN_S = 0.1
 _PAUSE_S, _A_RANK_S = 0.02, 1e-4  # between two looks of rank 0 for the votes, with many ranks longer
 _LOOKS = 3  # more for those that vote after who was not expected
-#: Added to the number of votes of a round as rank 0 looks for the last time: who comes later knows.
-_CLOSED = 2**32
 _BEGUN, _NOW, _NEWS = "begun", "now", "news"
 
 
@@ -137,18 +135,15 @@ class RoundStore:
         """Rank 0 shall look: this rank is there, or has a new communicator."""
         self._store.add(self._key(_NEWS), 1)
 
-    def cast(self, vote: Vote, n_votes: int) -> bool:
-        """Send a vote; whoever is the last of ``n_votes`` tells rank 0. Whether it came after rank 0's last look."""
+    def cast(self, vote: Vote, n_votes: int) -> None:
+        """Send a vote; whoever is the last of ``n_votes`` tells rank 0."""
         text = json.dumps(asdict(vote))
         self._store.set(self._key("vote", vote.rank), text)
         if not n_votes:
-            return False
-        n_cast = int(self._store.add(self._key(vote.round, "votes"), 1))
-        if n_cast >= _CLOSED:
-            return True
+            return
+        n_cast = self._store.add(self._key(vote.round, "votes"), 1)
         if n_cast >= n_votes:
             self._store.set(self._key(vote.round, "all"), "yes")
-        return False
 
     def proposal(self, number: int) -> Proposal | None:
         """Round ``number``; None where it is not, or no longer, there."""
@@ -271,15 +266,10 @@ class RoundStore:
         found = self._last_votes(ranks)
         while True:
             missing = [rank for rank, vote in found.items() if vote.round != number]
-            if not missing:
-                break
-            is_over = time.monotonic() >= min(soon, end)
-            if is_over:
-                self._store.add(self._key(number, "votes"), _CLOSED)
-            found |= self._last_votes(missing)
-            if is_over:
+            if not missing or time.monotonic() >= min(soon, end):
                 break
             time.sleep(self._pause_s)
+            found |= self._last_votes(missing)
         return list(found.values())
 
     def _last_votes(self, ranks: list[int]) -> dict[int, Vote]:
