@@ -88,9 +88,9 @@ class Costs:
     search_ms: float = 0.0  # what they lost against the default
     budget_ms: float = 0.0  # what they may lose
     budget_before_ms: float = 0.0  # what those of an earlier tuner of the run were allowed, part of it
-    # What they lost and were allowed, until the search of this tuner begins: it goes on with that budget.
-    lost_before_ms: float = 0.0
-    allowed_before_ms: float = 0.0
+    lost_before_ms: float = (
+        0.0  # what they lost, until the search of this tuner begins: it goes on with that budget
+    )
     trials: int = 0  # windows after the verdict that tried something
     trials_ms: float = 0.0  # what they lost against the current table
     best: tuple[str, float] | None = None  # of single windows: the letter, its time over the default's
@@ -107,17 +107,16 @@ class Costs:
             budget_ms=budget_ms,
             budget_before_ms=budget_ms if has_table else 0.0,
             lost_before_ms=0.0 if has_table else lost_ms,
-            allowed_before_ms=0.0 if has_table else budget_ms,
             trials=before.trials or 0,
             trials_ms=1e3 * (before.trials_cost_s or 0.0),
         )
 
-    def hand_over(self, account: Account, default_ms: float, budget: float) -> None:
-        """Add what windows before have lost to ``account``, with the steps that allowed it, once."""
-        account.lost += self.lost_before_ms / default_ms
-        if budget:
-            account.steps += round(self.allowed_before_ms / (budget * default_ms))
-        self.lost_before_ms = self.allowed_before_ms = 0.0
+    def hand_over(self, account: Account, default_ms: float, steps: int) -> None:
+        """Add what an earlier tuner has lost to ``account``, once; the job's ``steps`` until now allow it."""
+        if self.lost_before_ms:
+            account.lost += self.lost_before_ms / default_ms
+            account.steps += steps
+        self.lost_before_ms = 0.0
 
     def better(self, letter: str, ratio: float, noise: float) -> bool:
         """Note a window that took ``ratio`` of the default's time. Returns whether it is the best so far."""

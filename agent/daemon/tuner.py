@@ -229,7 +229,7 @@ class Tuner:
         first = self._configs(self.recall(self.windows))
         prior, account = Prior.load(), self._account
         default_ms = float(np.median(default.step_ms))
-        self.costs.hand_over(account, default_ms, self.config.budget)
+        self.costs.hand_over(account, default_ms, self.windows.job.last_step)
         self.search = Search(job, default, prior, self.config, first, self.windows.confirm, account)
 
     def _configs(self, decisions: Decisions) -> Array:

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from dynamiccl.agent.daemon.account import Costs
 from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.report.summary import RunSummary
@@ -10,6 +11,7 @@ from dynamiccl.envs.live import windows as live_windows
 from dynamiccl.envs.live.job_ends import Closed
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.search.config import SearchConfig
+from dynamiccl.envs.search.state import Account
 from fake_job import STEP_MS, FakeJob
 from watched_job import WatchedJob, tuner_of
 
@@ -125,3 +127,13 @@ def test_what_an_interrupted_tuner_has_lost_counts_for_the_next_one_of_the_run(f
     assert last.windows > first.windows and last.cost_s > first.cost_s
     assert lost_ms == pytest.approx(1e3 * (last.cost_s + last.trials_cost_s), rel=0.1)
     assert last.budget_s == pytest.approx(first.budget_s, rel=0.02)
+
+
+def test_what_was_lost_before_comes_with_the_steps_that_allow_it():
+    """Before: with 200 steps' budget alone, a tuner that joined late could try nothing any more."""
+    account = Account()
+    costs = Costs.after(RunSummary(cost_s=300.0, trials_cost_s=0.0, budget_s=2000.0), has_table=False)
+    costs.hand_over(account, 500.0, 400_000)
+    assert account.lost == 600 and account.spent(0.01) == pytest.approx(0.15)
+    costs.hand_over(account, 500.0, 500_000)
+    assert account.steps == 400_000, "once"
