@@ -73,7 +73,7 @@ class Daemon:
         self._lock = lock(run.path / TUNER, f"{run.path} has a tuner already: stop that one first")
         self.out, self._out_lock = self._claim()
         self.job = Job(run, on_state=self._say)
-        self._was_served = was_served(run.path)
+        self.job.readings.goes_on = was_served(run.path)
         self.memory = Memory(request.memory, request.job, self._warn) if request.memory else None
         windows = LiveWindows(self.job, funcs=("all_gather",) if request.bitwise else TUNED_FUNCS)
         self.tuner = Tuner(windows, policy, config_of(request), self._tell, self._recall)
@@ -102,7 +102,7 @@ class Daemon:
 
     def _go_on_from(self, before: RunSummary) -> None:
         """Take over the figures of an earlier tuner of this run: what the job has lost stays lost."""
-        if self._was_served and before.run == str(self.run.path):
+        if self.job.readings.goes_on and before.run == str(self.run.path):
             self.tuner.costs = Costs.after(before, bool(self.job.confirmed))
             if self.job.confirmed:
                 self._before = before
@@ -126,8 +126,8 @@ class Daemon:
             self._open(stack)
             try:
                 of_run = read_object(out / "trace" / "header.json").get("run")
-                self.job.goes_on = self._was_served and of_run == str(self.run.path)
-                existing: Literal["resume", "replace"] = "resume" if self.job.goes_on else "replace"
+                self.job.readings.goes_on &= of_run == str(self.run.path)
+                existing: Literal["resume", "replace"] = "resume" if self.job.readings.goes_on else "replace"
                 with TraceWriter(out / "trace", header, existing=existing, most_bytes=TRACE_BYTES) as writer:
                     self.job.writer = writer
                     self._serve(writer, signals)

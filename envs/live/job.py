@@ -90,7 +90,6 @@ class Job(Reader):
         self.memory_free = 0  # bytes on the GPU that has least, 0 = unknown
         self._memory: dict[tuple[int, int], tuple[int, int]] = {}  # of each pid and rank: used, total
         self.waits = empty(WAIT_COLUMNS)  # when the job stood still, where it tells: an emulated one
-        self._lost_before: int | None = None  # records that earlier tuners lost of the trace
         self.thin = False  # the search is over: write events whose kernels were timed, and keep none
         self.rhythm = Rhythm()
         self._to_stay: dict[Slot, Decision] | None = (
@@ -115,18 +114,13 @@ class Job(Reader):
         """Turn what was read into tables: to the trace, and kept for :meth:`take_events`."""
         self._taken = time.monotonic()
         if self.writer:
-            header = self.writer.header
-            if self._lost_before is None:
-                self._lost_before = int(header.get("records_lost") or 0) if self.goes_on else 0
-            lost = self._lost_before + sum(self.lost.values())
-            if lost != header.get("records_lost", 0):
-                self.writer.update_header(records_lost=lost)
-                log.warning("%d records of the job were lost so far", lost)
+            lost = sum(self.lost.values())
+            self.readings.note_lost(self.writer, lost)
             events, steps, waits = self.writer.drain(self.assembler, everything, self.thin)
             if everything:
                 self.writer.flush()
             if self.writer.is_all_on_disk:
-                self.note_readings()
+                self.readings.note()
         else:
             events, steps = self.assembler.take(everything)
             waits = self.assembler.take_waits()

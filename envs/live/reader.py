@@ -21,7 +21,7 @@ from ..nccl.site_switch import switched_off
 from .job_ends import FEWEST_STEPS, Closed, Stopped, Withdrawn
 from .locks import is_locked
 from .obedience import CallAudit, Obedience
-from .readings import Reading, note, readings_of
+from .readings import Reading, Readings
 
 log = logging.getLogger("dynamiccl.live")
 logging.getLogger("dynamiccl").addHandler(logging.NullHandler())
@@ -56,9 +56,7 @@ class Reader:
             None  # of the ranks' agreement, as rank 0 said it last
         )
         self.heard = HeardOfTurns()
-        self._readings = readings_of(run.path)  # by the name of each ring
-        self.goes_on = False  # what an earlier tuner has read lies in the trace that is written
-        self._has_polled = False
+        self.readings = Readings(run.path)
         self._fresh: list[np.ndarray[Any, Any]] = []
         self._stepped_at = 0.0  # when the first step of any rank was seen
         self._alive_at = time.monotonic()
@@ -89,7 +87,7 @@ class Reader:
         """Take everything new out of the rings; remove those of processes that others have replaced."""
         rings = self.run.rings()
         silent = [ring for ring in rings if not self._take(ring)]
-        self._has_polled = True
+        self.readings.is_joining = False
         if len(rings) > 1 and silent:
             over = [ring for ring in silent if self._is_over(ring)]
             self.run.remove(over)
@@ -99,20 +97,18 @@ class Reader:
         if ring.name in self.damaged:
             return False
         try:
-            reading = self._readings.setdefault(ring.name, Reading())
+            reading = self.readings.of(ring.name)
             is_first = not reading.is_begun
             if is_first:  # what was announced before we came
                 self.assembler.add(ring.known(), ring.pid)
-                has_other_life = any(other.is_alive() for other in self.run.rings())
-                is_over = not ring.is_alive()
-                reading.is_past = is_over and has_other_life
                 reading.is_begun = True
+                reading.is_past = not ring.is_alive() and bool(self._living())
             records = ring.drain()
         except (OSError, ValueError) as error:  # its process may have scribbled over it: the others go on
             self.damaged[ring.name] = str(error)
             log.warning("ring %s cannot be read any more: %s", ring.name, error)
             return False
-        if is_first and ring.lost and not self._has_polled:
+        if is_first and ring.lost and self.readings.is_joining:
             reading.joined(ring.lost)
             self.state = self.state or self._last_state(ring)
         self.lost[ring.name] = ring.lost - reading.lost_before
@@ -138,7 +134,7 @@ class Reader:
     def _read(self, records: np.ndarray[Any, Any], pid: int, reading: Reading) -> None:
         rows = as_records(records, COLL_DTYPE)
         new = rows[reading.is_new(rows)]
-        self.assembler.add(new if self.goes_on else rows, pid)
+        self.assembler.add(new if self.readings.goes_on else rows, pid)
         if reading.is_past:
             return
         calls = new[new["kind"] == COLL]
@@ -175,10 +171,6 @@ class Reader:
             return (self.run.path / WORD).read_text()
         return ""
 
-    def note_readings(self) -> None:
-        """What was read until now is in the trace: a later tuner of this run neither writes nor judges it again."""
-        note(self.run.path, self._readings)
-
     def new_steps(self) -> list[np.ndarray[Any, Any]]:
         """STEP records of rank 0 since the last call, in pieces."""
         fresh, self._fresh = self._fresh, []
@@ -207,11 +199,18 @@ class Reader:
 
     def _ranks_now(self) -> set[int]:
         """Ranks of the processes that live; of all if none does. After a restart others may run here."""
-        living = [ring.name for ring in self.run.rings() if ring.is_alive()]
+        living = self._living()
+        if not living:
+            return self.ranks
         found = set[int]()
-        for name in living:
-            found |= self._readings.get(name, Reading()).ranks
-        return found if living else self.ranks
+        for ring in living:
+            reading = self.readings.of(ring.name)
+            found |= reading.ranks
+        return found
+
+    def _living(self) -> list[Ring]:
+        """Rings of processes that live."""
+        return [ring for ring in self.run.rings() if ring.is_alive()]
 
     def _has_rank_0(self) -> bool:
         """Whether rank 0 runs on this node, or no rank has told yet where it runs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,9 @@ import numpy as np
 
 from ...traces.outside import parse_json
 from ...traces.records import COMM, OFFER
+from ...traces.writer import TraceWriter
+
+log = logging.getLogger("dynamiccl.live")
 
 #: In the run folder: by the name of each ring, how many of its records lie in the trace; that a tuner was there.
 READ, SERVED = "read", "served"
@@ -52,19 +56,42 @@ def was_served(run: Path) -> bool:
     return found
 
 
-def readings_of(run: Path) -> dict[str, Reading]:
-    """What an earlier tuner of a run folder has left; nothing where there was none, or its word is damaged."""
-    try:
-        known = parse_json((run / READ).read_text())
-        return {str(name): Reading(before=int(count)) for name, count in known.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {}
+class Readings:
+    """Of all rings of a run folder, by their names."""
 
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self.goes_on = False  # what an earlier tuner has read lies in the trace that is written now
+        self.is_joining = True  # the rings are looked at for the first time
+        self._by_name = self._before()
+        self._lost_before: int | None = None  # records that earlier tuners lost of the trace
 
-def note(run: Path, readings: dict[str, Reading]) -> None:
-    """Leave the readings in the run folder. Where that fails a later tuner reads records once more."""
-    counts = {name: max(one.before, one.read) for name, one in readings.items()}
-    draft = run / f"{READ}.tmp"
-    with contextlib.suppress(OSError):
-        draft.write_text(json.dumps(counts))
-        os.replace(draft, run / READ)
+    def of(self, name: str) -> Reading:
+        """Of one ring; a new one if it was not read before."""
+        return self._by_name.setdefault(name, Reading())
+
+    def _before(self) -> dict[str, Reading]:
+        """What an earlier tuner has left; nothing where there was none, or its word is damaged."""
+        try:
+            known = parse_json((self._run / READ).read_text())
+            return {str(name): Reading(before=int(count)) for name, count in known.items()}
+        except (OSError, ValueError, AttributeError, TypeError):
+            return {}
+
+    def note_lost(self, writer: TraceWriter, lost: int) -> None:
+        """In the header of the trace: ``lost`` records, and those that it lacks by earlier tuners."""
+        known = int(writer.header.get("records_lost") or 0)
+        if self._lost_before is None:
+            self._lost_before = known if self.goes_on else 0
+        lost += self._lost_before
+        if lost != known:
+            writer.update_header(records_lost=lost)
+            log.warning("%d records of the job were lost so far", lost)
+
+    def note(self) -> None:
+        """All that was read is on disk: a later tuner neither writes nor judges it again."""
+        counts = {name: max(one.before, one.read) for name, one in self._by_name.items()}
+        draft = self._run / f"{READ}.tmp"
+        with contextlib.suppress(OSError):
+            draft.write_text(json.dumps(counts))
+            os.replace(draft, self._run / READ)

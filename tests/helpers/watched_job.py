@@ -12,6 +12,7 @@ import pytest
 from dynamiccl.agent.daemon import daemon
 from dynamiccl.agent.daemon.request import Request
 from dynamiccl.envs.live.job_ends import Withdrawn
+from dynamiccl.envs.live.readings import Readings
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.records import Decision
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
@@ -36,6 +37,7 @@ class WatchedJob(FakeJob):
         self.damaged: dict[str, str] = {}
         self.ranks, self.state, self.status, self.writer = {0}, None, None, None
         self.thin, self.is_over = False, False
+        self.readings = Readings(run.path)
 
     def _ms(self, decisions: Any) -> float:
         rows = [decisions.get(slot) for slot in (GATHER, SCATTER)]

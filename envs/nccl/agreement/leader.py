@@ -31,6 +31,7 @@ class LastTable:
         None  # where it holds on rank 0's own communicators; None: it is there to stay
     )
     begun: Mapping[int, Span] | None = None  # of the last trial, until its end was seen
+    had: set[int] = field(default_factory=set)  # communicators that have had this one, or one before
     generation: int = 0  # whose turns the next round checks; 0: none
     rhythms: Rhythms = field(
         default_factory=dict
@@ -148,7 +149,6 @@ class Leader:
         published.read_note()
         self._wanted: tuple[int, bytes] | None = None  # to be in force, and is not
         self._stays = Stays(published.confirmed())
-        self._had: set[int] = set()  # communicators that have had a table
         self._is_trial = False  # the round under way
         self._unlike: set[str] = set()  # reasons that were told
         self.last = LastTable()
@@ -242,7 +242,7 @@ class Leader:
         if self._is_trial:
             return ""
         for comm, one in left_out.items():
-            if comm in self._had and not one.for_good:
+            if comm in self.last.had and not one.for_good:
                 return one.why
         return ""
 
@@ -272,7 +272,7 @@ class Leader:
             self.news = False
             stays.message = None if is_refused else message
             stays.given(decision.switches, left_out)
-        self._had |= decision.switches.keys()
+        self.last.had |= decision.switches.keys()
         if decision.switches:
             self._switch(trial_of(message[1]), decision, left_out, rhythms, own)
 

@@ -90,7 +90,7 @@ def test_a_later_tuner_of_a_run_neither_writes_nor_judges_again_what_an_earlier_
 
     def serve(existing):
         job = Job(RunFolder(folder.path))
-        job.goes_on = existing == "resume"
+        job.readings.goes_on = existing == "resume"
         with TraceWriter(tmp_path / "trace", {}, existing=existing) as job.writer:
             job.poll()
             job.take(everything=True)
@@ -119,7 +119,7 @@ def test_a_killed_tuner_takes_nothing_with_it_that_it_had_not_written(folder, tm
     killed.take()
     ring.put(step(20))
     job = Job(RunFolder(folder.path))
-    job.goes_on = True
+    job.readings.goes_on = True
     with TraceWriter(tmp_path / "trace", {}) as job.writer:
         job.poll()
         job.take(everything=True)
@@ -142,7 +142,7 @@ def test_records_that_fell_out_between_two_tuners_are_lost_to_their_trace(folder
     ring = RingFile(folder.path, 0, 100).put(*map(step, range(20)))
     for first, existing in ((20, "replace"), (20 + 3 * CAPACITY, "resume"), (0, "resume")):
         job = Job(RunFolder(folder.path))
-        job.goes_on = existing == "resume"
+        job.readings.goes_on = existing == "resume"
         with TraceWriter(tmp_path / "trace", {}, existing=existing) as job.writer:
             job.poll()
             job.take(everything=True)
