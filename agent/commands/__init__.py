@@ -175,6 +175,8 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
     """In this context an error of these kinds ends the command as :func:`fail` does."""
     try:
         yield
+    except BrokenPipeError:  # who reads our output has gone
+        raise
     except kinds as error:
         fail(str(error))
 

@@ -171,6 +171,9 @@ def test_settings_are_made_again_with_their_types() -> None:
     again: dict[str, Any] = {"f": [1, 2], "g": "other", "fused": False}
     restore(again, values)
     assert again == {**settings, "g": "other", "fused": False} and type(again["b"]) is float
+    fresh: dict[str, Any] = {}
+    restore(fresh, values)
+    assert fresh["f"] == [0.5] and fresh["e"] == (1, 2.5), "the new optimizer has neither yet"
     assert again["c"] is True and type(again["a"]) is int and type(again["e"][0]) is int
     restore(
         again, {"a": ("", torch.tensor(0.5)), "b": ("", torch.tensor(3.0)), "new": ("", torch.tensor(4.0))}

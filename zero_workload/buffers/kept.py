@@ -1,7 +1,8 @@
 """An optimizer's settings and small states as a checkpoint keeps them: one value a key, under its path and its type.
 
-A path is a name; of a tuple or list each element has one, ``name.place``. The type is in the key, so that a value can
-be made again where a new optimizer does not have it yet: many make their ``step`` in their first step.
+A path is a name; of a tuple each element has one, ``name.place``, and of a list ``name.lplace``. The type is in the
+key, so that a value can be made again where a new optimizer does not have it yet: many make their ``step`` in their
+first step.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,7 +36,8 @@ def kept(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.Tensor]]
             continue
         paths = {name: value}
         if isinstance(value, tuple | list):
-            paths = {f"{name}.{place}": element for place, element in enumerate(value)}
+            of = "l" if isinstance(value, list) else ""
+            paths = {f"{name}.{of}{place}": element for place, element in enumerate(value)}
         types = {path: _type(element) for path, element in paths.items()}
         if not all(types.values()):
             continue
@@ -63,16 +65,24 @@ def lost(optimizer: torch.optim.Optimizer) -> list[str]:
         for name, value in state.items():
             values = [value for _, _, value in kept({name: value})]
             is_small = bool(values) and not any(value.dim() for value in values)
-            if not (is_small or isinstance(value, torch.Tensor)):
+            if not (is_small or is_of_elements(value, of)):
                 found[name] = None
     return list(found)
 
 
+def is_of_elements(value: Any, param: torch.Tensor) -> bool:
+    """Whether a state of a parameter is a tensor with a value for each of its elements."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == param.numel()
+
+
 def restore(settings: dict[str, Any], values: Kept) -> None:
     """Give ``settings`` the values that were kept, also those that they do not have yet."""
-    tuples: dict[str, list[Any]] = {}
+    rows: dict[str, list[Any]] = {}
+    lists = set[str]()
     for path, (of, value) in sorted(values.items(), key=lambda item: _split(item[0])):
-        name, place = _split(path)
+        name, place, is_list = _split(path)
+        if is_list:
+            lists.add(name)
         if place < 0:
             settings[name] = _made(value, of, settings.get(name))
             continue
@@ -80,16 +90,18 @@ def restore(settings: dict[str, Any], values: Kept) -> None:
         with suppress(KeyError, TypeError, IndexError):
             here = settings[name][place]
         element = _made(value, of, here)
-        tuples.setdefault(name, []).append(element)
-    for name, elements in tuples.items():
-        was_list = isinstance(settings.get(name), list)
-        settings[name] = elements if was_list else tuple(elements)
+        rows.setdefault(name, []).append(element)
+    for name, elements in rows.items():
+        settings[name] = elements if name in lists else tuple(elements)
 
 
-def _split(path: str) -> tuple[str, int]:
-    """Name and place of an element; -1 where the path is of no tuple's."""
+def _split(path: str) -> tuple[str, int, bool]:
+    """Name and place of an element, and whether it is of a list; -1 where the path is of no element."""
     name, _, place = path.rpartition(".")
-    return (name, int(place)) if name and place.isdigit() else (path, -1)
+    digits = place.removeprefix("l")
+    if not name or not digits.isdigit():
+        return path, -1, False
+    return name, int(digits), digits != place
 
 
 def _type(value: Any) -> str:

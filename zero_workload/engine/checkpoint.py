@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..buffers.kept import Kept, kept, lost, restore
+from ..buffers.kept import Kept, is_of_elements, kept, lost, restore
 from ..buffers.layout import Piece
 from ..buffers.pieces import Pieces
 
@@ -59,7 +60,7 @@ class _State(dict[str, Any]):
             self._add("parameter", piece, param)
             state = states.get(param, {})
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dim():
+                if is_of_elements(value, param):
                     self._add(name, piece, value)
         frozen = [bucket for bucket in engine.all_buckets if bucket.master is None]
         for bucket in frozen:
@@ -107,13 +108,18 @@ def _part(engine: Engine, folder: Path) -> Path:
 
 
 def save(engine: Engine, folder: Path) -> None:
-    """Write the state on all ranks together. Raises OSError where a rank cannot write, or holds what cannot be kept."""
+    """Write the state on all ranks together. Raises OSError where a rank cannot write.
+
+    Warns of what the optimizer holds and no checkpoint keeps: the rest is worth keeping.
+    """
     engine.synchronize()
     comm = engine.comm
-    forgotten = lost(engine.optimizer)
-    of = type(engine.optimizer).__name__
-    reason = OSError(f"{of} holds {', '.join(forgotten)}, which no checkpoint keeps")
-    _require_written(engine, folder, reason if forgotten else None)
+    if forgotten := lost(engine.optimizer):
+        of = type(engine.optimizer).__name__
+        names = ", ".join(forgotten)
+        warnings.warn(
+            f"{of} holds {names}, which no checkpoint keeps: a resume goes on without", stacklevel=2
+        )
     name = _new_name(engine)
     is_writer, is_first = _is_writer(engine), _is_first(engine)
     _make_folder(engine, folder, name, is_first)

@@ -60,22 +60,23 @@ def with_neighbours(c: Collective, others: Iterable[Collective]) -> int:
     shared evenly (the law of the simulated jobs, :class:`.step.Law`), and none's end has to be taken back.
     """
     left = float(c.duration_ns)
-    now = float(c.start_ns)
+    now = 0.0  # since its start: a machine's clock has more digits than a float
+    begin = c.start_ns
     known = list(others)
     while True:
-        known = [other for other in known if other.end_ns > now]
+        known = [other for other in known if other.end_ns - begin > now]
         if not known:
-            return round(now + left - c.start_ns)
+            return round(now + left)
         # Who waits for it first is known first: a neighbour may begin later than ``c``.
-        beside = [other for other in known if other.start_ns <= now]
-        starts = [other.start_ns for other in known if other.start_ns > now]
-        ends = [other.end_ns for other in beside]
+        beside = [other for other in known if other.start_ns - begin <= now]
+        starts = [other.start_ns - begin for other in known if other.start_ns - begin > now]
+        ends = [other.end_ns - begin for other in beside]
         pace = _pace(c, beside)
         passed = min(min(starts + ends) - now, left * pace)
         left = left - passed / pace
         now = now + passed
         if left <= 0.0:
-            return round(now - c.start_ns)
+            return round(now)
 
 
 def _pace(c: Collective, beside: Sequence[Collective]) -> float:

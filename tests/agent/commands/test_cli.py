@@ -15,6 +15,7 @@ import pytest
 from command import invoke
 from dynamiccl.agent.checks.doctor import Facts
 from dynamiccl.agent.cli import COMMANDS, NAMES, Parser
+from dynamiccl.agent.commands import refusing
 from dynamiccl.agent.daemon.console import show_summary
 from dynamiccl.agent.policies.rule import ROUNDS, ROUNDS_A_SLOT
 from dynamiccl.agent.report.summary import RunSummary
@@ -246,3 +247,9 @@ def test_the_doctor_says_what_can_be_tuned_without_nccl(monkeypatch):
 if __name__ == "__main__":
     FROZEN.write_text(json.dumps(interface(), indent=1) + "\n")
     print(f"{len(interface())} commands on record", file=sys.stderr)
+
+
+def test_a_reader_of_our_output_that_has_gone_is_no_fault_of_the_input() -> None:
+    """Before: `advise ... | head` ended with "error: Broken pipe" and status 2."""
+    with pytest.raises(BrokenPipeError), refusing(OSError):
+        raise BrokenPipeError

@@ -234,6 +234,9 @@ def test_a_neighbour_slows_only_from_its_start():
     # Between two of them it is alone.
     two = [at(-500, 700, 0.5, end=200), at(5000, 100, end=5100)]
     assert with_neighbours(first, two) == pytest.approx(1200 - 100 / crowd, abs=2)
+    # Before: a machine that was up for 104 days hung, as a float has no more digits.
+    late = 2**54 + 1
+    assert with_neighbours(at(late, 1000), [at(late + 601, 1000, end=late + 1601)]) > 1500
 
 
 def test_a_number_that_cannot_be_used_is_refused_before_the_job():
