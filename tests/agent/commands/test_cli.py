@@ -244,12 +244,12 @@ def test_the_doctor_says_what_can_be_tuned_without_nccl(monkeypatch):
     assert "emulated" not in run("doctor").stdout
 
 
-if __name__ == "__main__":
-    FROZEN.write_text(json.dumps(interface(), indent=1) + "\n")
-    print(f"{len(interface())} commands on record", file=sys.stderr)
-
-
 def test_a_reader_of_our_output_that_has_gone_is_no_fault_of_the_input() -> None:
     """Before: `advise ... | head` ended with "error: Broken pipe" and status 2."""
     with pytest.raises(BrokenPipeError), refusing(OSError):
         raise BrokenPipeError
+
+
+if __name__ == "__main__":
+    FROZEN.write_text(json.dumps(interface(), indent=1) + "\n")
+    print(f"{len(interface())} commands on record", file=sys.stderr)
