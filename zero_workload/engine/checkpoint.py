@@ -115,11 +115,8 @@ def save(engine: Engine, folder: Path) -> None:
     engine.synchronize()
     comm = engine.comm
     if forgotten := lost(engine.optimizer):
-        of = type(engine.optimizer).__name__
-        names = ", ".join(forgotten)
-        warnings.warn(
-            f"{of} holds {names}, which no checkpoint keeps: a resume goes on without", stacklevel=2
-        )
+        held = f"{type(engine.optimizer).__name__} holds {', '.join(forgotten)}"
+        warnings.warn(f"{held}, which no checkpoint keeps: a resume goes on without", stacklevel=2)
     name = _new_name(engine)
     is_writer, is_first = _is_writer(engine), _is_first(engine)
     _make_folder(engine, folder, name, is_first)
