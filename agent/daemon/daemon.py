@@ -135,7 +135,7 @@ class Daemon:
                 self.outcome.ended = self.outcome.ended or RunEnds.CANNOT_WRITE(error=error)
                 self._warn(f"tuning ends: {error}")
             finally:
-                self.job.writer = None
+                self.job.end_trace()
             summary = self._summarise(signals)
             with contextlib.suppress(OSError):  # the folder may be gone
                 self.run.close(remove=not self.job.is_alive())

@@ -117,8 +117,6 @@ class Job(Reader):
             lost = sum(self.lost.values())
             self.readings.note_lost(self.writer, lost)
             events, steps, waits = self.writer.drain(self.assembler, everything, self.thin)
-            if everything:
-                self.writer.flush()
             if self.writer.is_all_on_disk:
                 self.readings.note()
         else:
@@ -131,6 +129,12 @@ class Job(Reader):
             self._events.append(events)
             while len(self._events) > 1 and sum(map(len, self._events)) > MOST_EVENTS:
                 self._events.popleft()
+
+    def end_trace(self) -> None:
+        """The trace is closed; what could not be written does not count as read."""
+        writer, self.writer = self.writer, None
+        if writer is not None and writer.is_all_on_disk:
+            self.readings.note()
 
     def _note_memory(self, steps: pd.DataFrame) -> None:
         """Keep the last word of each rank about its GPU: a batch of records seldom has all of them."""

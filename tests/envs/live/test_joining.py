@@ -94,6 +94,7 @@ def test_a_later_tuner_of_a_run_neither_writes_nor_judges_again_what_an_earlier_
         with TraceWriter(tmp_path / "trace", {}, existing=existing) as job.writer:
             job.poll()
             job.take(everything=True)
+        job.end_trace()
         return job
 
     go_on(0, 20, odd=10)
@@ -133,6 +134,7 @@ def test_another_trace_gets_what_the_rings_hold_and_judges_it_not_again(folder, 
         with TraceWriter(tmp_path / name, {}) as job.writer:
             job.poll()
             job.take(everything=True)
+        job.end_trace()
         assert len(Trace.read(tmp_path / name).steps) == 20
     ring.die()
 
@@ -146,6 +148,7 @@ def test_records_that_fell_out_between_two_tuners_are_lost_to_their_trace(folder
         with TraceWriter(tmp_path / "trace", {}, existing=existing) as job.writer:
             job.poll()
             job.take(everything=True)
+        job.end_trace()
         if first:
             ring.put(*map(step, range(first)))
     lost = Trace.read(tmp_path / "trace").header["records_lost"]
