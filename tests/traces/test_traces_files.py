@@ -254,9 +254,13 @@ def test_a_log_that_is_thinned_keeps_its_tables_and_verdicts(tmp_path):
                 writer.log("table", {"table": default})
     trace = Trace.read(tmp_path / "t")
     assert set(trace.tables) == {0, 1, 2} and trace.tables[2] == ()
-    others = [line["kind"] for line in trace.log if line["kind"] != "window"]
-    assert others == ["left_out", "table", "verdict", "table"]
-    assert len(trace.warnings) == 1 and trace.warnings[0].endswith("removed (windows only)")
+    kinds = [line["kind"] for line in trace.log if line["kind"] != "window"]
+    assert "left_out" in kinds and [kind for kind in kinds if kind != "left_out"] == [
+        "table",
+        "verdict",
+        "table",
+    ]
+    assert trace.warnings and all(text.endswith("removed (windows only)") for text in trace.warnings)
 
 
 def test_a_log_full_of_trials_keeps_the_tables_that_lasted_and_then_says_what_went(tmp_path):
