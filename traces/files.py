@@ -17,6 +17,7 @@ Every file but the log is written under another name and renamed when whole.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,23 @@ class Trace:
         in_steps = [table for table in logged if not table.get("one_of") or table.get("turn_steps")]
         rules = {int(table["generation"]): tuple(table["rules"]) for table in in_steps}
         return {0: (), **rules}
+
+
+def applies(row: Mapping[str, Any], call: Mapping[Any, Any]) -> bool:
+    """Whether a row of a table or of a summary applies to calls, with ``func, n_bytes, n_ranks, n_nodes``."""
+    if row["func"] != call["func"]:
+        return False
+    least = int(row["min_bytes"])
+    most = int(row["max_bytes"])
+    is_inside = least <= call["n_bytes"] <= most
+    return is_inside and is_of(row, call["n_ranks"], call["n_nodes"])
+
+
+def is_of(row: Mapping[str, Any], n_ranks: int, n_nodes: int) -> bool:
+    """Whether a row is of communicators of so many ranks and nodes; with 0, or without a number: of any."""
+    of_ranks = row.get("n_ranks") or n_ranks
+    of_nodes = row.get("n_nodes") or n_nodes
+    return (of_ranks, of_nodes) == (n_ranks, n_nodes)
 
 
 def _what_went(header: dict[str, Any], log: list[dict[str, Any]]) -> list[str]:

@@ -120,8 +120,8 @@ class Daemon:
         signals = signals or Signals()
         link(out, self.run.path)
         header = {"emulated": request.emulated is not None, "policy": request.policy, **request.facts}
-        header |= {"job": request.job, "run": str(self.run.path)}
         header |= asdict(request.emulated) if request.emulated else {}
+        header |= {"job": request.job, "run": str(self.run.path)}
         with contextlib.ExitStack() as stack:
             self._open(stack)
             try:

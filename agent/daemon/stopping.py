@@ -88,9 +88,8 @@ def _withdrawn(job: Job, folder: RunFolder, had_tuner: bool, end: float) -> Stop
         is_stuck = is_locked(run / TUNER) and job.is_alive()
         _withdraw(job, folder)
     in_force = _runs_default(job, folder, end)
-    why = job.state[1] if job.state is not None and _is_losing(job) else ""
     left = (holder(run / TUNER) or 0) if is_stuck and is_locked(run / TUNER) else None
-    return Stopped(had_tuner, job.is_alive(), in_force, tuner_left=left, why=why)
+    return Stopped(had_tuner, job.is_alive(), in_force, tuner_left=left, why=job.losing())
 
 
 def _await_tuner(run: Path, until: float) -> None:
@@ -174,7 +173,7 @@ def _runs_default(job: Job, folder: RunFolder, end: float) -> bool:
         if not is_empty:
             _withdraw(job, folder)
             has_default = False
-        is_losing = _is_losing(job)
+        is_losing = bool(job.losing())
         if has_default and not is_losing:  # the poll after the step: by now rank 0 has said whom it left out
             return True
         for rows in job.new_steps():
@@ -183,13 +182,6 @@ def _runs_default(job: Job, folder: RunFolder, end: float) -> bool:
         if time.monotonic() > end or not job.is_alive():
             return has_default and not is_losing
         time.sleep(_EVERY_S)
-
-
-def _is_losing(job: Job) -> bool:
-    """Whether rank 0 says that not all ranks can follow it at present."""
-    from ...traces.records import AgreementState
-
-    return job.state is not None and job.state[0] == AgreementState.LOSING
 
 
 class Signals:

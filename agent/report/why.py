@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...envs.replay.decisions import default_generations, load, windows_of
-from ...traces.files import Trace
+from ...traces.files import Trace, applies, is_of
 from ...traces.queries.exposed import exposed_parts_of, exposed_text
 from ...traces.queries.slots import SlotProfile
 from ...traces.records import PAIRS, Slot, decided
@@ -47,7 +47,11 @@ def _chain(p: SlotProfile, trace: Trace, summary: RunSummary) -> dict[str, Any]:
     mine = next((row for row in summary.decisions if _is_of(row, p)), None)
     decision = decided(mine) if mine else None
     in_force = None if decision is None else bool(summary.kept) and decision != "auto"
-    prices = {"/".join(pair): round(float(us), 1) for pair, us in offered if us >= 0}
+    prices = {}
+    for pair, us in offered:
+        if us >= 0:
+            name = "/".join(pair)
+            prices[name] = round(float(us), 1)
     refused = [row for row in summary.refused if _names(row, p.slot)]
     return {
         "slot": str(p.slot),
@@ -67,25 +71,13 @@ def _chain(p: SlotProfile, trace: Trace, summary: RunSummary) -> dict[str, Any]:
 
 def _names(row: Mapping[str, Any], slot: Slot) -> bool:
     """Whether a row of a summary names a slot. Rows of earlier releases have no numbers of ranks and nodes."""
-    return row["slot"] == str(slot) and _is_of_size(row, slot)
+    return row["slot"] == str(slot) and is_of(row, slot.n_ranks, slot.n_nodes)
 
 
 def _is_of(row: Mapping[str, Any], p: SlotProfile) -> bool:
     """Whether a row of a summary or of a trace's table applies to a slot."""
-    if row["func"] != p.slot.func:
-        return False
-    least = int(row["min_bytes"])
-    most = int(row["max_bytes"])
-    is_inside = least <= p.n_bytes <= most
-    return is_inside and _is_of_size(row, p.slot)
-
-
-def _is_of_size(row: Mapping[str, Any], slot: Slot) -> bool:
-    """Whether a row is of the slot's communicators; 0 ranks or nodes: any number."""
-    n_ranks = row.get("n_ranks") or slot.n_ranks
-    n_nodes = row.get("n_nodes") or slot.n_nodes
-    own = slot.n_ranks, slot.n_nodes
-    return (n_ranks, n_nodes) == own
+    call = vars(p.slot) | {"n_bytes": p.n_bytes}
+    return applies(row, call)
 
 
 def _tried(trace: Trace, p: SlotProfile) -> Counter[str]:

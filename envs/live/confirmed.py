@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 
+from ...traces.outside import TraceError, atomically
 from ...traces.records import Decision, Decisions, Slot, Table
 from ..nccl.run_folder import CONFIRMED
 from ..nccl.shm import decode_table, encode_table
@@ -14,10 +14,10 @@ from .obedience import Disobeyed, slot_of
 
 def note_confirmed(folder: Path, table: Table) -> None:
     """Leave the confirmed table in the run folder. Where that fails the table is in force all the same."""
-    draft = folder / f"{CONFIRMED}.tmp"
-    with contextlib.suppress(OSError):  # a deleted folder, a full memory
-        draft.write_bytes(encode_table(table))
-        os.replace(draft, folder / CONFIRMED)
+    raw = encode_table(table)
+    path = folder / CONFIRMED
+    with contextlib.suppress(TraceError):  # a deleted folder, a full memory
+        atomically(path, lambda draft: draft.write_bytes(raw))
 
 
 def read_confirmed(folder: Path) -> dict[Slot, Decision]:
@@ -36,7 +36,12 @@ def without_fatal(
 
     The former are those that are new in it, or all of them if none is.
     """
-    new = {slot: row for slot, row in decisions.items() if confirmed.get(slot) != row} or decisions
-    rest = {slot: row for slot, row in decisions.items() if slot not in new}
-    rows = tuple(Disobeyed(slot, row, "") for slot, row in new.items())
-    return rows, rest
+    new: dict[Slot, Decision] = {}
+    proven: dict[Slot, Decision] = {}
+    for slot, row in decisions.items():
+        same = confirmed.get(slot) == row
+        (proven if same else new)[slot] = row
+    if not new:
+        new, proven = proven, {}
+    rows = [Disobeyed(slot, row, "") for slot, row in new.items()]
+    return tuple(rows), proven

@@ -18,7 +18,7 @@ import numpy as np
 
 from ...traces.assemble import EVENT_COLUMNS, WAIT_COLUMNS, empty, joined
 from ...traces.reasons import NotTuning, names
-from ...traces.records import AgreementState, Decision, Decisions, Slot, Table
+from ...traces.records import Decision, Decisions, Slot, Table
 from ..nccl.shm import RunFolder
 from ..search.interfaces import QUAD
 from .confirmed import note_confirmed as note_confirmed
@@ -370,8 +370,7 @@ class Job(Reader):
         now = time.monotonic()
         silent_s = now - last
         is_told = bool(self.no_switch()) and now - began > 2
-        is_losing = self.state is not None and self.state[0] == AgreementState.LOSING
-        if not attempt.seen and (silent_s > 2 or is_told or is_losing):
+        if not attempt.seen and (silent_s > 2 or is_told or self.losing()):
             self._say(f"waiting: {self.waits_for()}")
         if silent_s <= self.rhythm.silence_s:
             return None

@@ -181,6 +181,10 @@ class Reader:
         waits = AgreementState.WAITING, AgreementState.LOSING
         return self.state[1] if self.state and self.state[0] in waits else ""
 
+    def losing(self) -> str:
+        """Why not all ranks can follow rank 0 at present, as it says; '' where they can."""
+        return self.state[1] if self.state and self.state[0] == AgreementState.LOSING else ""
+
     def waits_for(self) -> str:
         """What stands between the job and a step under our table, in words."""
         if not self.run.rings():

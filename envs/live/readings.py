@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...traces.outside import parse_json
+from ...traces.outside import TraceError, atomically, parse_json
 from ...traces.records import COMM, OFFER
 from ...traces.writer import TraceWriter
 
@@ -91,7 +90,5 @@ class Readings:
     def note(self) -> None:
         """All that was read is on disk: a later tuner neither writes nor judges it again."""
         counts = {name: max(one.before, one.read) for name, one in self._by_name.items()}
-        draft = self._run / f"{READ}.tmp"
-        with contextlib.suppress(OSError):
-            draft.write_text(json.dumps(counts))
-            os.replace(draft, self._run / READ)
+        with contextlib.suppress(TraceError):
+            atomically(self._run / READ, lambda draft: draft.write_text(json.dumps(counts)))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from ..files import Trace
+from ..files import Trace, applies
 from ..records import Slot, decided
 from .skew import OWN, label
 from .slots import SLOT_KEYS, with_sizes
@@ -25,11 +25,9 @@ class RuleKey(NamedTuple):
     n_nodes: int
     decision: str
 
-    def fits(self, cost: Mapping[Any, Any]) -> bool:
-        """Whether the row applies to a slot, a row of :func:`slot_costs`."""
-        is_inside = self.min_bytes <= cost["n_bytes"] <= self.max_bytes
-        is_of_size = self.n_ranks in (0, cost["n_ranks"]) and self.n_nodes in (0, cost["n_nodes"])
-        return self.func == cost["func"] and is_inside and is_of_size
+    def fits(self, call: Mapping[Any, Any]) -> bool:
+        """Whether the row applies to calls: see :func:`.files.applies`."""
+        return applies(self._asdict(), call)
 
 
 @dataclass(frozen=True)

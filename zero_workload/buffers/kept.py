@@ -42,10 +42,11 @@ def kept(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.Tensor]]
         if not all(types.values()):
             continue
         for path, element in paths.items():
-            yield path, types[path], _exact(element)
+            yield path, types[path], exact(element)
 
 
-def _exact(value: Any) -> torch.Tensor:
+def exact(value: Any) -> torch.Tensor:
+    """A number as a checkpoint keeps it, float64 (scalar); a tensor as it is."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     number = float(value or 0)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..buffers.kept import Kept, is_of_elements, kept, lost, restore
+from ..buffers.kept import Kept, exact, is_of_elements, kept, lost, restore
 from ..buffers.layout import Piece
 from ..buffers.pieces import Pieces
 
@@ -40,11 +40,6 @@ _NAME = re.compile(_SAVE + "[0-9a-f]{12}")
 _CURRENT = f"{_SAVE}current"
 #: The cure where one rank does not see what another writes.
 _SHARED = "all nodes must share the folder"
-
-
-def _number(value: Any) -> torch.Tensor:
-    exact = float(value)
-    return torch.tensor(exact, dtype=torch.float64)
 
 
 class _State(dict[str, Any]):
@@ -68,11 +63,11 @@ class _State(dict[str, Any]):
                 part = bucket.shard[piece.where]
                 self._add("parameter", piece, part)
         scale = engine.scale
-        self["engine/steps"] = _number(engine.steps)
-        self["engine/skipped"] = _number(scale.skipped)
-        self["engine/scale"] = _number(scale.value)
-        self[_GOOD_STEPS] = _number(scale.good_steps)
-        self[_SCALED] = _number(scale.dynamic)
+        self["engine/steps"] = exact(engine.steps)
+        self["engine/skipped"] = exact(scale.skipped)
+        self["engine/scale"] = exact(scale.value)
+        self[_GOOD_STEPS] = exact(scale.good_steps)
+        self[_SCALED] = exact(scale.dynamic)
 
     def _add(self, kind: str, piece: Piece, tensor: torch.Tensor) -> None:
         index = piece.param
@@ -89,7 +84,7 @@ def _settings(engine: Engine) -> dict[str, torch.Tensor]:
     ``type:path/parameter`` of the states that are no tensor of elements.
     """
     optimizer = engine.optimizer
-    found = {f"{_CLASS}{type(optimizer).__name__}": _number(0)}
+    found = {f"{_CLASS}{type(optimizer).__name__}": exact(0)}
     for number, group in enumerate(optimizer.param_groups):
         for path, of, value in kept(group):
             found[f"group/{number}/{of}:{path}"] = value

@@ -51,10 +51,9 @@ def _sweep(results: Results) -> Iterator[str]:
         own = rows[(rows["comm"] == "nccl") & (rows["asked"] == "auto")]
         if own.empty:
             continue
-        own_us, best = (
-            float(own["p50_us"].median()),
-            rows[is_sound(rows) | rows.index.isin(own.index)].sort_values("p50_us").iloc[0],
-        )
+        own_us = float(own["p50_us"].median())
+        usable = rows[is_sound(rows) | rows.index.isin(own.index)]
+        best = usable.sort_values("p50_us").iloc[0]
         what = f"{best['comm']} {best['asked']}"
         yield (
             f"  {func:<15}{format_range(n_bytes, n_bytes):>8}  untouched {own['ran'].iloc[0]:<16}{own_us:9.1f}"

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from ....envs.nccl.plugin.build import build_of
-from ....traces.files import Trace
+from ....traces.files import Trace, applies
 from ....traces.records import size_class
 from .files import COLUMNS, Results
 
@@ -192,12 +192,15 @@ def _calls(trace: Trace) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(COLUMNS["sweep"]))
 
 
+#: What a row of a table is found by.
+_CALL = ("table_generation", "func", "n_ranks", "n_nodes", "n_bytes")
+
+
 def _asked(events: pd.DataFrame, trace: Trace) -> list[str]:
     """What the table of each call asked for, ``auto`` where it has no row for the call."""
-    names = ["table_generation", "func", "n_ranks", "n_nodes", "whole"]
     asked = events["asked_bytes"]
     whole = asked.where(asked > 0, events["n_bytes"])
-    calls = events.assign(whole=whole)[names]
+    calls = events.assign(n_bytes=whole)[[*_CALL]]
     known = {
         call: _row_for(call, trace) for call in calls.drop_duplicates().itertuples(index=False, name=None)
     }
@@ -205,14 +208,10 @@ def _asked(events: pd.DataFrame, trace: Trace) -> list[str]:
 
 
 def _row_for(call: tuple[Any, ...], trace: Trace) -> str:
-    generation, func, n_ranks, n_nodes, n_bytes = call
-    for rule in trace.tables[int(generation)]:
-        least = int(rule["min_bytes"])
-        most = int(rule["max_bytes"])
-        is_size = least <= n_bytes <= most
-        sizes = int(rule["n_ranks"]), int(rule["n_nodes"])
-        is_comm = sizes in ((0, 0), (n_ranks, n_nodes))
-        if rule["func"] == func and is_size and is_comm:
+    told = dict(zip(_CALL, call, strict=True))
+    rules = trace.tables[told["table_generation"]]
+    for rule in rules:
+        if applies(rule, told):
             return str(rule["decision"])
     return "auto"
 

@@ -229,13 +229,10 @@ class Leader:
         """
         if not self._is_trial or self.lost >= PATIENCE:
             return False
-        for_now = {}
-        for comm, one in left_out.items():
-            if not one.for_good:
-                for_now[comm] = one
-        if self.silent - self.arrivals.given_up:
-            return bool(for_now)
-        return bool(for_now.keys() & self.switched)
+        for_now = {comm for comm, one in left_out.items() if not one.for_good}
+        if not self.silent - self.arrivals.given_up:
+            for_now &= self.switched
+        return bool(for_now)
 
     def lacks(self, left_out: Mapping[int, LeftOut]) -> str:
         """Why a communicator that runs an older table has not got the one to stay in this round; empty if all have."""

@@ -10,6 +10,7 @@ import secrets
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from ....traces.outside import TraceError, atomically
 from ....traces.reasons import NotAgreeing
 from ....traces.records import Rule, Table
 from ..run_folder import CONFIRMED, TRIED
@@ -99,11 +100,8 @@ class TableMailbox:
         if note == self._note:
             return
         self._note = note
-        path = self._path.parent / TRIED
-        draft = path.with_suffix(".tmp")
-        with contextlib.suppress(OSError):
-            draft.write_text(json.dumps(asdict(note)))
-            os.replace(draft, path)
+        with contextlib.suppress(TraceError):
+            atomically(self._path.parent / TRIED, lambda draft: draft.write_text(json.dumps(asdict(note))))
 
     def _read_note(self) -> Note:
         """An empty one if there is none, or it is damaged."""

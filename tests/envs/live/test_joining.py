@@ -1,5 +1,7 @@
 """A tuner that joins a job: rings hold what went before, which is neither the job of now nor to be judged again."""
 
+from functools import partial
+
 import pytest
 from dynamiccl.envs.live import job as live
 from dynamiccl.envs.live.job import Job
@@ -14,6 +16,17 @@ from test_live import Clock, Ring
 from test_obedience import calls
 
 NO_PLUGIN = "rank 3 has no plugin"
+
+
+def served(folder, trace, existing):
+    """The job as a tuner has read it, which wrote a ``trace`` and ended."""
+    job = Job(RunFolder(folder.path))
+    job.readings.goes_on = existing == "resume"
+    with TraceWriter(trace, {}, existing=existing) as job.writer:
+        job.poll()
+        job.take(everything=True)
+    job.end_trace()
+    return job
 
 
 @pytest.mark.parametrize("dead_first", [True, False])
@@ -88,15 +101,7 @@ def test_a_later_tuner_of_a_run_neither_writes_nor_judges_again_what_an_earlier_
                 config = "ring/ll/16" if (rank, n) == (1, odd) else "ring/simple/16"
                 ring.put(calls(rank, [n], config), step(n, rank))
 
-    def serve(existing):
-        job = Job(RunFolder(folder.path))
-        job.readings.goes_on = existing == "resume"
-        with TraceWriter(tmp_path / "trace", {}, existing=existing) as job.writer:
-            job.poll()
-            job.take(everything=True)
-        job.end_trace()
-        return job
-
+    serve = partial(served, folder, tmp_path / "trace")
     go_on(0, 20, odd=10)
     with pytest.raises(Withdrawn):
         serve("replace").check()
@@ -130,11 +135,7 @@ def test_a_killed_tuner_takes_nothing_with_it_that_it_had_not_written(folder, tm
 def test_another_trace_gets_what_the_rings_hold_and_judges_it_not_again(folder, tmp_path):
     ring = RingFile(folder.path, 0, 100).put(*map(step, range(20)))
     for name in ("first", "other"):
-        job = Job(RunFolder(folder.path))
-        with TraceWriter(tmp_path / name, {}) as job.writer:
-            job.poll()
-            job.take(everything=True)
-        job.end_trace()
+        served(folder, tmp_path / name, "replace")
         assert len(Trace.read(tmp_path / name).steps) == 20
     ring.die()
 
@@ -143,12 +144,7 @@ def test_records_that_fell_out_between_two_tuners_are_lost_to_their_trace(folder
     """Before: the later tuner set the trace's lost records back to 0."""
     ring = RingFile(folder.path, 0, 100).put(*map(step, range(20)))
     for first, existing in ((20, "replace"), (20 + 3 * CAPACITY, "resume"), (0, "resume")):
-        job = Job(RunFolder(folder.path))
-        job.readings.goes_on = existing == "resume"
-        with TraceWriter(tmp_path / "trace", {}, existing=existing) as job.writer:
-            job.poll()
-            job.take(everything=True)
-        job.end_trace()
+        served(folder, tmp_path / "trace", existing)
         if first:
             ring.put(*map(step, range(first)))
     lost = Trace.read(tmp_path / "trace").header["records_lost"]

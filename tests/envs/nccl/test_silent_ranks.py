@@ -18,7 +18,7 @@ from dynamiccl.envs.nccl.shm import decode_table
 from dynamiccl.traces.reasons import NotAgreeing
 from dynamiccl.traces.records import AgreementState, Trial
 from memory_store import MemoryStore
-from test_agreement import wait_until
+from test_agreement import stub, wait_until
 from test_leader import BOTH, LATE, RHYTHMS, TRIAL, Box, Rank0, message
 
 NOT_SERVED = LeftOut(NotAgreeing.NOT_SERVED(rank=0))
@@ -48,19 +48,10 @@ class Ranks:
         def switch(_owner, comm, *_span):
             self.tables[rank, comm] = staged[0]
 
-        plugin = SimpleNamespace(
-            join=lambda: 1,
-            hold=lambda seconds: None,
-            part=lambda owner: None,
-            tuners=lambda: 1,
-            identity=str,
-            waiting=lambda: 0,
-            comms=lambda: {comm: CommView(n, 1, 64, {64: 1}) for comm, n in self.comms[rank].items()},
-            limit=lambda owner, comm, distance: 64 + distance,
-            lift=lambda owner, generation: None,
-            stage=stage,
-            switch=switch,
-        )
+        def comms():
+            return {comm: CommView(n, 1, 64, {64: 1}) for comm, n in self.comms[rank].items()}
+
+        plugin = stub(comms=comms, stage=stage, switch=switch)
         steps, store = SimpleNamespace(ended=0), (lambda: self) if rank == 2 else (lambda: self.base)
 
         def tell(state, text, _generation):
