@@ -36,9 +36,9 @@ class Records(Job):
         self.tables.append(Table.of(generation, decisions, *trial))
         return generation
 
-    def _read(self, records, pid):
+    def _read(self, records, *more):
         self.rows.append(records)
-        super()._read(records, pid)
+        super()._read(records, *more)
 
     def of(self, kind, dtype):
         rows = np.concatenate(self.rows)
