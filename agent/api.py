@@ -129,7 +129,7 @@ def tune(command: Sequence[str] = (), *, out: str | Path | None = None, **option
     Raises:
         TypeError: for an option that ``dynamiccl tune`` does not have, and for a command that is one text.
     """
-    from .commands import program
+    from ..traces.here import program
     from .report.outputs import given_folder, new_folder
 
     words = _words("tune", options)
@@ -151,7 +151,7 @@ def attach(run: str | Path, *, out: str | Path | None = None, **options: Any) ->
         TypeError: for an option that ``dynamiccl tune`` does not have.
         ValueError: if there is no such run.
     """
-    from .commands import program
+    from ..traces.here import program
     from .report.outputs import task_folder
 
     words = _words("tune", {**options, "attach": str(run)})
@@ -186,7 +186,7 @@ def apply(table: str | Path, command: Sequence[str], **options: Any) -> int:
     Raises:
         TypeError: for an option that ``dynamiccl apply`` does not have, and for a command that is one text.
     """
-    from .commands import program
+    from ..traces.here import program
 
     words = _words("apply", options)
     started = [*program(), "apply", str(table), *words, "--", *_job(command)]
@@ -207,7 +207,7 @@ def advise(*recordings: str | Path, **options: Any) -> dict[str, Any]:
         TypeError: for an option that ``dynamiccl advise`` does not have.
         ValueError: for a recording that cannot be read, with the cause and the cure.
     """
-    from .commands import program
+    from ..traces.here import program
 
     words = _words("advise", options)
     command = [*program(), "advise", *map(str, recordings), *words, "--json"]

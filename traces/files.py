@@ -17,7 +17,7 @@ Every file but the log is written under another name and renamed when whole.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,13 @@ def applies(row: Mapping[str, Any], call: Mapping[Any, Any]) -> bool:
     most = int(row["max_bytes"])
     is_inside = least <= call["n_bytes"] <= most
     return is_inside and is_of(row, call["n_ranks"], call["n_nodes"])
+
+
+def row_for(rows: Iterable[Mapping[str, Any]], call: Mapping[Any, Any]) -> Mapping[str, Any] | None:
+    """The row of a table that a call is answered by, None without one: those of its class come before those of any."""
+    found = [row for row in rows if applies(row, call)]
+    found.sort(key=lambda row: not row.get("n_ranks"))
+    return found[0] if found else None
 
 
 def is_of(row: Mapping[str, Any], n_ranks: int, n_nodes: int) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import platform
 import re
+import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -30,6 +31,19 @@ def user_folder(variable: str, below_home: str) -> Path | None:
         return Path(named)
     base = home()
     return base / below_home if base else None
+
+
+def program(module: str = "dynamiccl.agent.cli") -> list[str]:
+    """The words that start a Python program as a child of ours.
+
+    ``python -m`` imports from the current folder first, where a job may have a ``queue.py``. The child does so only
+    where that folder holds this package itself; the job does as it would without us.
+    """
+    flags = ["-P"]
+    with contextlib.suppress(OSError):  # the current folder may be gone
+        if Path(__file__).parents[2] == Path.cwd():
+            flags = []
+    return [sys.executable, *flags, "-m", module]
 
 
 def pip_install(extra: str) -> str:

@@ -11,7 +11,7 @@ import os
 import pwd
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
@@ -215,19 +215,6 @@ def refuse_traps(
         fail(f"{what} (`dynamiccl doctor` explains it; --force starts anyway)")
     for trap in found:
         print(f"warning: {trap.what}: {trap.cure}", file=sys.stderr)
-
-
-def program(module: str = "dynamiccl.agent.cli") -> list[str]:
-    """Returns the words that start a program of ours as a child.
-
-    ``python -m`` imports from the current folder first, where a job may have a ``queue.py``. The child does so only
-    where that folder holds this package itself; the job does as it would without us.
-    """
-    flags = ["-P"]
-    with suppress(OSError):  # the current folder may be gone
-        if Path(__file__).parents[3] == Path.cwd():
-            flags = []
-    return [sys.executable, *flags, "-m", module]
 
 
 def results(where: str | Path) -> Path:

@@ -7,8 +7,8 @@ import os
 import sys
 from typing import Annotated
 
-from ...traces.here import pip_install
-from . import Argument, fail, program
+from ...traces.here import pip_install, program
+from . import Argument, fail
 
 SHELLS = ("bash", "zsh", "tcsh")
 

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from ...traces.here import pip_install
-from . import OUTPUT, Json, Option, fail, program
+from ...traces.here import pip_install, program
+from . import OUTPUT, Json, Option, fail
 
 #: What the demo's job is made of, and the extra that brings it.
 _NEEDS, _EXTRA = ("torch", "pandas", "rich"), "train,plot"

@@ -7,11 +7,11 @@ import json as json_module
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ...envs.live.job_ends import FEWEST_STEPS
+from ...traces.here import program
 from . import (
     OUTPUT,
     SEARCH,
@@ -262,7 +262,7 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     left |= {"facts": facts, "job": " ".join(command)}
     Request(**left).write(run)
     link(out, run)
-    tuner = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--attach", str(run)]
+    tuner = [*program(), "tune", "--attach", str(run)]
     environment = {**job_env(run, asked["headroom"]), **(emulated.env() if emulated else {})}
     locks = [fd, lock(run / LAUNCHER, f"{run} has a launcher already")]
     Plan(

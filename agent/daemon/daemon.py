@@ -102,7 +102,7 @@ class Daemon:
 
     def _go_on_from(self, before: RunSummary) -> None:
         """Take over the figures of an earlier tuner of this run: what the job has lost stays lost."""
-        if self.job.readings.goes_on and before.run == str(self.run.path):
+        if self.job.readings.goes_on and before.run_id == self.run.id:
             self.tuner.costs = Costs.after(before, bool(self.job.confirmed))
             if self.job.confirmed:
                 self._before = before
@@ -116,17 +116,16 @@ class Daemon:
         ends the tuner and not the job. However it ends, the confirmed table stays. From then on, and from the job's
         end, signals do nothing until the summary is written; after it they cut short what is left to do.
         """
-        request, out = self.request, self.out
-        signals = signals or Signals()
+        request, out, signals = self.request, self.out, signals or Signals()
         link(out, self.run.path)
         header = {"emulated": request.emulated is not None, "policy": request.policy, **request.facts}
         header |= asdict(request.emulated) if request.emulated else {}
-        header |= {"job": request.job, "run": str(self.run.path)}
+        header |= {"job": request.job, "run": str(self.run.path), "run_id": self.run.id}
         with contextlib.ExitStack() as stack:
             self._open(stack)
             try:
-                of_run = read_object(out / "trace" / "header.json").get("run")
-                self.job.readings.goes_on &= of_run == str(self.run.path)
+                of_run = read_object(out / "trace" / "header.json").get("run_id")
+                self.job.readings.goes_on &= of_run == self.run.id
                 existing: Literal["resume", "replace"] = "resume" if self.job.readings.goes_on else "replace"
                 with TraceWriter(out / "trace", header, existing=existing, most_bytes=TRACE_BYTES) as writer:
                     self.job.writer = writer
@@ -393,6 +392,7 @@ class Daemon:
             summarise(self.request, found, self.outcome, self.job),
             memory=self.memory.told() if self.memory else None,
             run=str(self.run.path),
+            run_id=self.run.id,
             trace=str(self.out / "trace"),
             table=str(self.out / TABLE) if self.job.confirmed else None,
             report=str(self.out / "report.html"),

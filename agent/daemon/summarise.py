@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 
 from ...envs.live.job import Job
 from ...envs.nccl.tables import TABLE, to_json
+from ...traces.here import program
 from ...traces.outside import atomically
 from ...traces.reasons import RunEnds, names
 from ...traces.records import Decisions, Table
@@ -130,8 +130,7 @@ class ReportPage:
         if self._process:
             self._process.kill()  # it must not write after this one
             self._process.wait()
-        program = [sys.executable, "-m", "dynamiccl.agent.report.html.report"]
-        words = [*before, *program, str(self.out), str(REPORT_EVENTS)]
+        words = [*before, *program("dynamiccl.agent.report.html.report"), str(self.out), str(REPORT_EVENTS)]
         quiet = subprocess.DEVNULL
         with tempfile.TemporaryFile("w+") as file:  # a pipe could make the tuner wait for its reader
             file.write(json.dumps(vars(summary)))

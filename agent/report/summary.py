@@ -152,6 +152,8 @@ class OfFiles:
 
     #: the run folder
     run: str | None = None
+    #: the random word of the run folder, by which a later one of the same name is told from it
+    run_id: str | None = None
     #: the folder of the trace
     trace: str | None = None
     #: the file of the kept table

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...envs.replay.decisions import default_generations, load, windows_of
-from ...traces.files import Trace, applies, is_of
+from ...traces.files import Trace, applies, is_of, row_for
 from ...traces.queries.exposed import exposed_parts_of, exposed_text
 from ...traces.queries.slots import SlotProfile
 from ...traces.records import PAIRS, Slot, decided
@@ -44,7 +44,7 @@ def chains(trace: Trace, summary: RunSummary) -> list[dict[str, Any]]:
 def _chain(p: SlotProfile, trace: Trace, summary: RunSummary) -> dict[str, Any]:
     """The chain of one slot, without its shares."""
     offered = zip(PAIRS, p.fingerprint.cost_us[0], strict=True)
-    mine = next((row for row in summary.decisions if _is_of(row, p)), None)
+    mine = row_for(summary.decisions, _call_of(p))
     decision = decided(mine) if mine else None
     in_force = None if decision is None else bool(summary.kept) and decision != "auto"
     prices = {}
@@ -74,23 +74,19 @@ def _names(row: Mapping[str, Any], slot: Slot) -> bool:
     return row["slot"] == str(slot) and is_of(row, slot.n_ranks, slot.n_nodes)
 
 
-def _is_of(row: Mapping[str, Any], p: SlotProfile) -> bool:
-    """Whether a row of a summary or of a trace's table applies to a slot."""
-    call = vars(p.slot) | {"n_bytes": p.n_bytes}
-    return applies(row, call)
+def _call_of(p: SlotProfile) -> dict[str, Any]:
+    """A slot's calls as the rows of tables are compared with."""
+    return vars(p.slot) | {"n_bytes": p.n_bytes}
 
 
 def _tried(trace: Trace, p: SlotProfile) -> Counter[str]:
     """Settings that a slot ran under tables, with their numbers of windows."""
     by_generation = {}
     for generation, rules in trace.tables.items():
-        mine = [rule for rule in rules if _is_of(rule, p)]
-        by_generation[generation] = [str(rule["decision"]) for rule in mine]
-    found = Counter[str]()
-    for window in windows_of(trace):
-        decisions = by_generation.get(window.generation, [])
-        found.update(decisions)
-    return found
+        if row := row_for(rules, _call_of(p)):
+            by_generation[generation] = str(row["decision"])
+    windows = [window.generation for window in windows_of(trace)]
+    return Counter(by_generation[generation] for generation in windows if generation in by_generation)
 
 
 def _alone(summary: RunSummary, p: SlotProfile) -> list[dict[str, Any]]:
@@ -104,7 +100,7 @@ def _alone(summary: RunSummary, p: SlotProfile) -> list[dict[str, Any]]:
         if len(apart) != 1:
             continue
         (key,) = apart
-        if _is_of(both[key], p):
+        if applies(both[key], _call_of(p)):
             decision = decided(table.get(key, {}))
             found.append({"decision": decision, **comparison})
     return found

@@ -22,6 +22,8 @@ from .plugin.private import private_folder
 LAUNCHER, STATUS, TUNER, STOP, TABLE, WORD = "launcher", "status", "tuner", "stop", "table", "agreement"
 #: The state of the ranks' agreement that goes with that word: rank 0's process, and a number.
 SAID = "agreement-state"
+#: A random word that is made with the folder: one of the same name that comes later is another run.
+RUN_ID = "run-id"
 #: NCCL's release, as rank 0 leaves it at its first step: only on its node.
 NCCL = "nccl"
 #: The table that was adopted last: it holds if the tuner dies.
@@ -60,6 +62,7 @@ def _new_folder(root: Path, name: str | None) -> Path:
             os.posix_fallocate(fd, 0, TABLE_FILE_BYTES)
         finally:
             os.close(fd)
+        (path / RUN_ID).write_text(os.urandom(8).hex())
     except OSError:
         shutil.rmtree(path, ignore_errors=True)
         raise

@@ -21,7 +21,7 @@ import numpy as np
 from ...traces.records import RULE_DTYPE, TABLE_VERSION, Table, Trial
 from .plugin.private import private_folder
 from .rings import Ring
-from .run_folder import TABLE, TABLE_FILE_BYTES, make_folder
+from .run_folder import RUN_ID, TABLE, TABLE_FILE_BYTES, make_folder
 
 TABLE_MAGIC = b"DCCLTBL1"
 MAX_RULES = 126  # what fits into TABLE_FILE_BYTES
@@ -149,6 +149,7 @@ class RunFolder:
         self.path = Path(path)
         if self.path.is_symlink() or not self.path.is_dir() or not private_folder(self.path):
             raise ValueError(f"{path} is not a run folder of this user (a folder of its own, mode 0700)")
+        self.id = _id_of(self.path)
         self._hold = _hold(self.path)
         try:
             self.table = TableFile(self.path / TABLE, write=True)
@@ -224,6 +225,13 @@ def _require_ours(fd: int, path: Path) -> None:
         raise PermissionError(
             errno.EPERM, "belongs to another user, or others may write to it", os.fspath(path)
         )
+
+
+def _id_of(path: Path) -> str:
+    """What tells this run from others in a folder of the same name; without a word of its own it is like no other."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return (path / RUN_ID).read_text()
+    return os.urandom(8).hex()
 
 
 def _hold(path: Path) -> int:

@@ -16,11 +16,12 @@ import dynamiccl
 import dynamiccl.agent.api
 import pytest
 from dynamiccl.agent import commands
-from dynamiccl.agent.commands import completion, demo, program
+from dynamiccl.agent.commands import completion, demo
 from dynamiccl.agent.daemon.request import Request
 from dynamiccl.agent.report import outputs
 from dynamiccl.envs.live.locks import lock
 from dynamiccl.envs.nccl.run_folder import TUNER, make_folder
+from dynamiccl.traces.here import program
 
 TRAIN = [
     sys.executable,
@@ -142,6 +143,15 @@ def test_all_children_are_started_so(started, monkeypatch):
 def test_a_child_runs_this_package_where_the_current_folder_holds_it(monkeypatch):
     monkeypatch.chdir(Path(commands.__file__).parents[3])
     assert "-P" not in program()
+
+
+def test_no_child_but_the_job_imports_from_the_current_folder():
+    """Before: a ``queue.py`` in the job's folder was the tuner's, the page's and the logger's."""
+    found = set()
+    for path in Path(commands.__file__).parents[1].rglob("*.py"):
+        found |= {line.strip() for line in path.read_text().splitlines() if 'sys.executable, "-m"' in line}
+    (job,) = found
+    assert "dynamiccl.zero_workload" in job
 
 
 def test_a_command_that_is_one_text_is_refused(started):

@@ -14,7 +14,7 @@ from dynamiccl.traces.header import new_header
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "envs" / "results", ROOT / "agent" / "README.md"
 #: What a summary has of its own machine, and no record.
-_NOT = ("run", "trace", "table", "report", "log", "memory", "tables", "comparisons", "refused")
+_NOT = ("run", "run_id", "trace", "table", "report", "log", "memory", "tables", "comparisons", "refused")
 
 
 def figures(name):

@@ -41,19 +41,26 @@ def audit(events: pd.DataFrame, max_examples: int = 5, must_agree: Sequence[str]
     A call is (communicator, func, seq). Sequence numbers start again when a communicator is made anew under an
     old id or when an elastic job restarts its processes: such lives are told apart, each is compared by itself.
     """
-    rows = events[~events["func"].isin(_POINT_TO_POINT)]
-    rows = rows.sort_values("enqueue_ns", kind="stable").reset_index(drop=True)
+    rows = numbered(events[~events["func"].isin(_POINT_TO_POINT)])
     if rows.empty:
         return Consistency(0, 0)
-    rows = rows.assign(life=_lives(rows), again=_restarts(rows))
-    calls = rows.groupby(["comm_id", "func", "seq", "life", "again"], sort=False)
+    call = rows["call"]
+    calls = rows.groupby(call)
     columns = list(must_agree)
     differs = (rows[columns] != calls[columns].transform("first")).any(axis=1)
-    call = calls.ngroup()
     bad = np.unique(call[differs])
     examples = [_example(rows[call == c]) for c in bad[:max_examples]]
     ranks_seen = calls["rank"].nunique()
     return Consistency(int((ranks_seen > 1).sum()), len(bad), examples)
+
+
+def numbered(events: pd.DataFrame) -> pd.DataFrame:
+    """``events`` in the order of time with a column ``call``: what has one number is one collective, as its ranks saw
+    it."""
+    rows = events.sort_values("enqueue_ns", kind="stable").reset_index(drop=True)
+    rows = rows.assign(life=_lives(rows), again=_restarts(rows))
+    calls = rows.groupby(["comm_id", "func", "seq", "life", "again"], sort=False)
+    return rows.assign(call=calls.ngroup())
 
 
 @dataclass(frozen=True)

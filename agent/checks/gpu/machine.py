@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from ....envs.nccl.plugin.build import build_of, nccl_release
 from ....envs.nccl.steps.nvml import Gpu, clocks, driver, visible_gpus
 from ....envs.sim.emulated.settings import Emulated
 from ....traces.header import git
-from ....traces.here import configured, version_of
+from ....traces.here import configured, program, version_of
 from ..results.judge import PLACEMENTS
 
 #: Channels of a raised communicator. Where ranks share a GPU all channels of all ranks must fit on its SMs at once.
@@ -138,13 +137,13 @@ class Machine:
         emulated = self.emulated.env() if self.emulated else {}
         return {"OMP_NUM_THREADS": "1", **PLACEMENTS[self.placement], **emulated}
 
-    def ranks(self, program: Sequence[str]) -> list[str]:
-        """The command that runs ``program`` once a rank, on this node alone."""
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    def ranks(self, command: Sequence[str]) -> list[str]:
+        """The words that run ``command`` once a rank, on this node alone."""
+        words = [*program("torch.distributed.run"), "--standalone", "--local-addr", "127.0.0.1"]
         words += ["--nproc-per-node", str(self.n_ranks), "--no-python", "--"]
         if self.placement == "hosts":
             words += ["sh", "-c", 'NCCL_HOSTID=rank-$RANK exec "$0" "$@"']
-        return [*words, *program]
+        return [*words, *command]
 
     def facts(self) -> dict[str, Any]:
         """What run.json says about this machine: nothing that names it, its people or its folders."""

@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -21,11 +20,12 @@ from typing import IO, Any
 
 from ....envs.nccl.plugin.build import job_env, plugin_path
 from ....envs.nccl.shm import RunFolder
+from ....traces.here import program
 from .machine import Machine
 from .mps import with_parent
 from .parts.ours import is_ours
 
-RANK = (sys.executable, "-m", "dynamiccl.agent.checks.gpu.parts.serve")
+RANK = tuple(program("dynamiccl.agent.checks.gpu.parts.serve"))
 #: Seconds more that a session's first part has: its processes have to import PyTorch, from a cold disk perhaps.
 START_S = 60.0
 #: How often the answer is looked for.

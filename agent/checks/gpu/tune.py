@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tarfile
 import time
 from collections.abc import Iterable, Mapping
@@ -17,12 +16,12 @@ from typing import Any
 
 from ....envs.nccl.run_folder import TABLE
 from ....envs.nccl.shm import TableFile, trial_of
+from ....traces.here import program
 from ...report.summary import RunSummary
 from ...report.verdict import verdict
 from .machine import Machine
 from .mps import with_parent
 
-_CLI = (sys.executable, "-m", "dynamiccl.agent.cli")
 #: More steps than there is time for: the deadline ends the job.
 STEPS = 1_000_000
 #: Part of the time that the rule has; from then on its tuner is killed in its next trial.
@@ -40,22 +39,32 @@ class Tune:
         self, machine: Machine, folder: Path, env: Mapping[str, str], share: float, pieces: int
     ) -> None:
         told = {"backend": machine.backend, "share": share, "pieces": pieces, "steps": STEPS}
-        program = [sys.executable, "-m", "dynamiccl.agent.checks.gpu.parts.job", json.dumps(told)]
+        job = [*program("dynamiccl.agent.checks.gpu.parts.job"), json.dumps(told)]
         self.machine = machine
         self.folder = folder
         self.env = {**env, **machine.env()}
         self.work = folder / "tune"
-        self.job = machine.ranks(program)
+        self.job = machine.ranks(job)
 
     def run(self, ends: float) -> dict[str, Any]:
         """Both until ``ends`` (time.monotonic()); the verdicts."""
         self.work.mkdir()
         rule, lstm = self.work / "rule", self.work / "lstm"
-        first = [*_CLI, "tune", "--out", str(rule), "--no-memory", "--force"]
+        first = [*program(), "tune", "--out", str(rule), "--no-memory", "--force"]
         first += ["--policy", "expected-improvement"]
         if self.machine.emulated:
             first += ["--cluster", self.machine.emulated.cluster, "--bytes-scale", "1"]
-        second = [*_CLI, "tune", "--attach", str(rule), "--policy", "lstm", "--out", str(lstm), "--no-memory"]
+        second = [
+            *program(),
+            "tune",
+            "--attach",
+            str(rule),
+            "--policy",
+            "lstm",
+            "--out",
+            str(lstm),
+            "--no-memory",
+        ]
         with (self.folder / "log.txt").open("ab") as log:
             job = self._start([*first, "--", *self.job], log)
             joined = None

@@ -16,8 +16,10 @@ import numpy as np
 import pandas as pd
 
 from ....envs.nccl.plugin.build import build_of
-from ....traces.files import Trace, applies
-from ....traces.records import size_class
+from ....traces.files import Trace, row_for
+from ....traces.queries.consistency import numbered
+from ....traces.queries.slots import with_sizes
+from ....traces.records import decision_from, size_class
 from .files import COLUMNS, Results
 
 #: Version of what is submitted; header.json names it.
@@ -148,7 +150,7 @@ def _of_run(source: Path) -> tuple[dict[str, Any], pd.DataFrame, pd.DataFrame]:
     steps = steps[under_default & (steps["rank"] == 0)]
     steps = steps.sort_values("end_ns")  # not by number: a job that is started again counts from 0 again
     durations = {"default": steps["duration_ns"].to_numpy(float)}
-    return header, _calls(trace), _relative(durations)
+    return header, calls_of(trace), _relative(durations)
 
 
 def _gpu(told: Mapping[str, Any]) -> str:
@@ -157,28 +159,22 @@ def _gpu(told: Mapping[str, Any]) -> str:
     return named.group(0).strip() if named else "unknown"
 
 
-def _calls(trace: Trace) -> pd.DataFrame:
+def calls_of(trace: Trace) -> pd.DataFrame:
     """Rows as in the sweep from the kernel times of a run's collectives."""
-    events = trace.events.dropna(subset=["start_ns", "end_ns"])
-    events = events[events["func"].isin(("all_gather", "reduce_scatter")) & (events["n_bytes"] > 0)]
-    us = (events["end_ns"] - events["start_ns"]).astype(float) / 1e3
-    events = events.assign(us=us)
-    events = events[events["table_generation"].isin(trace.tables)]
+    events = _timed(trace)
     pair = events["algo"] + "/" + events["proto"]
     channels = events["n_channels"].astype(str)
-    settings = pair + "/" + channels
-    call = [events[name] for name in ("comm_id", "func", "seq", "step", "asked_bytes")]
-    agreed = settings.groupby(call).transform("nunique") == 1
-    asked_for = _asked(events, trace)
-    events = events.assign(ran=settings, agreed=agreed, asked=asked_for)
+    ran = pair + "/" + channels
+    on_ranks = ran.groupby(events["call"]).transform("nunique")
     sizes = [2 ** size_class(n) for n in events["n_bytes"]]
-    events = events.assign(n_bytes=sizes)
+    wanted = _wanted(events, trace)
+    events = events.assign(ran=ran, agreed=on_ranks == 1, wanted=wanted, n_bytes=sizes)
     rows: list[dict[str, Any]] = []
-    kinds = events.groupby(["func", "n_bytes", "asked", "ran"])
+    kinds = events.groupby(["func", "n_bytes", "wanted", "ran"])
     for kind, calls in kinds:
-        func, n_bytes, asked, ran = kind
+        func, n_bytes, asked, had = kind
         low, middle, high = np.quantile(calls["us"], (0.1, 0.5, 0.9))
-        row: dict[str, Any] = {"comm": "nccl", "func": func, "n_bytes": n_bytes, "asked": asked, "ran": ran}
+        row: dict[str, Any] = {"comm": "nccl", "func": func, "n_bytes": n_bytes, "asked": asked, "ran": had}
         row |= {
             "calls": len(calls),
             "p10_us": round(low, 2),
@@ -186,44 +182,61 @@ def _calls(trace: Trace) -> pd.DataFrame:
             "p90_us": round(high, 2),
         }
         row["right"] = ""
-        row["obeyed"] = _obeyed(str(asked), str(ran))
+        row["obeyed"] = _obeyed(str(asked), str(had))
         row["agreed"] = bool(calls["agreed"].all())
         rows.append(row)
     return pd.DataFrame(rows, columns=list(COLUMNS["sweep"]))
 
 
+def _timed(trace: Trace) -> pd.DataFrame:
+    """Events whose kernel was timed, with ``us``, ``asked`` and the number of their ``call``.
+
+    Communicators with captured calls are left out: NCCL does not count these alike on all ranks, so nobody can say
+    whether the ranks agreed.
+    """
+    captured = trace.events["captured"]
+    unsure = trace.events.loc[captured, "comm_id"].unique()
+    is_sure = ~trace.events["comm_id"].isin(unsure)
+    events = trace.events[is_sure].dropna(subset=["start_ns", "end_ns"])
+    is_tuned = events["func"].isin(("all_gather", "reduce_scatter"))
+    is_told = events["table_generation"].isin(trace.tables)
+    events = events[is_tuned & is_told & (events["n_bytes"] > 0)]
+    return with_sizes(numbered(events))
+
+
 #: What a row of a table is found by.
-_CALL = ("table_generation", "func", "n_ranks", "n_nodes", "n_bytes")
+_CALL = ["table_generation", "func", "n_ranks", "n_nodes", "asked"]
 
 
-def _asked(events: pd.DataFrame, trace: Trace) -> list[str]:
-    """What the table of each call asked for, ``auto`` where it has no row for the call."""
-    asked = events["asked_bytes"]
-    whole = asked.where(asked > 0, events["n_bytes"])
-    calls = events.assign(n_bytes=whole)[[*_CALL]]
-    known = {
-        call: _row_for(call, trace) for call in calls.drop_duplicates().itertuples(index=False, name=None)
-    }
-    return [known[call] for call in calls.itertuples(index=False, name=None)]
+def _wanted(events: pd.DataFrame, trace: Trace) -> list[str]:
+    """What the table of each call asked for; ``auto`` where it has no row for the call, or NCCL asked not about it."""
+    known: dict[tuple[Any, ...], str] = {}
+    found = []
+    for call in events[_CALL].itertuples(index=False, name=None):
+        if call not in known:
+            known[call] = _decision(trace, *call)
+        found.append(known[call])
+    return found
 
 
-def _row_for(call: tuple[Any, ...], trace: Trace) -> str:
-    told = dict(zip(_CALL, call, strict=True))
-    rules = trace.tables[told["table_generation"]]
-    for rule in rules:
-        if applies(rule, told):
-            return str(rule["decision"])
-    return "auto"
+def _decision(trace: Trace, generation: int, func: str, n_ranks: int, n_nodes: int, asked: int) -> str:
+    if asked == 0:
+        return "auto"
+    call = {"func": func, "n_ranks": n_ranks, "n_nodes": n_nodes, "n_bytes": asked}
+    row = row_for(trace.tables[generation], call)
+    return str(row["decision"]) if row else "auto"
 
 
 def _obeyed(asked: str, ran: str) -> bool:
     """Whether a call ran as asked for; NCCL may take fewer channels."""
-    if asked == "auto":
-        return True
-    wanted = asked.split("/")
-    had = ran.split("/")
-    most = int(wanted[2]) if len(wanted) > 2 else int(had[2])
-    return wanted[:2] == had[:2] and int(had[2]) <= most
+    wanted = decision_from(asked)
+    algo, proto, channels = ran.split("/")
+    had = (algo, proto)
+    pair = (wanted.algo, wanted.proto)
+    most = wanted.n_channels
+    is_pair = pair == had or wanted.algo is None
+    is_within = most == 0 or int(channels) <= most
+    return is_pair and is_within
 
 
 def _relative(series: Mapping[str, np.ndarray[Any, Any]]) -> pd.DataFrame:

@@ -11,7 +11,8 @@ import pytest
 from check_results import main
 from command import invoke
 from dynamiccl.agent.checks.results.checked import faults
-from dynamiccl.agent.checks.results.submit import HEADER, MOST_BYTES, STEPS, SWEEP, build
+from dynamiccl.agent.checks.results.submit import HEADER, MOST_BYTES, STEPS, SWEEP, build, calls_of
+from dynamiccl.traces.records import size_class
 from dynamiccl.traces.writer import TraceWriter
 from gpu_results import folder
 from paths import DATA
@@ -93,6 +94,39 @@ def test_a_tuning_run_says_what_its_tables_asked_for_and_whether_ranks_agreed(tm
         writer.write(trace.events.assign(proto=changed), trace.steps)
     build(tmp_path / "bad", tmp_path / "refused")
     assert any("ranks differ" in fault for fault in faults(tmp_path / "refused"))
+
+
+def test_a_row_counts_as_the_plugin_reads_it(tmp_path):
+    """Before: the first row that applies stood for one of the communicator's class, and channels alone, or a call of
+    which NCCL asked nothing, were "not obeyed"."""
+    trace = write_run(tmp_path / "run" / "trace", search=4, final=2)[1]
+
+    def table_says(rows_for):
+        """The sweep, where each table's rows are those that ``rows_for`` makes of one of its rows."""
+        for line in trace.log:
+            if line["kind"] == "table":
+                rules = line["table"]["rules"]
+                line["table"] = line["table"] | {"rules": [row for rule in rules for row in rows_for(rule)]}
+        sweep = calls_of(trace)
+        return sweep[sweep["n_bytes"] != 2 ** size_class(ROOT_BYTES)]
+
+    of_any = {"n_ranks": 0, "n_nodes": 0, "decision": "tree/ll/4"}
+    sweep = table_says(lambda rule: [rule | of_any, rule])
+    assert sweep["obeyed"].all() and "tree/ll/4" not in set(sweep["asked"])
+    sweep = table_says(lambda rule: [] if rule["n_ranks"] == 0 else [rule | {"decision": "auto/16"}])
+    assert sweep["obeyed"].all() and {"auto", "auto/16"} == set(sweep["asked"])
+    sweep = table_says(lambda rule: [rule | {"decision": "auto/4"}])
+    assert not sweep[sweep["asked"] == "auto/4"]["obeyed"].any()  # 8 or 16 ran
+    gathers = trace.events["func"] == "all_gather"
+    trace.events["asked_bytes"] = trace.events["n_bytes"].mask(gathers, 0)
+    sweep = calls_of(trace)
+    assert set(sweep[sweep["func"] == "all_gather"]["asked"]) == {"auto"}
+
+
+def test_a_communicator_that_was_captured_is_left_out(tmp_path):
+    trace = write_run(tmp_path / "run" / "trace", search=4, final=2)[1]
+    trace.events.loc[trace.events.index[0], "captured"] = True
+    assert calls_of(trace).empty
 
 
 def test_steps_of_a_job_that_was_started_again_stay_in_order(tmp_path):

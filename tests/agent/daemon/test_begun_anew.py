@@ -1,8 +1,10 @@
 """What a tuner keeps over a search that begins anew: what was lost, what was kept, and when it looks again."""
 
 import os
+import shutil
 
 import pytest
+from dynamiccl.agent.daemon import daemon
 from dynamiccl.agent.daemon.account import Costs
 from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
@@ -10,6 +12,8 @@ from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.envs.live import windows as live_windows
 from dynamiccl.envs.live.job_ends import Closed
 from dynamiccl.envs.live.windows import LiveWindows
+from dynamiccl.envs.nccl.run_folder import RUN_ID
+from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.search.config import SearchConfig
 from dynamiccl.envs.search.state import Account
 from fake_job import STEP_MS, FakeJob
@@ -137,3 +141,27 @@ def test_what_was_lost_before_comes_with_the_steps_that_allow_it():
     assert account.lost == 600 and account.spent(0.01) == pytest.approx(0.15)
     costs.hand_over(account, 500.0, 500_000)
     assert account.steps == 400_000, "once"
+
+
+def test_a_run_folder_of_the_same_name_is_another_run(tmp_path, monkeypatch):
+    """Before: a tuner took over the costs of the job before, where one of this job was killed before it told any."""
+    monkeypatch.setattr(daemon, "was_served", lambda path: True)
+    out = tmp_path / "out"
+    out.mkdir()
+    seen = []
+    for _ in range(2):
+        run = RunFolder.create(f"named-{os.getpid()}")
+        if not seen:
+            RunSummary(run=str(run.path), run_id=run.id, cost_s=7.0, windows=3).write(out)
+        with tuner_of(WatchedJob(run, lambda job: False), out) as one:
+            seen.append((one.tuner.costs.windows, one.job.readings.goes_on))
+        for fd in (one._lock, one._out_lock):
+            os.close(fd)
+        assert RunFolder(run.path).id == run.id
+        shutil.rmtree(run.path)
+    assert seen == [(3, True), (0, True)]
+
+
+def test_a_run_folder_without_a_word_of_its_own_is_like_no_other(folder):
+    (folder.path / RUN_ID).unlink()
+    assert RunFolder(folder.path).id != RunFolder(folder.path).id
