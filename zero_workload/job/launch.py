@@ -92,7 +92,10 @@ def launch(n_ranks: int, arguments: Sequence[str], patience: float) -> int:
     envs = {rank: env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(n_ranks)}
     with tempfile.TemporaryDirectory(prefix="zero-workload-") as folder:
         ranks = _Ranks("rank", sys.executable, command, envs, DefaultLogsSpecs(folder))
-        before = {number: signal.getsignal(number) for number in SIGNALS}
+        before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCHLD)}
+        signal.signal(
+            signal.SIGCHLD, signal.SIG_DFL
+        )  # ignored, each rank that fails would count as ended well
         try:
             ranks.start()
             _listen(before)  # in place of torch's handlers

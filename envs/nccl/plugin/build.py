@@ -10,9 +10,11 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -140,10 +142,10 @@ def _compile(command: list[str], target: Path, libraries: tuple[str, ...]) -> No
     ) as own:
         draft = Path(own, target.name)
         command = [*command, "-o", str(draft), *libraries]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = _run(command)
         if done.returncode and TOGETHER in command:
             command.remove(TOGETHER)
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            done = _run(command)
         if done.returncode:
             reason = next(
                 (line for line in done.stderr.splitlines() if "error" in line.lower()), done.stderr[-200:]
@@ -152,6 +154,21 @@ def _compile(command: list[str], target: Path, libraries: tuple[str, ...]) -> No
                 f"{command[0]} could not build the plugin ({reason.strip()}): try another one by CC"
             )
         os.replace(draft, target)
+
+
+def _run(command: list[str], timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a child whose exit status is its own: where our parent ignores SIGCHLD, each child's would be 0. Only the
+    main thread can change that. Raises OSError, TimeoutExpired."""
+    before = signal.getsignal(signal.SIGCHLD)
+    is_main = threading.current_thread() is threading.main_thread()
+    hides_ends = is_main and before == signal.SIG_IGN
+    if hides_ends:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
+    finally:
+        if hides_ends:
+            signal.signal(signal.SIGCHLD, before)
 
 
 def install_into(folder: Path) -> None:
@@ -222,7 +239,7 @@ def load_fault() -> str:
     # A child loads it: our own process stays as it is, also where the library is damaged.
     command = [sys.executable, "-I", "-S", "-c", _LOAD, str(path)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        done = _run(command, timeout=60)
     except (OSError, subprocess.TimeoutExpired):  # nothing is known
         return ""
     return done.stderr.strip() or f"exit status {done.returncode}" if done.returncode else ""

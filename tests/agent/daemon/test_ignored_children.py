@@ -4,9 +4,12 @@ import signal
 import subprocess
 import sys
 
+import pytest
 from dynamiccl.agent.daemon import launcher
 from dynamiccl.agent.daemon.launcher import STATUS, Plan
 from dynamiccl.agent.daemon.stopping import ended_politely
+from dynamiccl.envs.nccl.plugin import build
+from dynamiccl.zero_workload.job.launch import launch
 
 #: Tells what became of SIGCHLD, and fails.
 PROGRAM = "import signal, sys; sys.{}.write(signal.getsignal(signal.SIGCHLD).name); sys.exit(3)"
@@ -26,12 +29,32 @@ def test_the_jobs_end_and_status_are_seen_and_the_job_ignores_its_children_as_it
     assert found.stdout == "SIG_IGN" and "SIG_DFL" in found.stderr
 
 
-def test_a_tuner_that_joins_sees_how_its_children_end():
-    """Before: its report counted as drawn, whatever became of it."""
+@pytest.fixture
+def ignored():
+    """As a program that a parent without interest in its children has started."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        with ended_politely():
-            assert subprocess.run(["false"]).returncode == 1
-        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGCHLD, before)
+    yield
+    assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_library_that_cannot_be_loaded_or_compiled_is_named(ignored, tmp_path, monkeypatch):
+    """Before: NCCL's loader would have failed without a word, and a compiler's error was a file that is not there."""
+    monkeypatch.setattr(build, "_there", lambda: tmp_path / "damaged.so")
+    assert "damaged.so" in build.load_fault()
+    with pytest.raises(build.PluginBuildError, match="could not build"):
+        build._compile(
+            [sys.executable, "-c", "raise SystemExit('error: no such option')"], tmp_path / "x.so", ()
+        )
+
+
+def test_a_rank_of_the_workload_that_fails_fails_the_workload(ignored, capfd):
+    """Before: its exit status was 0."""
+    assert launch(2, ["--no-such-option"], patience=1) == 2
+    assert "--no-such-option" in capfd.readouterr().err
+
+
+def test_a_tuner_that_joins_sees_how_its_children_end(ignored):
+    """Before: its report counted as drawn, whatever became of it."""
+    with ended_politely():
+        assert subprocess.run(["false"]).returncode == 1
