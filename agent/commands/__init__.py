@@ -183,15 +183,24 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
 
 def emulation(
     cluster: str, bytes_scale: float | None = None, compute_scale: float | None = None, seed: int = 0
-) -> tuple[Emulated, dict[str, str]]:
-    """Returns the emulated cluster of these options, and the facts about it. Refuses an unknown cluster."""
+) -> tuple[Emulated, dict[str, Any]]:
+    """Returns the emulated cluster of these options, and the facts about it. Refuses an unknown cluster.
+
+    A file goes on by its absolute path: ranks may run in other folders. The facts hold what it says, for later readers.
+    """
     from ...envs.nccl_model import clusters
     from ...envs.sim.emulated.settings import Emulated
 
     scales = {"bytes_scale": bytes_scale, "compute_scale": compute_scale}
     given = {name: value for name, value in scales.items() if value is not None}
+    if cluster.endswith(clusters.FILE):
+        cluster = os.path.abspath(cluster)
     with refusing(ValueError, OSError):
-        return Emulated(cluster, seed=seed, **given), {"nccl": clusters.cluster(cluster).nccl}
+        found = clusters.cluster(cluster)
+        facts: dict[str, Any] = {"nccl": found.nccl}
+        if cluster.endswith(clusters.FILE):
+            facts["cluster_file"] = clusters.values_of(found)
+        return Emulated(cluster, seed=seed, **given), facts
 
 
 def refuse_traps(

@@ -10,7 +10,7 @@ import difflib
 import functools
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ PATHS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS", "
 MAX_CHANNELS = 64
 #: Keys of a cluster's graphs.
 GRAPHS = ("ring", "tree", "nvls")
+#: Ending of a file that describes a cluster.
+FILE = ".toml"
 #: Keys that say nothing of a cluster that NCCL looks at.
 LABELS = ("like", "name", "gpu", "nic")
 #: Types of a cluster's values in a file, and their names in words.
@@ -208,6 +210,11 @@ def release_number(text: str) -> int:
     return int(parts[0]) * 10000 + int(parts[1]) * 100 + (int(parts[2]) if len(parts) == 3 else 0)
 
 
+def values_of(c: Cluster) -> dict[str, Any]:
+    """What :func:`from_mapping` makes that cluster of, beside its name."""
+    return {key: value for key, value in asdict(c).items() if key != "name"}
+
+
 def from_mapping(name: str, values: Mapping[str, Any]) -> Cluster:
     """Cluster from the keys of a TOML table. Raises ValueError naming what is missing, unknown, impossible."""
     given = {key: value for key, value in values.items() if key not in LABELS}
@@ -240,7 +247,7 @@ def _check_types(name: str, of: type, given: Mapping[str, Any]) -> None:
 
 def _like(name: str, preset: Any) -> Cluster:
     """The preset that a cluster is like. Raises ValueError for a file: it might be the one that is being read."""
-    if not isinstance(preset, str) or preset.endswith(".toml"):
+    if not isinstance(preset, str) or preset.endswith(FILE):
         raise ValueError(f"cluster {name}: like is the name of a preset, not {preset!r}")
     return cluster(preset)
 
@@ -280,7 +287,7 @@ def cluster(name: str) -> Cluster:
     """
     if name in _tables():
         return _preset(name)
-    if name.endswith(".toml"):
+    if name.endswith(FILE):
         return _read(Path(name))
     near = difflib.get_close_matches(name, preset_names(), 3, 0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -60,11 +60,13 @@ def is_placed(trace: Trace) -> bool:
 
 
 def cluster_in(header: Mapping[str, Any]) -> Cluster | None:
-    """The cluster that a header names: the one that :func:`on_cluster` kept in it, else the preset; None: neither."""
+    """The cluster that a header names: the one that :func:`on_cluster` or the tuner kept in it, else the preset; None:
+    neither."""
     name = str(header.get("cluster"))
+    kept = header.get(_VALUES, header.get("cluster_file"))
     try:
-        if _VALUES in header:
-            return clusters.from_mapping(name, header[_VALUES])
+        if kept:
+            return clusters.from_mapping(name, kept)
         return clusters.cluster(name)
     except ValueError:
         return None
@@ -102,7 +104,7 @@ def on_cluster(trace: Trace, c: Cluster) -> Trace:
     header = {
         **trace.header,
         "cluster": c.name,
-        _VALUES: {key: value for key, value in asdict(c).items() if key != "name"},
+        _VALUES: clusters.values_of(c),
         "nccl_model": c.nccl,
         "notes": notes,
     }

@@ -16,6 +16,7 @@ from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.job.model import Transformer
 from dynamiccl.zero_workload.job.optimizers import optimizer_of
 from dynamiccl.zero_workload.job.options import check, parser
+from dynamiccl.zero_workload.job.tensor import ColumnLinear
 from test_zero import BATCH, TINY, adamw, texts, train
 from test_zero_exact import Hand
 from torch import nn
@@ -291,6 +292,9 @@ def refusal(case: str) -> str:
         model.requires_grad_(False)
     elif case == "muon":
         model, optimizer, settings["stage"] = nn.Linear(4, 4, bias=False), torch.optim.Muon, 2
+    elif case == "muon of parts":
+        model, optimizer = nn.Linear(4, 4), optimizer_of("torch.optim:Muon", 0.1)[0]
+        model = ColumnLinear(model, dist.group.WORLD)
     elif case in ("Shampoo", "KFAC"):
         optimizer = type(case, (torch.optim.SGD,), {})
     elif case.startswith("a user's own"):
@@ -315,6 +319,7 @@ def refusal(case: str) -> str:
         ("ranks", "ranks [1] have another model or other settings than rank 0"),
         ("frozen", "no trainable parameter"),
         ("muon", "Muon needs whole matrices, and stage 2 cuts their gradients: take stage 0 or 1"),
+        ("muon of parts", "Muon needs whole matrices, and tensor parallelism cuts them"),
         (
             "Shampoo",
             "no shard of anything, and one rank would hold a whole layer's: take an elementwise optimizer",

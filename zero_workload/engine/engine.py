@@ -52,7 +52,7 @@ def zero(
         reduce_scatter_group: the ranks of ``group`` as a second communicator: NCCL runs the calls of one in order, of
             two at once, so that a reduce-scatter does not hold up the gathers behind it.
         model_group: the ranks that hold the rest of the model, in tensor or pipeline parallelism: the norm is theirs
-            together. A parameter that n of them hold alike has an attribute ``model_copies = n``.
+            together. A parameter may say ``model_copies = n``: n of them hold it; ``is_part = True``: part of a matrix.
         elementwise: whether the optimizer looks at each element by itself. ``None``: what its class says
             (``elementwise = True``), else those of torch that are known to.
         settings: any of the following, whose defaults are those of ``settings.Settings``.

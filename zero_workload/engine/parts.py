@@ -55,13 +55,24 @@ def needs_matrices(optimizer: torch.optim.Optimizer, said: bool | None, stage: i
     An optimizer that steps several ``optimizers`` needs them if one of these does.
 
     Raises:
-        ValueError: it needs them and ``stage`` cuts them, or nothing is known of it.
+        ValueError: it needs them and ``stage`` or tensor parallelism cuts them, or nothing is known of it.
     """
     found = False
     for one in getattr(optimizer, "optimizers", [optimizer]):
         kind = type(one)
-        found |= _needs_matrices(kind, said, stage)
+        if _needs_matrices(kind, said, stage):
+            found = True
+            _require_whole(one)
     return found
+
+
+def _require_whole(optimizer: torch.optim.Optimizer) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(getattr(p, "is_part", False) for p in params):
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"{name} needs whole matrices, and tensor parallelism cuts them: leave one of the two out"
+        )
 
 
 def _needs_matrices(kind: type, said: bool | None, stage: int) -> bool:

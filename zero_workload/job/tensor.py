@@ -51,8 +51,9 @@ def _part(weight: torch.Tensor, dim: int, group: ProcessGroup) -> nn.Parameter:
     ranks = group.size()
     parts = weight.detach().chunk(ranks, dim)
     rank = group.rank()
-    mine = parts[rank].clone()
-    return nn.Parameter(mine)
+    mine = nn.Parameter(parts[rank].clone())
+    mine.is_part = True  # type: ignore[attr-defined]  # zero() refuses optimizers that need the whole
+    return mine
 
 
 class ColumnLinear(nn.Module):

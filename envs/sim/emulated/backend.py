@@ -4,7 +4,8 @@ Nothing sleeps: who waits for a collective has its emulated clock moved to the e
 
 Registered as ``emulated`` by the ``torch.backends`` entry point when DYNAMICCL_CLUSTER is set; a default group on gloo
 is one of its groups then, so that scripts need no change. Results are gloo's, bit for bit; only the time of all_gather,
-reduce_scatter and all_reduce is emulated.
+reduce_scatter and all_reduce is emulated, and of the first two only where one tensor holds all shards, as ZeRO and FSDP
+call them: a list of tensors takes no time and is not seen, unlike on NCCL.
 """
 
 from __future__ import annotations

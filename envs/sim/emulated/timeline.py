@@ -90,6 +90,30 @@ def _pace(c: Collective, beside: Sequence[Collective]) -> float:
     return pace * crowd
 
 
+def _page_of_all(store: Any, size: int, n_processes: int) -> mmap.mmap:
+    """Rank 0's: a page whose name is gone once all have opened it, or one of them never came."""
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    fd, path = tempfile.mkstemp(prefix="dynamiccl-arrivals-", dir=folder)
+    try:
+        with os.fdopen(fd, "r+b"):
+            os.ftruncate(fd, size)
+            page = mmap.mmap(fd, size)
+        store.set("arrivals", path)
+        for other in range(1, n_processes):
+            store.get(f"arrivals-open-{other}")
+        return page
+    finally:
+        os.unlink(path)
+
+
+def _page_of_rank_0(store: Any, size: int, rank: int) -> mmap.mmap:
+    path = store.get("arrivals").decode()
+    with open(path, "r+b") as file:
+        page = mmap.mmap(file.fileno(), size)
+    store.set(f"arrivals-open-{rank}", "1")
+    return page
+
+
 class Arrivals:
     """When did each rank enqueue its n-th collective? A ring of arrival times in a small page that the ranks share.
 
@@ -101,24 +125,12 @@ class Arrivals:
     def __init__(self, store: Any, rank: int, n_processes: int) -> None:
         shape = (DEPTH, n_processes, 2)  # the sequence number and the nanosecond
         size = int(np.prod(shape)) * 8  # bytes
-        if rank == 0:
-            folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-            fd, path = tempfile.mkstemp(prefix="dynamiccl-arrivals-", dir=folder)
-            os.ftruncate(fd, size)
-            store.set("arrivals", path)
-        else:
-            path = store.get("arrivals").decode()
-            fd = os.open(path, os.O_RDWR)
-        with os.fdopen(fd, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), size)
+        self._map = (
+            _page_of_all(store, size, n_processes) if rank == 0 else _page_of_rank_0(store, size, rank)
+        )
         cells = np.frombuffer(self._map, np.int64)
         self._array: Array = cells.reshape(shape)
         self._rank = rank
-        store.set(f"arrivals-open-{rank}", "1")
-        if rank == 0:  # nobody needs the name any more once all have opened it: nothing is left behind
-            for other in range(n_processes):
-                store.get(f"arrivals-open-{other}")
-            os.unlink(path)
 
     def note(self, seq: int, now_ns: int) -> None:
         """This rank enqueues its ``seq``-th collective (from 1) at ``now_ns``."""

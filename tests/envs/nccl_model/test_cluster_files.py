@@ -1,9 +1,13 @@
 """Clusters in another size: presets take the graphs of their kind, a file's cluster keeps its own."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
+from dynamiccl.agent.commands import emulation
 from dynamiccl.envs.nccl_model.clusters import cluster, preset_names, resize
+from dynamiccl.envs.replay.recordings import cluster_in
 
 
 def test_a_file_that_is_named_like_a_preset_is_none(tmp_path):
@@ -68,3 +72,15 @@ def test_presets_take_the_graphs_of_their_kind(name):
     like = cluster(pair) if pair in preset_names() else c
     assert (grown.name, grown.ring, grown.nccl) == (pair, like.ring, "2.27.5")
     assert resize(resize(c, 4 * other), c.n_nodes).ring == c.ring  # there and back
+
+
+def test_a_file_goes_on_by_its_whole_path_and_what_it_says_is_kept(tmp_path, monkeypatch):
+    """Before: as typed, and nothing: ranks in another folder were not emulated, and a replay took an H100."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text('like = "dgx-a100-2x8"\nnic_gbs = 7.0\n')
+    emulated, facts = emulation("mine.toml")
+    monkeypatch.chdir("/")
+    assert cluster(emulated.cluster).nic_gbs == 7.0
+    Path(emulated.cluster).unlink()
+    found = cluster_in({"cluster": emulated.cluster, **json.loads(json.dumps(facts))})
+    assert (found.generation, found.nic_gbs) == ("A", 7.0)

@@ -4,16 +4,19 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from datetime import timedelta
 from statistics import median
 
 import pytest
 import torch
+import torch.distributed as dist
 from dynamiccl.envs.nccl_model.clusters import cluster
 from dynamiccl.envs.nccl_model.cost_model import channels, choice
 from dynamiccl.envs.sim.emulated.backend import EmulatedGroup, EmulatedWork
 from dynamiccl.envs.sim.emulated.clock import FLOPS_PER_NS, Collective
 from dynamiccl.envs.sim.emulated.settings import Emulated
-from dynamiccl.envs.sim.emulated.timeline import CROWD, part_of, with_neighbours
+from dynamiccl.envs.sim.emulated.timeline import CROWD, Arrivals, part_of, with_neighbours
 from dynamiccl.envs.sim.fabric.fabric import Fabric
 from job_log import read_log
 from paths import HELPERS
@@ -269,3 +272,14 @@ def test_collectives_without_options_are_gloos():
     for call in (group.all_gather_single, group.reduce_scatter_single):
         name, options = call(one, one)
         assert name in ("_allgather_base", "_reduce_scatter_base") and options is not None
+
+
+def test_no_page_stays_where_a_rank_dies_while_its_group_is_made(tmp_path, monkeypatch):
+    """Before: 16 KiB of shared memory a rank and communicator, for good."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os.path, "isdir", lambda path: False)  # no /dev/shm
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(dist.DistError):
+        Arrivals(store, 0, 2)
+    assert store.get("arrivals") and not list(tmp_path.iterdir())
