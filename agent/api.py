@@ -212,7 +212,7 @@ def advise(*recordings: str | Path, **options: Any) -> dict[str, Any]:
     words = _words("advise", options)
     command = [*program(), "advise", *map(str, recordings), *words, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
+    if done.returncode and not done.stdout:  # with an answer: no table was written
         raise ValueError(done.stderr.strip().removeprefix("error: "))
     told: dict[str, Any] = json.loads(done.stdout)
     return told
@@ -226,7 +226,8 @@ def _job(command: Sequence[str]) -> Sequence[str]:
 
 
 def _words(command: str, options: Mapping[str, Any]) -> list[str]:
-    """Options as a command line has them; False and None stand for options that are not given."""
+    """Options as a command line has them. None stands for an option that is not given, and so does False, but for a
+    flag that is on by default."""
     from .cli import options_of
 
     known, words = options_of(command), list[str]()
@@ -234,8 +235,11 @@ def _words(command: str, options: Mapping[str, Any]) -> list[str]:
         flag = "--" + name.replace("_", "-")
         if flag not in known:
             raise TypeError(f"{command}() has no option {name!r}: dynamiccl {command} --help lists them")
+        denied = "--no-" + flag.removeprefix("--")
         if value is True:
             words.append(flag)
+        elif value is False and denied in known:
+            words.append(denied)
         elif value is not None and value is not False:
             words += [flag, str(value)]
     return words

@@ -65,10 +65,12 @@ class Parser(argparse.ArgumentParser):
         )
         groups = {title: self.add_argument_group(title) for title in ("Arguments", "Options")}
         words = [self.prog, "[OPTIONS]"]
+        self.kinds = dict[str, Any]()  # parameter -> its type
         for key, hint in get_type_hints(self.function, include_extras=True).items():
             if key == "return" or hint is Call:
                 continue
             kind, said = get_args(hint)
+            self.kinds[key], _ = _plain(kind)
             if isinstance(said, Argument):
                 words.append(self._add_argument(groups["Arguments"], key, *_plain(kind), said))
             else:
@@ -101,20 +103,36 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(name, dest=key, help=text.replace("%", "%%"), **how)
 
     def said(self, words: Sequence[str]) -> dict[str, Any]:
-        """The values that the words give; what stands after ``--`` is the job's."""
-        own, job = list(words), []
+        """The values that the words give; what stands after ``--`` is the job's, and only that.
+
+        A job without ``--`` would lose each option that has a name of ours.
+        """
+        own, job = list(words), list[str]()
         if "--" in own and "command" in self.defaults:
-            own, job = own[: own.index("--")], own[own.index("--") + 1 :]
+            place = own.index("--")
+            own, job = own[:place], own[place + 1 :]
+            if not job:
+                self.error("no command stands after --")
         said = vars(self.parse_intermixed_args(own))
+        if loose := said.pop("command", None):
+            self.refuse_command(loose[0])
         if job:
-            said["command"] = [*said.get("command", ()), *job]
+            said["command"] = job
         return said
 
+    def refuse_command(self, word: str) -> NoReturn:
+        """Of a word that stands before ``--``."""
+        self.error(f"{word!r} is no option: a job's command stands after --, as in -- torchrun train.py")
+
     def call(self, said: Mapping[str, Any], of_site: Mapping[str, Any]) -> None:
-        """Run the command with the values that were said. For the others the site's count, then the defaults."""
-        values = {**self.defaults, **of_site, **said}
+        """Run the command with the values that were said. For the others the site's count, then the defaults.
+
+        A command that joins a run gets the site's apart: those that the run was started with count before them.
+        """
+        joins = "attach" in said
+        values = {**self.defaults, **({} if joins else of_site), **said}
         if "call" in values:
-            values["call"] = Call({**values}, frozenset(said))
+            values["call"] = Call({**values}, frozenset(said), of_site)
         self.function(**values)
 
     def error(self, message: str) -> NoReturn:
@@ -129,12 +147,16 @@ class _SiteParser(Parser):
 
     def said(self, words: Sequence[str]) -> dict[str, Any]:
         """The values that the words give."""
+        if "--" in words:
+            self.refuse_command("--")
         said = super().said(words)
-        if said.get("command") or "--" in words:
-            raise ValueError("it contains a command")
         if "attach" in said:
             raise ValueError("--attach is for the command line")
         return said
+
+    def refuse_command(self, word: str) -> NoReturn:
+        """As ValueError."""
+        raise ValueError("it contains a command")
 
     def print_help(self, file: Any = None) -> NoReturn:
         """Refused."""
@@ -156,6 +178,8 @@ def _reader(kind: Any, least: float | None = None, most: float | None = None) ->
     """Text -> value, of which argparse says what is wrong."""
 
     def read(text: str) -> Any:
+        if not text:  # an empty variable of a script is not meant
+            raise argparse.ArgumentTypeError("must not be empty: leave it out")
         try:
             value = kind(text)
         except ValueError:
@@ -203,7 +227,7 @@ def run(words: Sequence[str]) -> None:
     if name is not None:
         parser = Parser(name)
         said = parser.said(words[len(name.split()) :])
-        parser.call(said, _of_site(name, said))
+        parser.call(said, _of_site(name))
     elif not words or words[0] in ("-h", "--help"):
         print(overview())
     elif words[0] == "--version":
@@ -217,13 +241,13 @@ def run(words: Sequence[str]) -> None:
         raise SystemExit(2)
 
 
-def _of_site(name: str, said: Mapping[str, Any]) -> dict[str, Any]:
-    """The site's options of `tune`; none where it joins a run, which has its options.
+def _of_site(name: str) -> dict[str, Any]:
+    """The site's options of `tune`.
 
     A mistake in them must not keep the jobs of the whole site from starting: it is printed, and they are ignored.
     """
     text = os.environ.get(SITE_OPTIONS, "")
-    if name != "tune" or "attach" in said or not text:
+    if name != "tune" or not text:
         return {}
     try:
         return _SiteParser(name).said(shlex.split(text))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import shtab
 
 from .cli import NAMES, Parser
 
-#: Arguments and options that take a file or a folder.
-_PATHS = {"run", "runs", "trace", "recordings", "table", "out", "attach", "metrics", "submission", "folder"}
+#: Parameters that take a folder, and a link or a name in its place.
+_RUNS = {"run", "attach"}
 
 
 def _all_commands() -> argparse.ArgumentParser:
@@ -39,7 +40,7 @@ def _parser(prog: str, **_: Any) -> argparse.ArgumentParser:
     parser = Parser(name)
     actions: Sequence[Any] = parser._actions
     for action in actions:
-        if action.dest in _PATHS:
+        if action.dest in _RUNS or parser.kinds.get(action.dest) is Path:
             action.complete = shtab.FILE
     return parser
 

@@ -211,13 +211,19 @@ def verdict(told: dict[str, Any]) -> str:
     if cause in ("less hidden", "more hidden"):
         return f"{step}; not NCCL: collectives take as long, but are {cause} behind compute ({explained})"
     may = "explain" if cause == "collectives" else "may explain"
-    return f"{step}; collectives {may} {explained}: {_largest(told['slots'][0])}"
+    return f"{step}; collectives {may} {explained}: {_largest(told['slots'], math.copysign(1.0, change))}"
 
 
-def _largest(slot: dict[str, Any]) -> str:
-    """What changed in the slot that changed most."""
+def _largest(slots: list[dict[str, Any]], sign: float) -> str:
+    """What changed in the slot that changed most in this direction. ``slots``: the largest change first."""
+    alike = [slot for slot in slots if slot["change_ms"] * sign > 0]
+    if not alike:  # calls overlap otherwise
+        return "no slot by itself"
+    slot = alike[0]
+    ms = [one["change_ms"] * sign for one in alike]
+    part = "most" if ms[0] > MOST * sum(ms) else "the largest part"
     calls, times = (slot["calls_before"], slot["calls_after"]), (slot["us_before"], slot["us_after"])
-    name = f"most of it {slot['slot']}"
+    name = f"{part} of it {slot['slot']}"
     if None in calls or None in times:
         where = "second" if calls[0] is None else "first"
         return f"{name}, which only the {where} recording holds"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import pwd
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
@@ -39,10 +39,11 @@ class Option(NamedTuple):
 
 
 class Call(NamedTuple):
-    """All values of a command's parameters, and the names of those that the command line gave."""
+    """All values of a command's parameters, the names of those that the command line gave, and the site's options."""
 
     values: dict[str, Any]
     given: frozenset[str]
+    of_site: Mapping[str, Any]
 
 
 #: Groups of options in the help; they follow the other options.
@@ -158,7 +159,13 @@ def _run_alone(command: list[str], headroom: int | None, why: str, json: bool) -
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        fail(f"cannot start {command[0]!r}: {error.strerror}")
+        cannot_start(command, error)
+
+
+def cannot_start(command: list[str], error: OSError) -> NoReturn:
+    """One line, and a shell's status for a command that is not there, or that cannot be executed."""
+    print(f"error: cannot start {command[0]!r}: {error.strerror}", file=sys.stderr)
+    raise SystemExit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
 def _print_no_result(ended: str) -> None:
@@ -201,6 +208,23 @@ def emulation(
         if cluster.endswith(clusters.FILE):
             facts["cluster_file"] = clusters.values_of(found)
         return Emulated(cluster, seed=seed, **given), facts
+
+
+def emulation_here(
+    cluster: str | None, bytes_scale: float | None, compute_scale: float | None, seed: int = 0
+) -> tuple[Emulated | None, dict[str, Any]]:
+    """Returns :func:`emulation` of these options; without a cluster that of the environment, which a job inherits."""
+    from ...envs.sim.emulated.settings import Emulated
+
+    if cluster:
+        return emulation(cluster, bytes_scale, compute_scale, seed)
+    if bytes_scale is not None or compute_scale is not None:
+        fail("--bytes-scale and --compute-scale are of an emulated cluster: give --cluster too")
+    if not os.environ.get("DYNAMICCL_CLUSTER"):
+        return None, {}
+    with refusing(ValueError):
+        told = Emulated.from_env()
+    return emulation(told.cluster, told.bytes_scale, told.compute_scale, told.seed)
 
 
 def refuse_traps(

@@ -26,7 +26,8 @@ def advise(
         str | None, Option(help="Cluster of the recording: a preset such as dgx-h100-2x8, or a .toml file.")
     ] = None,
     nccl: Annotated[
-        str | None, Option(help="NCCL release, e.g. 2.28.9. Default: from the recording, else the cluster.")
+        str | None,
+        Option(help="NCCL release of --cluster, e.g. 2.28.9. Default: from the recording, else the cluster."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -106,6 +107,8 @@ def _advise_on_one(
     from ..advice.texts import show_advice, show_inventory
     from ..report.summary import RunSummary
 
+    if nccl and not cluster:
+        raise ValueError("--nccl is the release of a --cluster: give that too, or leave --nccl out")
     trace = read(recording, cluster, nccl, ranks_per_node)
     measured = RunSummary.of_trace(trace)
     if measured.speedup is not None:

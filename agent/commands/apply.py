@@ -16,7 +16,8 @@ from . import (
     Headroom,
     Option,
     OrUntuned,
-    emulation,
+    cannot_start,
+    emulation_here,
     fail,
     refuse_traps,
     refusing,
@@ -76,8 +77,9 @@ def apply(
     prepare = _prepare_together if gate else _prepare_alone
     untuned = untuned_if_refused(command if or_untuned else None, headroom)
     with untuned, refusing(OSError, ValueError, PluginBuildError):
-        if cluster:
-            os.environ.update(emulation(cluster, bytes_scale, compute_scale)[0].env())
+        emulated, _ = emulation_here(cluster, bytes_scale, compute_scale)
+        if emulated:
+            os.environ.update(emulated.env())
         loaded = load_table(results(table))
         environment, run = prepare(loaded, command, headroom, force)
     os.environ.pop("DYNAMICCL_TABLE", None)
@@ -85,7 +87,10 @@ def apply(
         raise SystemExit(_together(loaded, command, environment, run))
     os.environ.pop("DYNAMICCL_RUN", None)
     say("with --no-gate no calls are counted; NCCL_DEBUG=INFO names our tuner if NCCL has loaded it")
-    os.execve(program, command, {**os.environ, **environment})
+    try:
+        os.execve(program, command, {**os.environ, **environment})
+    except OSError as error:  # a script without its first line
+        cannot_start(command, error)
 
 
 def _prepare_together(

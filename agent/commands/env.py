@@ -16,7 +16,7 @@ from . import (
     Headroom,
     Json,
     Option,
-    emulation,
+    emulation_here,
     fail,
     off_here,
     refuse_traps,
@@ -54,10 +54,13 @@ def env(
         print(f"dynamiccl: {off}: {'only --headroom' if kept else 'no variables'}", file=sys.stderr)
         _print(kept, json)
         return
-    emulated, facts = emulation(cluster, bytes_scale, compute_scale, seed) if cluster else (None, {})
+    emulated, facts = emulation_here(cluster, bytes_scale, compute_scale, seed)
     refuse_traps(None, force, emulated=emulated is not None)
     with refusing(PluginBuildError, ValueError, OSError):
-        run = make_folder(name)
+        try:
+            run = make_folder(name)
+        except FileExistsError:
+            fail(f"a run {name} is there, whose job lives or has still to start: give another --name")
         variables = job_env(run, headroom)
         if emulated:
             variables |= emulated.env()

@@ -25,7 +25,7 @@ from . import (
     Option,
     OrUntuned,
     become_owner,
-    emulation,
+    emulation_here,
     fail,
     refuse_traps,
     refusing,
@@ -208,12 +208,10 @@ def _start(asked: dict[str, Any]) -> None:
 
     command, cluster = asked["command"], asked["cluster"]
     n_gpus = 0 if cluster else len(gpus())
-    if not command and not cluster and n_gpus < 2:
+    if not command and not cluster and n_gpus < 2 and not os.environ.get("DYNAMICCL_CLUSTER"):
         cluster = Emulated().cluster
-    emulated, facts = None, dict[str, Any]()
-    if cluster:
-        emulated, known = emulation(cluster, asked["bytes_scale"], asked["compute_scale"], asked["seed"])
-        facts |= known
+    scales = asked["bytes_scale"], asked["compute_scale"]
+    emulated, facts = emulation_here(cluster, *scales, asked["seed"])
     refuse_traps(command, asked["force"], emulated=emulated is not None)
     if not command:
         n_processes = asked["ranks"] or (2 if emulated else n_gpus)
@@ -296,7 +294,7 @@ def _serve(call: Call, where: str, again: bool, signals: Signals) -> RunSummary:
     from ...traces.files import TraceError
     from ..daemon.console import LiveView, show_summary
     from ..daemon.daemon import Daemon
-    from ..daemon.request import REQUEST, Request
+    from ..daemon.request import Request
     from ..report.outputs import default_url
 
     with refusing(TraceError, Busy, ValueError, OSError):
@@ -304,9 +302,12 @@ def _serve(call: Call, where: str, again: bool, signals: Signals) -> RunSummary:
         become_owner(path)
         run = RunFolder(path)
         given = {name: call.values[name] for name in call.given}
+        has_launcher = Request.read(path, {}).out is not None
+        if not has_launcher:  # else its request has the site's options
+            given = {**call.of_site, **given}
         if "no_memory" in given:
             given["memory"] = None
-        elif not (path / REQUEST).exists():
+        elif not has_launcher:
             given.setdefault("memory", default_url())
         request = Request.read(path, given)
         show = LiveView(request.budget, request.json or request.quiet, not request.launched)
@@ -321,12 +322,21 @@ def _serve(call: Call, where: str, again: bool, signals: Signals) -> RunSummary:
     return summary
 
 
+#: Options that mean nothing to a job that runs already.
+_OF_START = ("cluster", "bytes_scale", "compute_scale")
+
+
 def _check(call: Call) -> None:
     asked = call.values
     if "or_untuned" in call.given and not asked["command"]:  # the site's counts for the jobs that have one
         fail("--or-untuned needs a COMMAND to run: give the job after --")
     if asked["command"] and asked["attach"]:
         fail("give a command to start or --attach to join one, not both")
+    if of_start := [name for name in _OF_START if asked["attach"] and name in call.given]:
+        option = of_start[0].replace("_", "-")
+        fail(f"--{option} is for the start of a job, and --attach joins one that runs: leave one of them out")
+    if asked["again"] and not asked["attach"]:
+        fail("--again needs --attach: a run that is started was not stopped")
     if theirs := [name for name in ("stage", "steps", "ranks") if asked["command"] and name in call.given]:
         fail(f"--{theirs[0]} is for the built-in job: put it into your COMMAND, or leave the COMMAND out")
     if not (asked["command"] or asked["attach"]) and asked["steps"] < FEWEST_STEPS:

@@ -79,11 +79,15 @@ def task_folder(folder: Path) -> Path:
 def begin(out: Path | None, say: Callable[[str], object]) -> tuple[Path, int]:
     """Claim a folder for a new run, and remove an earlier run's results from it. Returns and raises as :func:`claim`.
 
+    Raises ValueError for a folder with files of these names in which no run has ever been: they are somebody's own.
+
     The results of another step of the same Slurm job stay: a script may call `srun` in a loop until the job succeeds.
     The next free folder is taken then, ``out-2``, and ``say`` gets a line about it. A requeued job has the same steps,
     and replaces its results.
     """
     for number in range(1, 100):
+        if out is not None and number == 1:
+            _refuse_others(task_folder(out))
         try:
             folder, fd = claim(_numbered(out, number) if out is not None else None)
         except Busy:
@@ -99,6 +103,16 @@ def begin(out: Path | None, say: Callable[[str], object]) -> tuple[Path, int]:
             return folder, fd
         os.close(fd)
     raise Busy(f"{out} and 98 more hold results of other runs: give another --out")
+
+
+def _refuse_others(folder: Path) -> None:
+    """Raise ValueError where results would replace files that no run of ours has left."""
+    is_ours = (folder / LOCK).exists() or (folder / "trace" / "header.json").exists()
+    names = [name for name in RESULTS if (folder / name).exists()]
+    if names and not is_ours:
+        raise ValueError(
+            f"{folder} has files of its own ({', '.join(names)}), not a run's: give another --out"
+        )
 
 
 def new_folder() -> Path:

@@ -128,7 +128,7 @@ def test_all_children_are_started_so(started, monkeypatch):
     monkeypatch.setattr(
         subprocess,
         "run",
-        lambda words, **_: started.append(words) or SimpleNamespace(returncode=1, stderr=""),
+        lambda words, **_: started.append(words) or SimpleNamespace(returncode=1, stdout="", stderr=""),
     )
     dynamiccl.apply("table.json", ["true"])
     with pytest.raises(ValueError):
@@ -138,6 +138,18 @@ def test_all_children_are_started_so(started, monkeypatch):
     assert [words[:4] for words in started] == 5 * [program()] and program()[1] == "-P"
     completion.completion("bash")
     assert started[-1] == [*program("dynamiccl.agent.completion"), "bash"]
+
+
+def test_a_flag_that_is_on_by_default_can_be_denied():
+    """Before: ``gate=False`` said nothing, and the gate stayed."""
+    words = dynamiccl.agent.api._words
+    assert words("apply", {"gate": False, "force": False, "headroom": None}) == ["--no-gate"]
+
+
+def test_an_answer_counts_also_where_no_table_was_written(monkeypatch):
+    done = SimpleNamespace(returncode=1, stdout='{"slots": []}', stderr="no table written")
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: done)
+    assert dynamiccl.advise("recording", out="table.json") == {"slots": []}
 
 
 def test_a_child_runs_this_package_where_the_current_folder_holds_it(monkeypatch):

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import recordings_made as made
 from command import invoke
+from dynamiccl.agent.advice import compare
 from dynamiccl.agent.advice.alignment import Misaligned
 from dynamiccl.agent.advice.texts import MOST_PADDED, _print_lists
 from dynamiccl.traces.assemble import EVENT_COLUMNS, STEP_COLUMNS, WAIT_COLUMNS, complete
@@ -269,3 +270,22 @@ def test_compute_outside_the_steps_is_no_steps(tmp_path):
     assert told["after"]["n_steps"] == made.N_STEPS - 2
     assert told["compute_change_ms"] == pytest.approx(0, abs=0.01)
     assert told["calls_change_ms"] == pytest.approx(0, abs=0.01)
+
+
+def test_the_slot_that_is_named_changed_as_the_step_did():
+    """Before: the largest change, also one that made steps shorter, and "most of it" of any part."""
+    names = ("calls_before", "calls_after", "us_before", "us_after")
+    faster = {
+        "slot": "all_gather 1 MiB",
+        "change_ms": -3.0,
+        **dict(zip(names, (2, 2, 2000, 500), strict=True)),
+    }
+    slower = [
+        {"slot": f"all_gather {n} MiB", "change_ms": 2.5, **dict(zip(names, (1, 1, 1000, 3500), strict=True))}
+        for n in (2, 4, 8)
+    ]
+    assert compare._largest([faster, *slower], 1.0).startswith(
+        "the largest part of it all_gather 2 MiB, 1.00 -> 3.50"
+    )
+    assert compare._largest([faster, *slower], -1.0).startswith("most of it all_gather 1 MiB")
+    assert compare._largest([faster], 1.0) == "no slot by itself"

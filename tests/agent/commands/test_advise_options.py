@@ -104,6 +104,12 @@ def test_a_comparison_refuses_a_cluster_that_it_would_not_use(tmp_path):
     assert result.exit_code == 2 and "--cluster and --nccl are for one recording" in result.stderr
 
 
+def test_a_release_without_a_cluster_is_refused(many):
+    """Before: it was dropped, and the table was that of the recorded release."""
+    told = run(many, "--nccl", "2.31.2")
+    assert told.exit_code == 2 and "--nccl is the release of a --cluster" in told.stderr
+
+
 def test_relative_and_absolute_paths_may_be_mixed(many, tmp_path, monkeypatch):
     """Before: "Can't mix absolute and relative paths"."""
     monkeypatch.chdir(tmp_path)

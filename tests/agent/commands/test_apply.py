@@ -99,3 +99,12 @@ def test_the_cluster_that_a_table_was_found_on_can_be_said(table):
 def test_without_the_gate_it_is_said_that_nobody_counts(table):
     done = run("apply", table, "--no-gate", "--", "echo", "hi")
     assert done.stdout == "hi\n" and "with --no-gate no calls are counted" in last_line(done)
+
+
+def test_a_script_without_its_first_line_is_named_with_a_shells_status(table, tmp_path):
+    """Before: our traceback."""
+    script = tmp_path / "script"
+    script.write_text("true\n")
+    script.chmod(0o700)
+    done = run("apply", table, "--no-gate", "--force", "--", str(script))
+    assert done.returncode == 126 and last_line(done).startswith("error: cannot start"), done.stderr

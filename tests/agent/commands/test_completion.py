@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from command import invoke
+from dynamiccl.agent import completion
 from dynamiccl.agent.cli import NAMES, options_of
 from paths import ROOT
 
@@ -46,6 +47,16 @@ def test_a_press_of_tab_completes(script, typed, offered):
     bash = ["bash", "-c", COMPLETES, "bash", str(script), typed]
     done = subprocess.run(bash, capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == offered
+
+
+def test_every_parameter_that_is_a_path_completes_files():
+    """Before: three of another name did not."""
+    for name in NAMES:
+        parser = completion._parser(f"dynamiccl {name}")
+        paths = {key for key, kind in parser.kinds.items() if kind is Path}
+        with_files = {action.dest for action in parser._actions if hasattr(action, "complete")}
+        assert paths <= with_files, name
+        assert with_files - paths <= {"run", "attach"}
 
 
 def test_every_command_and_option_is_known(script):

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from cli_process import DYNAMICCL, ENV, run
 from command import invoke
+from dynamiccl.agent import cli
+from dynamiccl.agent.commands import tune
+from dynamiccl.agent.daemon import daemon
 from dynamiccl.agent.daemon.request import Request
 from dynamiccl.agent.report.outputs import ROOT, begin, claim
 from dynamiccl.agent.report.runs import has_measured, state
@@ -32,6 +35,13 @@ from synthetic_trace import write_run
         (["--attach", "x", "--", "true"], "not both"),
         (["--attach", "x", "--headroom", "24"], "dynamiccl env"),
         (["--cluster", "dgx-h100-2x8", "--compute-scale", "-1"], "above 0"),
+        (["--attach", ""], "--attach: must not be empty"),  # before: the built-in job began to train
+        (["--cluster", ""], "--cluster: must not be empty"),
+        (["--"], "no command stands after --"),
+        (["true", "--seed", "3"], "'true' is no option: a job's command stands after --"),
+        (["--attach", "x", "--cluster", "dgx-h100-2x8"], "for the start of a job"),
+        (["--again"], "--again needs --attach"),
+        (["--bytes-scale", "2", "--", "true"], "give --cluster too"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path, arguments, word):
@@ -127,6 +137,54 @@ def test_a_run_replaces_what_an_earlier_one_left_in_the_same_folder(tmp_path):
         run("tune", "--out", str(tmp_path), "--", sys.executable, "-S", "-c", program)
         assert (tmp_path / "job.log").exists() == (kept is not None)
         assert kept is None or (tmp_path / "job.log").read_text() == kept
+
+
+def test_files_that_no_run_has_left_are_not_replaced(tmp_path):
+    """Before: those with our names were deleted."""
+    (tmp_path / "summary.json").write_text("of somebody")
+    done = run("tune", "--out", str(tmp_path), "--", "true")
+    assert done.returncode == 2 and "has files of its own (summary.json)" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_job_that_inherits_an_emulated_cluster_is_known_for_one(monkeypatch):
+    """Before: its times were told and stored as those of the machine."""
+    asked = {"command": ["true"], "cluster": None, "bytes_scale": None, "compute_scale": None, "seed": 0}
+    asked |= {"force": True, "policy": "lstm", "log_to": None, "ranks": None, "stage": 3}
+    for name, value in Emulated("dgx-a100-2x8", 2.0, 3.0, 4).env().items():
+        monkeypatch.setenv(name, value)
+    seen = []
+    monkeypatch.setattr(tune, "_launch", lambda *found: seen.append(found[1:]))
+    tune._start(asked)
+    ((emulated, facts),) = seen
+    assert emulated == Emulated("dgx-a100-2x8", 2.0, 3.0, 4) and facts["nccl"]
+
+
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_a_sites_options_count_for_a_tuner_that_joins_where_no_launcher_has_left_any(
+    is_launched, monkeypatch, tmp_path
+):
+    """Before: of a run of `dynamiccl env` the site's budget and --bitwise did not hold."""
+    monkeypatch.setenv("DYNAMICCL_TUNE_OPTIONS", "--budget 0 --bitwise --no-memory --headroom 8")
+    folder, seen = RunFolder.create(), []
+    out = tmp_path / "out" if is_launched else None
+    Request(emulated=Emulated(), out=out, budget=0.02).write(folder.path)
+    monkeypatch.setattr(daemon, "Daemon", lambda request, *rest: seen.append(request) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.run(["tune", "--attach", str(folder.path), "--seed", "5"])
+    (request,) = seen
+    found = request.budget, request.bitwise, request.seed
+    assert found == ((0.02, False, 5) if is_launched else (0, True, 5)) and request.memory is None
+
+
+def test_a_name_that_is_taken_is_said_with_the_cure():
+    name = f"taken-{os.getpid()}"
+    folder = RunFolder.create(name)
+    done = run("env", "--name", name)
+    assert (
+        done.returncode == 2 and f"a run {name} is there" in done.stderr and "another --name" in done.stderr
+    )
+    folder.close()
 
 
 def test_without_a_job_log_no_file_holds_the_jobs_output(tmp_path):
