@@ -295,7 +295,8 @@ class Agreement:
                 request = part.send(result)
             except StopIteration as end:
                 decision: Decision = end.value
-                self._pace.round_took(time.monotonic() - began, held)
+                if self._leader is None or not self._leader.is_owed:  # else it was our own waiting
+                    self._pace.round_took(time.monotonic() - began, held)
                 return decision
             result = self._do(request, proposal)
             held |= isinstance(request, protocol.Await) and result is None
@@ -328,8 +329,13 @@ class Agreement:
         """The votes of a round, as far as they come in time."""
         leader, store = self._leader, self._store
         assert leader is not None
-        longest_s = max(_VOTES_S + 2 * store.lookout.spread_s(), 4 * self._pace.round_s)
+        longest_s = _VOTES_S + 2 * store.lookout.spread_s()
+        if leader.is_owed:  # for the sake of who was silent: how long that took before does not count
+            longest_s += self._pace.requests_s(store.answer_s)
+        else:
+            longest_s = max(longest_s, 4 * self._pace.round_s)
         votes = store.votes(number, leader.arrivals.here, longest_s)
+        leader.late = {vote.rank for vote in votes if vote.round == number - 1} & leader.silent
         leader.silent = {vote.rank for vote in votes if vote.round != number}
         return votes
 

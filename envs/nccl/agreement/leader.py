@@ -121,6 +121,10 @@ class Stays:
         self.is_decided = True
         self.served.update(switches)
         self.is_owed = any(comm and not one.for_good for comm, one in left_out.items())
+        self.pauses()
+
+    def pauses(self) -> None:
+        """It is led again later, each time after a longer pause: what is wanted meanwhile goes first."""
         self.again_at = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _OWED_MOST_S)
 
@@ -136,6 +140,7 @@ class Leader:
     def __init__(self, n_ranks: int, published: TableMailbox) -> None:
         self.arrivals = Arrivals(n_ranks)
         self.silent: set[int] = set()  # of those that are here, who has not voted in the last round
+        self.late: set[int] = set()  # of the silent, whose vote in the round before came after its end
         self.gone: dict[int, str] = {}  # communicators that have left for good, and why
         self.switched: set[int] = set()  # communicators of the last round that was not lost
         self.news = False  # a rank or a communicator is new: it may not have what stays
@@ -150,6 +155,7 @@ class Leader:
         self._wanted: tuple[int, bytes] | None = None  # to be in force, and is not
         self._stays = Stays(published.confirmed())
         self._is_trial = False  # the round under way
+        self.is_owed = False  # it is led once more, for communicators that an earlier one left out for now
         self._unlike: set[str] = set()  # reasons that were told
         self.last = LastTable()
 
@@ -210,11 +216,10 @@ class Leader:
         self._is_trial = trial_of(message[1]).trial_steps > 0
         if self._is_trial:
             self._published.trial_begins(message)
+        self.is_owed = message == self._stays.message and self._stays.is_owed
         here = len(self.arrivals.here)
-        if message == self._stays.message and self._stays.is_owed:  # for the sake of who was silent
-            return here
-        # One vote at least is worth waiting for: who was silent may be back.
-        return max(here - len(self.silent), min(1, here))
+        # One vote at least is worth waiting for: who was silent may be back. Who is late votes, if it has the time.
+        return max(here - len(self.silent - self.late), min(1, here))
 
     @property
     def served(self) -> set[int] | None:
@@ -281,6 +286,10 @@ class Leader:
 
     def _lose(self, left_out: dict[int, LeftOut]) -> None:
         """No communicator has switched: the round is led again, later each time."""
+        if self.is_owed:
+            self._stays.pauses()
+            if not self.news:  # nothing that is wanted was lost
+                return
         self.lost += 1
         reasons = [left_out[0]] if 0 in left_out else list(left_out.values())
         self.why = reasons[0].why if reasons else NotAgreeing.LATE_STORE()
