@@ -268,13 +268,14 @@ class Agreement:
     ) -> None:
         """Of a round."""
         refused = left_out.get(0)
-        if decision.switches and (why := leader.lacks(left_out)):
-            self._say(AgreementState.LOSING, why)
-        elif decision.switches:
+        if decision.switches:
             if unlike := leader.unlike(left_out):  # rank 0's tables change, so no state says it
                 self._tell(None, unlike, 0)
-            for turns in leader.last.steady or [0]:
+            lacks = leader.lacks(left_out)
+            for turns in leader.last.steady or ([] if lacks else [0]):
                 self._say(*TOGETHER, turns)
+            if lacks:
+                self._say(AgreementState.LOSING, lacks)
         elif refused is not None and refused.is_refusal:
             self._say(AgreementState.LOSING, refused.why)
         elif refused is not None and refused.for_good:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ....traces.reasons import NotAgreeing
 from ....traces.records import Trial
 from ..plugin.bindings import Span
-from ..shm import trial_of
+from ..shm import rows_of, trial_of
 from .arrivals import Arrivals
 from .mailbox import TableMailbox
 from .protocol import Decision, LeftOut, Rhythms
@@ -31,7 +31,6 @@ class LastTable:
         None  # where it holds on rank 0's own communicators; None: it is there to stay
     )
     begun: Mapping[int, Span] | None = None  # of the last trial, until its end was seen
-    had: set[int] = field(default_factory=set)  # communicators that have had this one, or one before
     generation: int = 0  # whose turns the next round checks; 0: none
     rhythms: Rhythms = field(
         default_factory=dict
@@ -104,23 +103,55 @@ class LastTable:
 
 
 @dataclass
+class InForce:
+    """What runs on the communicators that have ever had a table, as rank 0 has decided it."""
+
+    #: Rows of what is there to stay. Two tables with the same rows are no two ways.
+    rows: dict[int, bytes] = field(default_factory=dict)
+    trials: dict[int, int] = field(default_factory=dict)  # the count at which the last trial ends, until seen
+
+    def decided(self, message: bytes, switches: Mapping[int, Span]) -> None:
+        """A round is over."""
+        if trial_of(message).trial_steps:
+            for comm, span in switches.items():
+                self.rows.setdefault(comm, b"")
+                self.trials[comm] = span.until
+            return
+        for comm in switches:
+            self.rows[comm] = rows_of(message)
+            self.trials.pop(comm, None)
+
+    def sees(self, counts: Mapping[int, int], is_survived: bool) -> None:
+        """``counts``: see :meth:`LastTable.is_over`. ``is_survived``: the end of the last trial is seen; it is taken to
+        have ended then where rank 0 does not count.
+        """
+        self.trials = {
+            comm: until
+            for comm, until in self.trials.items()
+            if (counts[comm] < until if comm in counts else not is_survived)
+        }
+
+    def differs(self, comm: int, message: bytes) -> bool:
+        """Whether a communicator runs another table than this one, or may run a trial."""
+        return comm in self.trials or self.rows.get(comm, rows_of(message)) != rows_of(message)
+
+
+@dataclass
 class Stays:
     """The newest table to stay."""
 
     message: tuple[int, bytes] | None  # None: there is none
     is_decided: bool = False  # whether a round has given it to anybody
     served: set[int] = field(default_factory=set)  # communicators that have it
-    is_owed: bool = (
-        False  # the last round left communicators out for now: a rank was silent, or has not come yet
-    )
+    is_owed: bool = False  # the last round left out communicators that may get it later, or end a trial
     again_at: float = 0.0  # when it is led again for them
     _pause_s: float = _OWED_S
 
-    def given(self, switches: Collection[int], left_out: Mapping[int, LeftOut]) -> None:
+    def given(self, switches: Collection[int], is_owed: bool) -> None:
         """A round for it is over."""
         self.is_decided = True
         self.served.update(switches)
-        self.is_owed = any(comm and not one.for_good for comm, one in left_out.items())
+        self.is_owed = is_owed
         self.pauses()
 
     def pauses(self) -> None:
@@ -158,6 +189,7 @@ class Leader:
         self.is_owed = False  # it is led once more, for communicators that an earlier one left out for now
         self._unlike: set[str] = set()  # reasons that were told
         self.last = LastTable()
+        self._in_force = InForce()
 
     def look(self) -> tuple[int, str]:
         """Whether the daemon has published another table; if it is not led, its generation, and why."""
@@ -173,7 +205,9 @@ class Leader:
 
     def sees(self, counts: Mapping[int, int]) -> None:
         """``counts``: see :meth:`LastTable.is_over`. A trial that has come to its end has ended no rank."""
-        if self.last.is_survived(counts):
+        is_survived = self.last.is_survived(counts)
+        self._in_force.sees(counts, is_survived)
+        if is_survived:
             self._published.trial_is_over()
 
     def begin_life(self) -> None:
@@ -240,13 +274,15 @@ class Leader:
         return bool(for_now)
 
     def lacks(self, left_out: Mapping[int, LeftOut]) -> str:
-        """Why a communicator that runs an older table has not got the one to stay in this round; empty if all have."""
-        if self._is_trial:
+        """Why a communicator runs something else than the table to stay of this round; empty if none does.
+
+        It may have left for good: it keeps what it has.
+        """
+        stays = self._stays.message
+        if self._is_trial or stays is None:
             return ""
-        for comm, one in left_out.items():
-            if comm in self.last.had and not one.for_good:
-                return one.why
-        return ""
+        whys = (one.why for comm, one in left_out.items() if self._in_force.differs(comm, stays[1]))
+        return next(whys, "")
 
     def ended(
         self,
@@ -270,11 +306,13 @@ class Leader:
             self.lost = 0
         if message == self._wanted:
             self._wanted = None
+        self._in_force.decided(message[1], decision.switches)
         if message == stays.message:
             self.news = False
             stays.message = None if is_refused else message
-            stays.given(decision.switches, left_out)
-        self.last.had |= decision.switches.keys()
+            trials = self._in_force.trials  # led again where one may run, to say that it has ended
+            is_owed = any(comm and (not one.for_good or comm in trials) for comm, one in left_out.items())
+            stays.given(decision.switches, is_owed)
         if decision.switches:
             self._switch(trial_of(message[1]), decision, left_out, rhythms, own)
 

@@ -286,14 +286,6 @@ def test_a_trial_does_not_begin_its_lost_rounds_anew_for_what_stays(monkeypatch)
     assert rank.round({7: Span(128)}, {9: LATE}) == 1 and rank.leader.lost == 1 and rank.next() == 2
 
 
-def test_a_communicator_without_any_table_is_not_said_to_lack_one():
-    """A rank without a tuner never takes part: NCCL decides there from the first step on."""
-    rank = Rank0()
-    rank.publish(1)
-    rank.round({7: Span(128)}, {9: LATE})
-    assert rank.leader.lacks({9: LATE}) == ""
-
-
 def test_no_table_is_tried_on_a_communicator_that_lacks_what_stays():
     word = CommVote(1, 1, 10, 4.0, {16: 7})
     votes = [Vote(0, 1, "", {7: word, 9: word})]
