@@ -240,7 +240,7 @@ class Agreement:
         generation, why = leader.look()
         if why:
             self._say(AgreementState.NO_TURNS, why, generation)
-            self._say(*_WAITING)
+            self._say(*(TOGETHER if leader.switched else _WAITING))
 
     def _stop_if_over(self, leader: Leader) -> None:
         """No communicator is left that a table could reach."""

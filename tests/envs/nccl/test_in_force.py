@@ -85,3 +85,11 @@ def test_turns_that_were_steady_are_told_also_if_a_communicator_lacks_the_table(
     rank_0 = SimpleNamespace(_say=lambda *word: said.append(word))
     Agreement._say_what_came(rank_0, lacks, 7, Decision(7, BOTH), {9: LATE})
     assert said == [(*TOGETHER, 6), (AgreementState.LOSING, LATE.why)]
+
+
+def test_after_a_refused_trial_ranks_that_switch_are_not_said_to_be_waited_for():
+    """Before: "not every rank has taken its first step"."""
+    said = []
+    leader = SimpleNamespace(look=lambda: (5, NotAgreeing.FATAL_TRIAL()), switched={7})
+    Agreement._look(SimpleNamespace(_say=lambda *word: said.append(word)), leader)
+    assert said == [(AgreementState.NO_TURNS, NotAgreeing.FATAL_TRIAL(), 5), TOGETHER]
