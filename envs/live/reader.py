@@ -33,11 +33,12 @@ ELSEWHERE_S = 10.0
 
 @dataclass
 class HeardOfTurns:
-    """What rank 0 has said of tables that take turns, by generation."""
+    """What rank 0 has said of tables; of those that take turns by generation."""
 
     steady: set[int] = field(default_factory=set)  # all ranks have kept their rhythm in its turns
     refused: int = -1  # the last one whose turns were refused; 0 is no table
     why: str = ""
+    has_switched: bool = False  # one of its steps has ended under a table, which may have been the default
 
 
 class Reader:
@@ -56,7 +57,6 @@ class Reader:
             None  # of the ranks' agreement, as rank 0 said it last
         )
         self.heard = HeardOfTurns()
-        self._has_switched = False  # a step of rank 0 ended under a table, which may have been the default
         self.readings = Readings(run.path)
         self._fresh: list[np.ndarray[Any, Any]] = []
         self._stepped_at = 0.0  # when the first step of any rank was seen
@@ -158,7 +158,7 @@ class Reader:
         if len(steps):
             self._fresh.append(steps)
             self.last_step = int(steps["step"][-1])
-            self._has_switched |= bool(steps["generation"].any())
+            self.heard.has_switched |= bool(steps["generation"].any())
 
     def _hear(self, state: AgreementState, text: str, generation: int) -> None:
         """Of turns."""
@@ -199,7 +199,7 @@ class Reader:
             return NotTuning.ELSEWHERE() if is_late else NotTuning.NO_STEP_OF_RANK_0()
         if not (why := self.no_switch()):
             return NotTuning.NEXT_STEP()
-        return (NotTuning.NOT_ON_ALL if self._has_switched else NotTuning.NO_SWITCH_YET)(why=why)
+        return (NotTuning.NOT_ON_ALL if self.heard.has_switched else NotTuning.NO_SWITCH_YET)(why=why)
 
     def _few_steps(self) -> bool:
         """The job took its first steps, so all ranks were there, and took few."""
@@ -251,7 +251,7 @@ class Reader:
     def ended(self) -> str:
         """That the job is over, and why nothing came of it."""
         ended = RunEnds.JOB_ENDED() if self.status is None else RunEnds.JOB_STATUS(status=self.status)
-        if self._has_switched:  # whatever held up the last table
+        if self.heard.has_switched:  # whatever held up the last table
             return ended
         why = self.no_switch() or ("" if self.ranks else self.waits_for())
         if why == NotTuning.NOT_ALL_THERE() and self.assembler.comms and self._few_steps():

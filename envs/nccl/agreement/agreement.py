@@ -336,7 +336,7 @@ class Agreement:
         else:
             longest_s = max(longest_s, 4 * self._pace.round_s)
         votes = store.votes(number, leader.arrivals.here, longest_s)
-        leader.late = {vote.rank for vote in votes if vote.round == number - 1} & leader.silent
+        leader.arrivals.late = {vote.rank for vote in votes if vote.round == number - 1} & leader.silent
         leader.silent = {vote.rank for vote in votes if vote.round != number}
         return votes
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from ....traces.reasons import NotAgreeing
 from ....traces.records import Trial
 from ..plugin.bindings import Span
-from ..shm import rows_of, trial_of
+from ..shm import trial_of
 from .arrivals import Arrivals
+from .in_force import InForce
 from .mailbox import TableMailbox
 from .protocol import Decision, LeftOut, Rhythms
 from .store import RoundStore
@@ -31,6 +32,7 @@ class LastTable:
         None  # where it holds on rank 0's own communicators; None: it is there to stay
     )
     begun: Mapping[int, Span] | None = None  # of the last trial, until its end was seen
+    in_force: InForce = field(default_factory=InForce)
     generation: int = 0  # whose turns the next round checks; 0: none
     rhythms: Rhythms = field(
         default_factory=dict
@@ -81,10 +83,11 @@ class LastTable:
 
     def is_survived(self, counts: Mapping[int, int]) -> bool:
         """Whether the end of the last trial is seen, for the first time. None of it without rank 0 is ever seen."""
-        if not self.begun or not self._is_past(self.begun, counts):
-            return False
-        self.begun = None
-        return True
+        is_seen = bool(self.begun) and self._is_past(self.begun or {}, counts)
+        self.in_force.sees(counts, is_seen)
+        if is_seen:
+            self.begun = None
+        return is_seen
 
     def _is_past(self, trial: Mapping[int, Span], counts: Mapping[int, int]) -> bool:
         moving = self._moving(counts)
@@ -103,40 +106,6 @@ class LastTable:
 
 
 @dataclass
-class InForce:
-    """What runs on the communicators that have ever had a table, as rank 0 has decided it."""
-
-    #: Rows of what is there to stay. Two tables with the same rows are no two ways.
-    rows: dict[int, bytes] = field(default_factory=dict)
-    trials: dict[int, int] = field(default_factory=dict)  # the count at which the last trial ends, until seen
-
-    def decided(self, message: bytes, switches: Mapping[int, Span]) -> None:
-        """A round is over."""
-        if trial_of(message).trial_steps:
-            for comm, span in switches.items():
-                self.rows.setdefault(comm, b"")
-                self.trials[comm] = span.until
-            return
-        for comm in switches:
-            self.rows[comm] = rows_of(message)
-            self.trials.pop(comm, None)
-
-    def sees(self, counts: Mapping[int, int], is_survived: bool) -> None:
-        """``counts``: see :meth:`LastTable.is_over`. ``is_survived``: the end of the last trial is seen; it is taken to
-        have ended then where rank 0 does not count.
-        """
-        self.trials = {
-            comm: until
-            for comm, until in self.trials.items()
-            if (counts[comm] < until if comm in counts else not is_survived)
-        }
-
-    def differs(self, comm: int, message: bytes) -> bool:
-        """Whether a communicator runs another table than this one, or may run a trial."""
-        return comm in self.trials or self.rows.get(comm, rows_of(message)) != rows_of(message)
-
-
-@dataclass
 class Stays:
     """The newest table to stay."""
 
@@ -144,7 +113,8 @@ class Stays:
     is_decided: bool = False  # whether a round has given it to anybody
     served: set[int] = field(default_factory=set)  # communicators that have it
     is_owed: bool = False  # the last round left out communicators that may get it later, or end a trial
-    again_at: float = 0.0  # when it is led again for them
+    is_led_again: bool = False  # for them, in the round under way
+    again_at: float = 0.0  # when that is due
     _pause_s: float = _OWED_S
 
     def given(self, switches: Collection[int], is_owed: bool) -> None:
@@ -171,7 +141,6 @@ class Leader:
     def __init__(self, n_ranks: int, published: TableMailbox) -> None:
         self.arrivals = Arrivals(n_ranks)
         self.silent: set[int] = set()  # of those that are here, who has not voted in the last round
-        self.late: set[int] = set()  # of the silent, whose vote in the round before came after its end
         self.gone: dict[int, str] = {}  # communicators that have left for good, and why
         self.switched: set[int] = set()  # communicators of the last round that was not lost
         self.news = False  # a rank or a communicator is new: it may not have what stays
@@ -186,10 +155,8 @@ class Leader:
         self._wanted: tuple[int, bytes] | None = None  # to be in force, and is not
         self._stays = Stays(published.confirmed())
         self._is_trial = False  # the round under way
-        self.is_owed = False  # it is led once more, for communicators that an earlier one left out for now
         self._unlike: set[str] = set()  # reasons that were told
         self.last = LastTable()
-        self._in_force = InForce()
 
     def look(self) -> tuple[int, str]:
         """Whether the daemon has published another table; if it is not led, its generation, and why."""
@@ -205,9 +172,7 @@ class Leader:
 
     def sees(self, counts: Mapping[int, int]) -> None:
         """``counts``: see :meth:`LastTable.is_over`. A trial that has come to its end has ended no rank."""
-        is_survived = self.last.is_survived(counts)
-        self._in_force.sees(counts, is_survived)
-        if is_survived:
+        if self.last.is_survived(counts):
             self._published.trial_is_over()
 
     def begin_life(self) -> None:
@@ -250,10 +215,16 @@ class Leader:
         self._is_trial = trial_of(message[1]).trial_steps > 0
         if self._is_trial:
             self._published.trial_begins(message)
-        self.is_owed = message == self._stays.message and self._stays.is_owed
+        self._stays.is_led_again = message == self._stays.message and self._stays.is_owed
         here = len(self.arrivals.here)
         # One vote at least is worth waiting for: who was silent may be back. Who is late votes, if it has the time.
-        return max(here - len(self.silent - self.late), min(1, here))
+        silent = self.silent - self.arrivals.late
+        return max(here - len(silent), min(1, here))
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether the round under way leads what stays again, for communicators that an earlier one left out."""
+        return self._stays.is_led_again
 
     @property
     def served(self) -> set[int] | None:
@@ -281,8 +252,18 @@ class Leader:
         stays = self._stays.message
         if self._is_trial or stays is None:
             return ""
-        whys = (one.why for comm, one in left_out.items() if self._in_force.differs(comm, stays[1]))
-        return next(whys, "")
+        for comm, one in left_out.items():
+            if self.last.in_force.differs(comm, stays[1]):
+                return one.why
+        return ""
+
+    def _owes(self, left_out: Mapping[int, LeftOut]) -> bool:
+        """Whether what stays is to be led again for communicators that a round has left out: they may get it later.
+
+        Where a trial may still run the next round says that it has ended, also if they have left for good.
+        """
+        trials = self.last.in_force.trials
+        return any(comm and (not one.for_good or comm in trials) for comm, one in left_out.items())
 
     def ended(
         self,
@@ -306,13 +287,11 @@ class Leader:
             self.lost = 0
         if message == self._wanted:
             self._wanted = None
-        self._in_force.decided(message[1], decision.switches)
+        self.last.in_force.decided(message[1], decision.switches)
         if message == stays.message:
             self.news = False
             stays.message = None if is_refused else message
-            trials = self._in_force.trials  # led again where one may run, to say that it has ended
-            is_owed = any(comm and (not one.for_good or comm in trials) for comm, one in left_out.items())
-            stays.given(decision.switches, is_owed)
+            stays.given(decision.switches, self._owes(left_out))
         if decision.switches:
             self._switch(trial_of(message[1]), decision, left_out, rhythms, own)
 

@@ -235,9 +235,9 @@ def test_a_round_for_who_was_left_out_waits_for_the_others_and_for_who_is_late(m
     monkeypatch.setattr(leaders, "time", clock)
     rank = owed(clock)
     assert rank.leader.begin_round(message(2)) == 1 and rank.leader.is_owed
-    rank.leader.late = {2}
+    rank.leader.arrivals.late = {2}
     assert rank.leader.begin_round(message(2)) == 2
-    rank.leader.silent, rank.leader.late = {1, 2}, set()
+    rank.leader.silent, rank.leader.arrivals.late = {1, 2}, set()
     assert rank.leader.begin_round(message(2)) == 1, "one of them may be back"
     assert rank.leader.begin_round(message(3, *TRIAL)) == 1 and not rank.leader.is_owed
 
@@ -262,7 +262,7 @@ def test_how_long_rank_0_has_waited_for_a_silent_rank_makes_it_wait_no_longer_fo
     pace.round_took(5.0, False)
     for late in (set(), {2}):  # its vote in round 4 comes after that round's end
         Agreement._drive(rank_0, part(), None)
-        assert (leader.silent, leader.late) == ({2}, late)
+        assert (leader.silent, leader.arrivals.late) == ({2}, late)
     for _ in range(7):
         Agreement._drive(rank_0, part(), None)
     assert waits == 9 * [pytest.approx(1.006)] and pace.round_s == 5.0
