@@ -102,6 +102,7 @@ class NotTuning(Reason):
     NO_STEP_OF_RANK_0 = "the first step of rank 0"
     ELSEWHERE = "rank 0 is on another node: the tuner there tunes, and this one only serves the job"
     NO_SWITCH_YET = "the ranks do not switch tables yet: {why}"
+    NOT_ON_ALL = "not all ranks switch tables at present: {why}"
     NOT_ALL_THERE = "not every rank has taken its first step, or NCCL has not loaded the tuner there"
     NEXT_STEP = "the next steps of the job"
     PAUSED = "the job has taken no step for {seconds:.0f} s: it pauses, or is about to end"

@@ -358,9 +358,7 @@ class AgreementState(IntEnum):
     OPEN = 1
     SHUT = 2  # never opened: the text says why
     CLOSED = 3  # stopped agreeing: the text says why and names the rank
-    LOSING = (
-        5  # open, but one round after the other comes to nothing: the text says why. 4 is in older traces
-    )
+    LOSING = 5  # open, but rounds come to nothing, or leave out who runs another table. 4: in older traces
     NO_TURNS = 6  # open, but the table of this generation was refused: its turns cannot follow steps
 
 

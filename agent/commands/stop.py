@@ -65,5 +65,5 @@ def _outcome(found: Stopped) -> str:
     if not found.job_runs:
         return "the job is over"
     if found.why:
-        return f"NCCL's default is set, but not all ranks use it yet: {found.why}"
+        return f"NCCL's default is set, but not all ranks use it: {found.why}"
     return "NCCL's default is set, but no step has run under it yet: run this command again to check"

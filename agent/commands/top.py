@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: Letters of a run's sparkline.
 SPARKS = 16
 #: State of the ranks' agreement, for people.
-_AGREE = {"OPEN": "yes", "WAITING": "not yet", "LOSING": "too late", "SHUT": "no", "CLOSED": "no more"}
+_AGREE = {"OPEN": "yes", "WAITING": "not yet", "LOSING": "not all", "SHUT": "no", "CLOSED": "no more"}
 
 
 def top(

@@ -162,8 +162,8 @@ def _tries_a_table(folder: RunFolder) -> bool:
 def _runs_default(job: Job, folder: RunFolder, end: float) -> bool:
     """Whether rank 0 ends a step under the newest table, which has to be empty, before ``end`` (monotonic seconds).
 
-    A table that a tuner publishes once more, as it wakes up or ends, is withdrawn too. While rank 0 says that a silent
-    rank keeps its communicators out of a round, not all ranks run the default.
+    A table that a tuner publishes once more, as it wakes up or ends, is withdrawn too. While rank 0 says that the round
+    has left out communicators with another table, not all ranks run the default.
     """
     has_default = False
     while True:

@@ -33,11 +33,12 @@ ELSEWHERE_S = 10.0
 
 @dataclass
 class HeardOfTurns:
-    """What rank 0 has said of tables that take turns, by generation."""
+    """What rank 0 has said of tables; of those that take turns by generation."""
 
     steady: set[int] = field(default_factory=set)  # all ranks have kept their rhythm in its turns
     refused: int = -1  # the last one whose turns were refused; 0 is no table
     why: str = ""
+    has_switched: bool = False  # one of its steps has ended under a table, which may have been the default
 
 
 class Reader:
@@ -157,6 +158,7 @@ class Reader:
         if len(steps):
             self._fresh.append(steps)
             self.last_step = int(steps["step"][-1])
+            self.heard.has_switched |= bool(steps["generation"].any())
 
     def _hear(self, state: AgreementState, text: str, generation: int) -> None:
         """Of turns."""
@@ -177,7 +179,7 @@ class Reader:
         return fresh
 
     def no_switch(self) -> str:
-        """Why the ranks change no tables at present; '' where they do, or have not said."""
+        """Why the ranks, or some of them, change no tables at present; '' where they do, or have not said."""
         waits = AgreementState.WAITING, AgreementState.LOSING
         return self.state[1] if self.state and self.state[0] in waits else ""
 
@@ -195,7 +197,9 @@ class Reader:
         if 0 not in (self._ranks_now() or self.ranks):
             is_late = time.monotonic() - self._stepped_at >= ELSEWHERE_S
             return NotTuning.ELSEWHERE() if is_late else NotTuning.NO_STEP_OF_RANK_0()
-        return NotTuning.NO_SWITCH_YET(why=why) if (why := self.no_switch()) else NotTuning.NEXT_STEP()
+        if not (why := self.no_switch()):
+            return NotTuning.NEXT_STEP()
+        return (NotTuning.NOT_ON_ALL if self.heard.has_switched else NotTuning.NO_SWITCH_YET)(why=why)
 
     def _few_steps(self) -> bool:
         """The job took its first steps, so all ranks were there, and took few."""
@@ -247,6 +251,8 @@ class Reader:
     def ended(self) -> str:
         """That the job is over, and why nothing came of it."""
         ended = RunEnds.JOB_ENDED() if self.status is None else RunEnds.JOB_STATUS(status=self.status)
+        if self.heard.has_switched:  # whatever held up the last table
+            return ended
         why = self.no_switch() or ("" if self.ranks else self.waits_for())
         if why == NotTuning.NOT_ALL_THERE() and self.assembler.comms and self._few_steps():
             why = NotTuning.TOO_FEW_STEPS(count=self.last_step)

@@ -240,7 +240,7 @@ class Agreement:
         generation, why = leader.look()
         if why:
             self._say(AgreementState.NO_TURNS, why, generation)
-            self._say(*_WAITING)
+            self._say(*(TOGETHER if leader.switched else _WAITING))
 
     def _stop_if_over(self, leader: Leader) -> None:
         """No communicator is left that a table could reach."""
@@ -268,13 +268,14 @@ class Agreement:
     ) -> None:
         """Of a round."""
         refused = left_out.get(0)
-        if decision.switches and (why := leader.lacks(left_out)):
-            self._say(AgreementState.LOSING, why)
-        elif decision.switches:
+        if decision.switches:
             if unlike := leader.unlike(left_out):  # rank 0's tables change, so no state says it
                 self._tell(None, unlike, 0)
-            for turns in leader.last.steady or [0]:
+            lacks = leader.lacks(left_out)
+            for turns in leader.last.steady or ([] if lacks else [0]):
                 self._say(*TOGETHER, turns)
+            if lacks:
+                self._say(AgreementState.LOSING, lacks)
         elif refused is not None and refused.is_refusal:
             self._say(AgreementState.LOSING, refused.why)
         elif refused is not None and refused.for_good:
@@ -295,7 +296,8 @@ class Agreement:
                 request = part.send(result)
             except StopIteration as end:
                 decision: Decision = end.value
-                self._pace.round_took(time.monotonic() - began, held)
+                if self._leader is None or not self._leader.is_owed:  # else it was our own waiting
+                    self._pace.round_took(time.monotonic() - began, held)
                 return decision
             result = self._do(request, proposal)
             held |= isinstance(request, protocol.Await) and result is None
@@ -328,8 +330,13 @@ class Agreement:
         """The votes of a round, as far as they come in time."""
         leader, store = self._leader, self._store
         assert leader is not None
-        longest_s = max(_VOTES_S + 2 * store.lookout.spread_s(), 4 * self._pace.round_s)
+        longest_s = _VOTES_S + 2 * store.lookout.spread_s()
+        if leader.is_owed:  # for the sake of who was silent: how long that took before does not count
+            longest_s += self._pace.requests_s(store.answer_s)
+        else:
+            longest_s = max(longest_s, 4 * self._pace.round_s)
         votes = store.votes(number, leader.arrivals.here, longest_s)
+        leader.arrivals.late = {vote.rank for vote in votes if vote.round == number - 1} & leader.silent
         leader.silent = {vote.rank for vote in votes if vote.round != number}
         return votes
 

@@ -21,6 +21,7 @@ class Arrivals:
         self.given_up: set[int] = (
             set()
         )  # who was silent in the last trial's round, which went on all the same
+        self.late: set[int] = set()  # of the silent: whose vote in the round before came after its end
         self._known: set[int] = set()  # who was here in an earlier life
         self._absent = set(range(1, n_ranks))
         self._awaited = set(self._absent)  # by the next round

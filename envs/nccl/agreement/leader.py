@@ -11,6 +11,7 @@ from ....traces.records import Trial
 from ..plugin.bindings import Span
 from ..shm import trial_of
 from .arrivals import Arrivals
+from .in_force import InForce
 from .mailbox import TableMailbox
 from .protocol import Decision, LeftOut, Rhythms
 from .store import RoundStore
@@ -31,7 +32,7 @@ class LastTable:
         None  # where it holds on rank 0's own communicators; None: it is there to stay
     )
     begun: Mapping[int, Span] | None = None  # of the last trial, until its end was seen
-    had: set[int] = field(default_factory=set)  # communicators that have had this one, or one before
+    in_force: InForce = field(default_factory=InForce)
     generation: int = 0  # whose turns the next round checks; 0: none
     rhythms: Rhythms = field(
         default_factory=dict
@@ -82,10 +83,11 @@ class LastTable:
 
     def is_survived(self, counts: Mapping[int, int]) -> bool:
         """Whether the end of the last trial is seen, for the first time. None of it without rank 0 is ever seen."""
-        if not self.begun or not self._is_past(self.begun, counts):
-            return False
-        self.begun = None
-        return True
+        is_seen = bool(self.begun) and self._is_past(self.begun or {}, counts)
+        self.in_force.sees(counts, is_seen)
+        if is_seen:
+            self.begun = None
+        return is_seen
 
     def _is_past(self, trial: Mapping[int, Span], counts: Mapping[int, int]) -> bool:
         moving = self._moving(counts)
@@ -110,17 +112,20 @@ class Stays:
     message: tuple[int, bytes] | None  # None: there is none
     is_decided: bool = False  # whether a round has given it to anybody
     served: set[int] = field(default_factory=set)  # communicators that have it
-    is_owed: bool = (
-        False  # the last round left communicators out for now: a rank was silent, or has not come yet
-    )
-    again_at: float = 0.0  # when it is led again for them
+    is_owed: bool = False  # the last round left out communicators that may get it later, or end a trial
+    is_led_again: bool = False  # for them, in the round under way
+    again_at: float = 0.0  # when that is due
     _pause_s: float = _OWED_S
 
-    def given(self, switches: Collection[int], left_out: Mapping[int, LeftOut]) -> None:
+    def given(self, switches: Collection[int], is_owed: bool) -> None:
         """A round for it is over."""
         self.is_decided = True
         self.served.update(switches)
-        self.is_owed = any(comm and not one.for_good for comm, one in left_out.items())
+        self.is_owed = is_owed
+        self.pauses()
+
+    def pauses(self) -> None:
+        """It is led again later, each time after a longer pause: what is wanted meanwhile goes first."""
         self.again_at = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _OWED_MOST_S)
 
@@ -210,11 +215,16 @@ class Leader:
         self._is_trial = trial_of(message[1]).trial_steps > 0
         if self._is_trial:
             self._published.trial_begins(message)
+        self._stays.is_led_again = message == self._stays.message and self._stays.is_owed
         here = len(self.arrivals.here)
-        if message == self._stays.message and self._stays.is_owed:  # for the sake of who was silent
-            return here
-        # One vote at least is worth waiting for: who was silent may be back.
-        return max(here - len(self.silent), min(1, here))
+        # One vote at least is worth waiting for: who was silent may be back. Who is late votes, if it has the time.
+        silent = self.silent - self.arrivals.late
+        return max(here - len(silent), min(1, here))
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether the round under way leads what stays again, for communicators that an earlier one left out."""
+        return self._stays.is_led_again
 
     @property
     def served(self) -> set[int] | None:
@@ -235,13 +245,25 @@ class Leader:
         return bool(for_now)
 
     def lacks(self, left_out: Mapping[int, LeftOut]) -> str:
-        """Why a communicator that runs an older table has not got the one to stay in this round; empty if all have."""
-        if self._is_trial:
+        """Why a communicator runs something else than the table to stay of this round; empty if none does.
+
+        It may have left for good: it keeps what it has.
+        """
+        stays = self._stays.message
+        if self._is_trial or stays is None:
             return ""
         for comm, one in left_out.items():
-            if comm in self.last.had and not one.for_good:
+            if self.last.in_force.differs(comm, stays[1]):
                 return one.why
         return ""
+
+    def _owes(self, left_out: Mapping[int, LeftOut]) -> bool:
+        """Whether what stays is to be led again for communicators that a round has left out: they may get it later.
+
+        Where a trial may still run the next round says that it has ended, also if they have left for good.
+        """
+        trials = self.last.in_force.trials
+        return any(comm and (not one.for_good or comm in trials) for comm, one in left_out.items())
 
     def ended(
         self,
@@ -265,11 +287,11 @@ class Leader:
             self.lost = 0
         if message == self._wanted:
             self._wanted = None
+        self.last.in_force.decided(message[1], decision.switches)
         if message == stays.message:
             self.news = False
             stays.message = None if is_refused else message
-            stays.given(decision.switches, left_out)
-        self.last.had |= decision.switches.keys()
+            stays.given(decision.switches, self._owes(left_out))
         if decision.switches:
             self._switch(trial_of(message[1]), decision, left_out, rhythms, own)
 
@@ -281,6 +303,10 @@ class Leader:
 
     def _lose(self, left_out: dict[int, LeftOut]) -> None:
         """No communicator has switched: the round is led again, later each time."""
+        if self.is_owed:
+            self._stays.pauses()
+            if not self.news:  # nothing that is wanted was lost
+                return
         self.lost += 1
         reasons = [left_out[0]] if 0 in left_out else list(left_out.values())
         self.why = reasons[0].why if reasons else NotAgreeing.LATE_STORE()

@@ -61,6 +61,11 @@ class Pace:
         """The longest of the last rounds, but for what was the store's fault."""
         return max(self._round_s)
 
+    @staticmethod
+    def requests_s(answer_s: float) -> float:
+        """How long a rank's requests in a round take, if the store answers in ``answer_s``."""
+        return min(_REQUESTS * answer_s, _MOST_S)
+
     def calls_a_step(self, comm: int) -> float:
         """Collectives of a communicator in a step; 0 where no step was seen."""
         first, last = self._ends(comm)
@@ -87,8 +92,7 @@ class Pace:
         if not busiest:
             return _RESTING
         a_step = max(self.calls_a_step(comm), rhythm)
-        slow_s = min(_REQUESTS * answer_s, _MOST_S)
-        round_s = max(self.round_s, slow_s)
+        round_s = max(self.round_s, self.requests_s(answer_s))
         two_steps_s = _STEPS * self._step_s()
         least_s = min(_HALF_S, two_steps_s)
         ahead_s = max(2 * round_s, least_s) + spread_s

@@ -11,7 +11,8 @@ from dynamiccl.envs.nccl.agreement.store import RoundStore
 from dynamiccl.envs.nccl.plugin.bindings import Span
 from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.traces.reasons import NotAgreeing
-from dynamiccl.traces.records import Table
+from dynamiccl.traces.records import Decision as Setting
+from dynamiccl.traces.records import Rule, Table
 from memory_store import MemoryStore
 
 TRIAL, TURNS = (8,), (32, 2, 1, 0)
@@ -46,8 +47,10 @@ class Box:
         pass
 
 
-def message(generation, *trial):
-    return generation, encode_table(Table(generation, (), *trial))
+def message(generation, *trial, is_default=False):
+    """A table that is known by its channels; ``is_default``: without rows."""
+    row = Rule(0, 0, "all_gather", 0, 2**40, Setting("ring", "ll", generation))
+    return generation, encode_table(Table(generation, () if is_default else (row,), *trial))
 
 
 class Rank0:
@@ -58,8 +61,8 @@ class Rank0:
         self.leader = Leader(3, self.box)
         self.counts = {7: 100, 9: 100}
 
-    def publish(self, generation, *trial):
-        self.box.found = message(generation, *trial)
+    def publish(self, generation, *trial, is_default=False):
+        self.box.found = message(generation, *trial, is_default=is_default)
         self.leader.look()
 
     def next(self):

@@ -11,6 +11,7 @@ from dynamiccl.envs.nccl.agreement import lookout, protocol
 from dynamiccl.envs.nccl.agreement import store as stores
 from dynamiccl.envs.nccl.agreement.agreement import Agreement
 from dynamiccl.envs.nccl.agreement.leader import PATIENCE
+from dynamiccl.envs.nccl.agreement.pace import Pace
 from dynamiccl.envs.nccl.agreement.protocol import ABORT, CommVote, Decision, LeftOut, Vote
 from dynamiccl.envs.nccl.agreement.store import RoundStore
 from dynamiccl.envs.nccl.plugin.bindings import CommView, Span
@@ -188,13 +189,89 @@ def test_what_stays_is_led_again_for_who_was_left_out_with_growing_pauses(monkey
         clock.now += 1.0
         if rank.next():
             rounds.append(clock.now - 1000.0)
-            assert rank.leader.begin_round(message(2)) == 2, "the silent rank may be back"
+            assert rank.leader.begin_round(message(2)) == 2, "no rank is silent"
             rank.leader.ended(message(2), Decision(2, {7: Span(128)}), {9: LATE}, RHYTHMS, {7, 9})
     assert rounds[:5] == [1, 3, 7, 15, 31] and 55 < len(rounds) < 70
     clock.now += 60.0
     assert rank.round(BOTH) == 2 and not rank.leader.lacks({})
     clock.now += 3600.0
     assert rank.next() == 0
+
+
+def owed(clock):
+    """Rank 0 with table 2 to stay, which communicator 9 does not have since rank 2 is silent."""
+    rank = Rank0()
+    rank.leader.arrivals.here = {1, 2}
+    rank.publish(1)
+    rank.round(BOTH)
+    rank.publish(2)
+    rank.leader.silent = {2}
+    rank.round({7: Span(128)}, {9: LATE})
+    clock.now += 1.0
+    return rank
+
+
+def test_lost_rounds_for_who_was_left_out_have_growing_pauses_too_and_hold_up_no_other_table(monkeypatch):
+    """Before: led again at once and before any trial, and a trial waited for 100 s."""
+    clock = Clock()
+    monkeypatch.setattr(leaders, "time", clock)
+    rank = owed(clock)
+    rank.publish(3, *TRIAL)
+    rounds = []
+    for _ in range(100):
+        if rank.next() == 2:
+            rounds.append(clock.now - 1000.0)
+            assert rank.round(left_out={9: LATE}) == 2 and rank.next() == 3
+            assert rank.leader.lost == 0 and rank.leader.not_before <= clock.now
+        clock.now += 1.0
+    assert rounds == [1, 3, 7, 15, 31, 63]
+    rank.leader.news = True
+    assert rank.round() == 2 and rank.leader.not_before > clock.now, "a communicator is new: not at once"
+
+
+def test_a_round_for_who_was_left_out_waits_for_the_others_and_for_who_is_late(monkeypatch):
+    """Before: for the silent rank too, to the end of the time that there is."""
+    clock = Clock()
+    monkeypatch.setattr(leaders, "time", clock)
+    rank = owed(clock)
+    assert rank.leader.begin_round(message(2)) == 1 and rank.leader.is_owed
+    rank.leader.arrivals.late = {2}
+    assert rank.leader.begin_round(message(2)) == 2
+    rank.leader.silent, rank.leader.arrivals.late = {1, 2}, set()
+    assert rank.leader.begin_round(message(2)) == 1, "one of them may be back"
+    assert rank.leader.begin_round(message(3, *TRIAL)) == 1 and not rank.leader.is_owed
+
+
+def test_how_long_rank_0_has_waited_for_a_silent_rank_makes_it_wait_no_longer_for_who_was_left_out():
+    """Before: 0.5, 2, 8 and then 20 s each, in which it saw no withdrawal, and other ranks held calls."""
+    waits, voted_in = [], [3, 4]
+
+    def votes(_number, _ranks, seconds):
+        waits.append(seconds)
+        return [Vote(2, voted_in.pop(0) if len(voted_in) > 1 else voted_in[0], "same")]
+
+    leader, pace = SimpleNamespace(is_owed=True, silent={2}, arrivals=SimpleNamespace(here={1, 2})), Pace(0.1)
+    store = SimpleNamespace(lookout=SimpleNamespace(spread_s=lambda: 0.25), answer_s=0.001, votes=votes)
+    rank_0 = SimpleNamespace(_leader=leader, _store=store, _pace=pace)
+
+    def part():
+        yield Agreement._gathered(rank_0, 5)
+        return ABORT
+
+    rank_0._do = lambda request, _proposal: request
+    pace.round_took(5.0, False)
+    for late in (set(), {2}):  # its vote in round 4 comes after that round's end
+        Agreement._drive(rank_0, part(), None)
+        assert (leader.silent, leader.arrivals.late) == ({2}, late)
+    for _ in range(7):
+        Agreement._drive(rank_0, part(), None)
+    assert waits == 9 * [pytest.approx(1.006)] and pace.round_s == 5.0
+    leader.is_owed = False
+    Agreement._drive(rank_0, part(), None)
+    assert waits[-1] == 20.0, "all other rounds wait as long as rounds last"
+    for _ in range(7):
+        Agreement._drive(rank_0, part(), None)
+    assert pace.round_s < 1.0
 
 
 def test_a_trial_does_not_begin_its_lost_rounds_anew_for_what_stays(monkeypatch):
@@ -207,14 +284,6 @@ def test_a_trial_does_not_begin_its_lost_rounds_anew_for_what_stays(monkeypatch)
     assert rank.round() == 2 and rank.leader.lost == 1
     clock.now += 10.0
     assert rank.round({7: Span(128)}, {9: LATE}) == 1 and rank.leader.lost == 1 and rank.next() == 2
-
-
-def test_a_communicator_without_any_table_is_not_said_to_lack_one():
-    """A rank without a tuner never takes part: NCCL decides there from the first step on."""
-    rank = Rank0()
-    rank.publish(1)
-    rank.round({7: Span(128)}, {9: LATE})
-    assert rank.leader.lacks({9: LATE}) == ""
 
 
 def test_no_table_is_tried_on_a_communicator_that_lacks_what_stays():

@@ -1,0 +1,49 @@
+"""What runs on each communicator, as rank 0 knows it from its decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..plugin.bindings import Span
+from ..shm import rows_of, trial_of
+
+
+@dataclass
+class InForce:
+    """What runs on the communicators that have ever had a table, as rank 0 has decided it."""
+
+    #: Rows of what is there to stay. Two tables with the same rows are no two ways.
+    rows: dict[int, bytes] = field(default_factory=dict)
+    trials: dict[int, int] = field(default_factory=dict)  # the count at which the last trial ends, until seen
+
+    def decided(self, message: bytes, switches: Mapping[int, Span]) -> None:
+        """A round is over."""
+        is_trial = trial_of(message).trial_steps > 0
+        rows = rows_of(message)
+        for comm, span in switches.items():
+            if is_trial:
+                self.rows.setdefault(comm, b"")
+                self.trials[comm] = span.until
+            else:
+                self.rows[comm] = rows
+                self.trials.pop(comm, None)
+
+    def sees(self, counts: Mapping[int, int], is_survived: bool) -> None:
+        """``counts``: collectives made on each communicator of rank 0.
+
+        ``is_survived``: the end of the last trial is seen; it is taken to have ended then where rank 0 does not count.
+        """
+        for comm, until in list(self.trials.items()):
+            is_over = is_survived
+            if comm in counts:
+                is_over = counts[comm] >= until
+            if is_over:
+                del self.trials[comm]
+
+    def differs(self, comm: int, message: bytes) -> bool:
+        """Whether a communicator runs another table than this one, or may run a trial."""
+        if comm in self.trials:
+            return True
+        rows = rows_of(message)
+        return self.rows.get(comm, rows) != rows

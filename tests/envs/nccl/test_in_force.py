@@ -1,0 +1,95 @@
+"""What runs on each communicator, as rank 0 knows it: which of them lack the table that is there to stay."""
+
+from types import SimpleNamespace
+
+from dynamiccl.envs.nccl.agreement import leader as leaders
+from dynamiccl.envs.nccl.agreement.agreement import TOGETHER, Agreement
+from dynamiccl.envs.nccl.agreement.protocol import Decision, LeftOut
+from dynamiccl.envs.nccl.plugin.bindings import Span
+from dynamiccl.traces.reasons import NotAgreeing
+from dynamiccl.traces.records import AgreementState
+from test_leader import BOTH, LATE, TRIAL, Rank0
+from test_silent_ranks import Clock
+
+
+def test_a_communicator_without_any_table_is_not_said_to_lack_one():
+    """A rank without a tuner never takes part: NCCL decides there from the first step on."""
+    rank = Rank0()
+    rank.publish(1)
+    rank.round({7: Span(128)}, {9: LATE})
+    assert rank.leader.lacks({9: LATE}) == ""
+
+
+def test_a_communicator_that_runs_the_default_already_does_not_lack_it():
+    """Before: `stop` waited in vain and failed, as its table, the default of another number, was an older one."""
+    rank = Rank0()
+    rank.publish(1, is_default=True)
+    rank.round(BOTH)
+    rank.publish(2, *TRIAL)
+    rank.round({comm: Span(128, 160) for comm in BOTH})
+    rank.counts = {7: 150, 9: 159}
+    rank.leader.sees(rank.counts)
+    rank.publish(3, is_default=True)
+    assert rank.round({7: Span(155)}, {9: LATE}) == 3
+    assert rank.leader.lacks({9: LATE}) == LATE.why, "the trial may still run"
+    rank.leader.sees({7: 170, 9: 160})
+    assert rank.leader.lacks({9: LATE}) == ""
+    rank.publish(4)
+    rank.round({7: Span(200)}, {9: LATE})
+    assert rank.leader.lacks({9: LATE}) == LATE.why, "another table is lacked"
+
+
+GONE = LeftOut(NotAgreeing.NO_CLOCK(rank=1, why="calls are captured"), True)
+
+
+def test_a_communicator_that_has_left_for_good_under_a_table_is_told():
+    """Before: `stop` said that all ranks run the default."""
+    rank = Rank0()
+    rank.publish(1)
+    rank.round(BOTH)
+    rank.publish(2, is_default=True)
+    assert rank.round({7: Span(600)}, {9: GONE}) == 2
+    assert rank.leader.lacks({9: GONE}) == GONE.why and rank.next() == 0
+    rank.publish(3)
+    rank.round({7: Span(700)}, {9: GONE, 11: GONE})
+    assert rank.leader.lacks({9: GONE}) == GONE.why
+    assert rank.leader.lacks({11: GONE}) == "", "it has never had a table"
+
+
+def test_once_the_trial_of_a_communicator_that_has_left_for_good_is_over_all_run_the_default(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(leaders, "time", clock)
+    rank = Rank0()
+    rank.publish(1, *TRIAL)
+    rank.round({comm: Span(128, 160) for comm in (7, 9, 8)})  # rank 0 is not in communicator 8
+    rank.publish(2, is_default=True)
+    left_out = {9: GONE, 8: GONE}
+    assert rank.round({7: Span(140)}, left_out) == 2 and rank.leader.lacks({9: GONE})
+    assert rank.leader.lacks({8: GONE})
+    clock.now += 1.0
+    assert rank.round({7: Span(150)}, left_out) == 2, "led again, to hear of its end"
+    rank.leader.sees({7: 170, 9: 161})
+    assert rank.leader.lacks(left_out) == ""
+    clock.now += 2.0
+    assert rank.round({7: Span(180)}, left_out) == 2
+    clock.now += 3600.0
+    assert rank.next() == 0
+
+
+def test_turns_that_were_steady_are_told_also_if_a_communicator_lacks_the_table():
+    """Before: not at all, and the tuner did not count what it had seen in them."""
+    said = []
+    lacks = SimpleNamespace(
+        unlike=lambda _: "", lacks=lambda _: LATE.why, last=SimpleNamespace(steady=[6]), lost=0
+    )
+    rank_0 = SimpleNamespace(_say=lambda *word: said.append(word))
+    Agreement._say_what_came(rank_0, lacks, 7, Decision(7, BOTH), {9: LATE})
+    assert said == [(*TOGETHER, 6), (AgreementState.LOSING, LATE.why)]
+
+
+def test_after_a_refused_trial_ranks_that_switch_are_not_said_to_be_waited_for():
+    """Before: "not every rank has taken its first step"."""
+    said = []
+    leader = SimpleNamespace(look=lambda: (5, NotAgreeing.FATAL_TRIAL()), switched={7})
+    Agreement._look(SimpleNamespace(_say=lambda *word: said.append(word)), leader)
+    assert said == [(AgreementState.NO_TURNS, NotAgreeing.FATAL_TRIAL(), 5), TOGETHER]
