@@ -268,9 +268,9 @@ class Job(Reader):
         cut = self._run(attempt, give_up_ms)
         if cut is None or not cut.is_fatal:
             return cut
-        rows, rest = without_fatal(chosen, self.confirmed)
+        rows, rest = without_fatal(self.run.path, chosen, self.confirmed)
         cut = self._attempt(rest, n_steps, discard, give_up_ms, one_of, counted)
-        self.obedience.left_out[self.generation] = rows
+        self.obedience.leave_out(self.generation, rows)
         return cut
 
     def alternate(
@@ -291,9 +291,9 @@ class Job(Reader):
         for _ in range(MOST_FAILED):
             leases = self._leases(chosen, n_steps, turn_steps, discard, give_up_ms)
             if leases[-1].is_fatal:
-                rows, rest = without_fatal(chosen, self.confirmed)
+                rows, rest = without_fatal(self.run.path, chosen, self.confirmed)
                 turns = self.alternate(rest, n_steps, turn_steps, discard, give_up_ms)
-                return replace(turns, disobeyed=rows) if turns else None
+                return replace(turns, disobeyed=(*rows, *turns.disobeyed)) if turns else None
             self._end_turns(leases[-1])
             turns = together(leases, self.heard.steady, discard, n_steps)
             if turns.has_both:
