@@ -29,6 +29,11 @@ def read_confirmed(folder: Path) -> dict[Slot, Decision]:
     return {slot_of(rule): rule.decision for rule in table.rules}
 
 
+def decided(decisions: Decisions) -> dict[Slot, Decision]:
+    """Without the slots that are left to NCCL."""
+    return {slot: decision for slot, decision in decisions.items() if not decision.is_auto}
+
+
 def without_fatal(
     folder: Path, decisions: Decisions, confirmed: Decisions
 ) -> tuple[tuple[Disobeyed, ...], dict[Slot, Decision]]:

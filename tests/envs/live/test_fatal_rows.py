@@ -1,4 +1,4 @@
-"""Rows in whose trials the ranks have ended: which of a table's rows these are, where rank 0 refuses the whole table."""
+"""Rows in whose trials the ranks have ended: which of a table's rows these are, where rank 0 refuses all of it."""
 
 import pytest
 from dynamiccl.envs.nccl.agreement import mailbox
