@@ -170,8 +170,11 @@ class Assembler:
 
     def held_back(self, pid: int) -> Array:
         """Stamps of the records of process ``pid`` whose rows wait for their kernel times, (n,): no table has them."""
-        found = [rows["stamp"][rows["pid"] == pid] for rows in self._pending]
-        return np.concatenate([np.empty(0, np.uint64), *found])
+        found = [np.empty(0, np.uint64)]
+        for rows in self._pending:
+            is_its = rows["pid"] == pid
+            found.append(rows["stamp"][is_its])
+        return np.concatenate(found)
 
     def _is_complete(self, rows: Array) -> Array:
         """Which rows wait for nothing more, (n,) bool."""

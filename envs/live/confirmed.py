@@ -23,7 +23,8 @@ def note_confirmed(folder: Path, table: Table) -> None:
 def read_confirmed(folder: Path) -> dict[Slot, Decision]:
     """What an earlier daemon of this run had confirmed; nothing if there is none or it is damaged."""
     try:
-        table = decode_table((folder / CONFIRMED).read_bytes())
+        raw = (folder / CONFIRMED).read_bytes()
+        table = decode_table(raw)
     except (OSError, ValueError):
         return {}
     return {slot_of(rule): rule.decision for rule in table.rules}
@@ -31,7 +32,11 @@ def read_confirmed(folder: Path) -> dict[Slot, Decision]:
 
 def decided(decisions: Decisions) -> dict[Slot, Decision]:
     """Without the slots that are left to NCCL."""
-    return {slot: decision for slot, decision in decisions.items() if not decision.is_auto}
+    found: dict[Slot, Decision] = {}
+    for slot, decision in decisions.items():
+        if not decision.is_auto:
+            found[slot] = decision
+    return found
 
 
 def without_fatal(
@@ -47,15 +52,24 @@ def without_fatal(
         if confirmed.get(slot) != row:
             new[slot] = row
     noted = _noted_fatal(folder)
-    fatal = {slot: row for slot, row in new.items() if row_digest(Rule.of(slot, row)) in noted}
+    fatal: dict[Slot, Decision] = {}
+    for slot, row in new.items():
+        digest = row_digest(Rule.of(slot, row))
+        if digest in noted:
+            fatal[slot] = row
     gone = fatal or new or decisions
-    rows = [Disobeyed(slot, row, "") for slot, row in gone.items()]
-    return tuple(rows), {slot: row for slot, row in decisions.items() if slot not in gone}
+    rest = dict(decisions)
+    rows: list[Disobeyed] = []
+    for slot, row in gone.items():
+        rows.append(Disobeyed(slot, row, ""))
+        del rest[slot]
+    return tuple(rows), rest
 
 
 def _noted_fatal(folder: Path) -> set[str]:
     """Digests of the rows in whose trials ranks have ended; none where there is no such note, or it is damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        note = parse_json((folder / TRIED).read_text())
+        text = (folder / TRIED).read_text()
+        note = parse_json(text)
         return set(note["fatal"])
     return set()

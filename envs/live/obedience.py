@@ -157,7 +157,8 @@ class Obedience:
 
     def leave_out(self, generation: int, rows: tuple[Disobeyed, ...]) -> None:
         """A table was published without these rows; it may lack others already."""
-        self._left_out[generation] = (*rows, *self._left_out.get(generation, ()))
+        before = self._left_out.get(generation, ())
+        self._left_out[generation] = rows + before
 
     def add(self, rows: Array) -> None:
         """Take in COLL records, shape (n,)."""
@@ -178,9 +179,12 @@ class Obedience:
         unknown = Communicator(0, 0, 0, "")
         of_rows = [comms.get(int(i), unknown) for i in rows["comm_id"]]
         shape = np.array([(c.n_ranks, c.n_nodes) for c in of_rows])
-        found = (_judge(rule, rows, shape) for rule in table.rules)
-        others = [item for item in found if item is not None]
-        return (*left_out, *others)
+        found = list(left_out)
+        for rule in table.rules:
+            item = _judge(rule, rows, shape)
+            if item is not None:
+                found.append(item)
+        return tuple(found)
 
 
 def _judge(rule: Rule, rows: Array, shape: Array) -> Disobeyed | None:

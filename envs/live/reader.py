@@ -64,7 +64,8 @@ class Reader:
     @property
     def records_lost(self) -> int:
         """Records that the trace lacks: those that this tuner has lost, and the earlier ones that wrote the trace."""
-        return sum(self.lost.values()) + self.readings.lost_before
+        lost_here = sum(self.lost.values())
+        return lost_here + self.readings.lost_before
 
     @property
     def status(self) -> int | None:
@@ -138,10 +139,12 @@ class Reader:
     def _read(self, records: np.ndarray[Any, Any], pid: int, reading: Reading) -> None:
         rows = as_records(records, COLL_DTYPE)
         reading.came(rows)
-        self.assembler.add(rows[reading.is_unwritten(rows)], pid)
+        unwritten = rows[reading.is_unwritten(rows)]
+        self.assembler.add(unwritten, pid)
         if reading.is_past:
             return
-        calls = rows[reading.is_unjudged(rows) & (rows["kind"] == COLL)]
+        is_call = rows["kind"] == COLL
+        calls = rows[is_call & reading.is_unjudged(rows)]
         self.audit.add(calls, pid)
         self.obedience.add(calls)
         for row in rows[rows["kind"] == STATE].view(STATE_DTYPE):
@@ -209,12 +212,16 @@ class Reader:
     def _ranks_now(self) -> set[int]:
         """Ranks of the job's present life: after a restart others may run here. Of all lives, as long as a process of
         this one has told no step: it may be any of them."""
-        of_life = self.readings.of_life()
-        silent = {one.pid for one in of_life if not one.ranks}
-        told = set[int]().union(*(one.ranks for one in of_life))
-        if not told or any(ring.pid in silent for ring in self._living()):
-            told |= self.ranks
-        return told
+        found = set[int]()
+        silent = set[int]()
+        for reading in self.readings.of_life():
+            found |= reading.ranks
+            if not reading.ranks:
+                silent.add(reading.pid)
+        living = {ring.pid for ring in self._living()}
+        if not found or silent & living:
+            found |= self.ranks
+        return found
 
     def _living(self) -> list[Ring]:
         """Rings of processes that live."""

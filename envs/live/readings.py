@@ -48,8 +48,11 @@ class Reading:
     def joined(self, gone: int) -> None:
         """So many records are gone. Those that an earlier tuner should have read for this trace, or could not write
         yet, are lost; else nobody was there."""
-        self.lost_before = min(gone, self.before) if self.before else gone
-        self.lost_before -= sum(stamp <= gone for stamp in self.held_back)
+        nobodys = gone
+        if self.before:
+            nobodys = min(gone, self.before)
+        unwritten = sum(stamp <= gone for stamp in self.held_back)
+        self.lost_before = nobodys - unwritten
 
     def came(self, records: np.ndarray[Any, Any]) -> None:
         """Records (n,) came by."""
@@ -63,12 +66,19 @@ class Reading:
         """(n,) bool: which records (n,) the trace does not have. What a job tells once is always new."""
         stamps = records["stamp"]
         is_told_once = np.isin(records["kind"], (COMM, OFFER))
-        is_held_back = np.isin(stamps, np.array(self.held_back, np.uint64))
-        return np.asarray(is_told_once | is_held_back | (stamps > self.before) | (not self.before))
+        held_back = np.array(self.held_back, np.uint64)
+        is_held_back = np.isin(stamps, held_back)
+        is_new = stamps > self.before
+        if not self.before:
+            is_new[:] = True
+        return np.asarray(is_told_once | is_held_back | is_new)
 
     def is_unjudged(self, records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """(n,) bool: which records (n,) no earlier tuner has read."""
-        return np.asarray((records["stamp"] > self.judged) | (not self.judged))
+        is_new = records["stamp"] > self.judged
+        if not self.judged:
+            is_new[:] = True
+        return np.asarray(is_new)
 
 
 class Readings:
@@ -92,10 +102,18 @@ class Readings:
     def of(self, name: str) -> Reading:
         """Of one ring; a new one if it was not read before."""
         if name not in self._by_name:
-            counts = [rings[name][0] for rings in self._known.values() if name in rings]
-            before, held_back = self._known.get(self._trace, {}).get(name, (0, []))
-            self._by_name[name] = Reading(max(counts, default=0), before, held_back)
+            self._by_name[name] = self._before(name)
         return self._by_name[name]
+
+    def _before(self, name: str) -> Reading:
+        """A ring as earlier tuners have left it."""
+        judged = 0
+        for rings in self._known.values():
+            count, _ = rings.get(name, (0, []))
+            judged = max(judged, count)
+        ours = self._known.get(self._trace, {})
+        before, held_back = ours.get(name, (0, []))
+        return Reading(judged, before, held_back)
 
     def begin(self, ring: Ring, living: Sequence[Ring]) -> None:
         """A ring is looked at for the first time; ``living``: the rings whose processes live.
@@ -103,21 +121,30 @@ class Readings:
         A life of the job begins with a process that lives where none of those seen before does.
         """
         reading = self.of(ring.name)
-        if ring in living and not any(self.of(other.name).is_begun for other in living):
+        is_alive = ring in living
+        begun = [other for other in living if self.of(other.name).is_begun]
+        if is_alive and not begun:
             self._life += 1
-        reading.life, reading.pid, reading.is_begun = self._life, ring.pid, True
-        reading.is_past = bool(living) and ring not in living
+        reading.life = self._life
+        reading.pid = ring.pid
+        reading.is_begun = True
+        reading.is_past = bool(living) and not is_alive
 
     def of_life(self) -> list[Reading]:
         """Of the rings of the job's present life, those whose processes have ended included."""
-        return [one for one in self._by_name.values() if one.is_begun and one.life == self._life]
+        begun = [one for one in self._by_name.values() if one.is_begun]
+        return [one for one in begun if one.life == self._life]
 
     def _on_disk(self) -> dict[str, CameBy]:
         """What earlier tuners have left; nothing where there was none, or its word is damaged."""
         known: dict[str, CameBy] = {}
         try:
-            for word, rings in parse_json((self._run / READ).read_text()).items():
-                known[word] = {name: (int(n), list(map(int, held))) for name, (n, held) in rings.items()}
+            text = (self._run / READ).read_text()
+            for word, rings in parse_json(text).items():
+                known[word] = {}
+                for name, (count, held_back) in rings.items():
+                    stamps = [int(stamp) for stamp in held_back]
+                    known[word][name] = int(count), stamps
         except (OSError, ValueError, AttributeError, TypeError):
             return {}
         return known
@@ -125,7 +152,8 @@ class Readings:
     def note_lost(self, writer: TraceWriter, lost: int) -> None:
         """In the header of the trace: ``lost`` records, and those that it lacks by earlier tuners."""
         lost += self.lost_before
-        if lost != int(writer.header.get("records_lost") or 0):
+        told = int(writer.header.get("records_lost") or 0)
+        if lost != told:
             writer.update_header(records_lost=lost)
             log.warning("%d records of the job were lost so far", lost)
 
@@ -134,11 +162,14 @@ class Readings:
         assembler still holds back, and judges none."""
         if not writer.is_all_on_disk:
             return
-        came_by = dict(self._known.get(self._trace, {}))
+        came_by = self._known.setdefault(self._trace, {})
         for name, one in self._by_name.items():
-            held_back = assembler.held_back(one.pid).tolist() if one.is_begun else one.held_back
-            came_by[name] = max(one.before, one.read), held_back
-        self._known[self._trace] = came_by
+            held_back = one.held_back
+            if one.is_begun:
+                stamps = assembler.held_back(one.pid)
+                held_back = stamps.tolist()
+            count = max(one.before, one.read)
+            came_by[name] = count, held_back
         text = json.dumps(self._known)
         with contextlib.suppress(TraceError):
             atomically(self._run / READ, lambda draft: draft.write_text(text))
