@@ -58,7 +58,7 @@ Row = tuple[Any, ...]
 MOST_OFFERS = 2048
 
 #: What a row that waits takes from its COLL record as it is; its rank may be -1.
-_KEPT = tuple(n for n in COLL_DTYPE.names or () if n not in ("stamp", "kind", "rank", "spare", "_pad"))
+_KEPT = tuple(n for n in COLL_DTYPE.names or () if n not in ("kind", "rank", "spare", "_pad"))
 _NO_TIME = np.iinfo(np.int64).min
 _CALL = ("comm_id", "rank", "func", "seq")  # of one process
 _MIX, _29, _32 = np.uint64(0x9E3779B97F4A7C15), np.uint64(29), np.uint64(32)
@@ -167,6 +167,14 @@ class Assembler:
         """The waits that were told since the last call (WAIT_COLUMNS)."""
         waits, self._waits = self._waits, []
         return joined([_wait_frame(records, pid) for records, pid in waits], WAIT_COLUMNS)
+
+    def held_back(self, pid: int) -> Array:
+        """Stamps of the records of process ``pid`` whose rows wait for their kernel times, (n,): no table has them."""
+        found = [np.empty(0, np.uint64)]
+        for rows in self._pending:
+            is_its = rows["pid"] == pid
+            found.append(rows["stamp"][is_its])
+        return np.concatenate(found)
 
     def _is_complete(self, rows: Array) -> Array:
         """Which rows wait for nothing more, (n,) bool."""

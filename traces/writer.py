@@ -40,7 +40,8 @@ class TraceWriter:
 
     Args:
         folder: made if missing.
-        header: what is known of the run; host, versions and date are added. See :meth:`update_header`.
+        header: what is known of the run; host, versions, date and ``trace_id`` are added: a random word, which tells
+            this trace from one that was in the folder before. See :meth:`update_header`.
         existing: what to do if the folder holds a trace already: ``refuse`` (TraceError), ``resume`` (add
             segments to it and keep its header) or ``replace`` (remove its files, and no others).
         segment_rows: a segment is written when so many rows have come,
@@ -76,7 +77,8 @@ class TraceWriter:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise TraceError(f"cannot make the trace folder {self.folder}: {error.strerror}") from None
-        self.header = {**new_header(), **old, **_without_secrets(plain(header)), "format": FORMAT}
+        word = {"trace_id": os.urandom(8).hex()}
+        self.header = {**new_header(), **word, **old, **_without_secrets(plain(header)), "format": FORMAT}
         self._write_header()
         self._buffers: dict[str, list[pd.DataFrame]] = {kind: [] for kind in SEGMENTED}
         self._next = {kind: next_segment(self.folder, kind) for kind in SEGMENTED}

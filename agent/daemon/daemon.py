@@ -16,7 +16,6 @@ from typing import Literal
 from ...envs.live.job import Job
 from ...envs.live.job_ends import Closed, JobEnded, Stopped, Withdrawn
 from ...envs.live.locks import Busy, is_locked, lock
-from ...envs.live.readings import was_served
 from ...envs.live.windows import LiveWindows
 from ...envs.nccl.run_folder import LAUNCHER, STOP, TUNER
 from ...envs.nccl.shm import RunFolder
@@ -30,7 +29,7 @@ from ..policies.choosing import make_chooser
 from ..report.outputs import claim, link, run_of
 from ..report.summary import RunSummary, read_object
 from ..report.verdict import VERDICT, seconds, verdict
-from .account import Costs, Stand
+from .account import Costs, Stand, earlier_summary
 from .following import start_follower
 from .log import LOG, log, open_log
 from .memory import Memory, facts_of
@@ -73,7 +72,6 @@ class Daemon:
         self._lock = lock(run.path / TUNER, f"{run.path} has a tuner already: stop that one first")
         self.out, self._out_lock = self._claim()
         self.job = Job(run, on_state=self._say)
-        self.job.readings.goes_on = was_served(run.path)
         self.memory = Memory(request.memory, request.job, self._warn) if request.memory else None
         windows = LiveWindows(self.job, funcs=("all_gather",) if request.bitwise else TUNED_FUNCS)
         self.tuner = Tuner(windows, policy, config_of(request), self._tell, self._recall)
@@ -85,7 +83,7 @@ class Daemon:
         self._before = RunSummary()  # of an earlier tuner of the run: it holds until this one searches
         if self.job.confirmed:
             self.outcome.kept = True  # also if this tuner ends before it has measured anything
-        self._go_on_from(RunSummary.read(self.out))
+        self._go_on_from(earlier_summary(run, self.out))
         if again:  # last: one that is refused has undone nothing
             (run.path / STOP).unlink(missing_ok=True)
 
@@ -102,12 +100,11 @@ class Daemon:
 
     def _go_on_from(self, before: RunSummary) -> None:
         """Take over the figures of an earlier tuner of this run: what the job has lost stays lost."""
-        if self.job.readings.goes_on and before.run_id == self.run.id:
-            self.tuner.costs = Costs.after(before, bool(self.job.confirmed))
-            if self.job.confirmed:
-                self._before = before
-                self.outcome.steps_to_first_gain = before.steps_to_first_gain
-                self.outcome.steps_to_verdict = before.steps_to_verdict
+        self.tuner.costs = Costs.after(before, bool(self.job.confirmed))
+        if self.job.confirmed:
+            self._before = before
+            self.outcome.steps_to_first_gain = before.steps_to_first_gain
+            self.outcome.steps_to_verdict = before.steps_to_verdict
 
     def serve(self, signals: Signals | None = None) -> RunSummary:
         """Tune, and stay to the end of the job; returns the summary (also ``summary.json``).
@@ -125,10 +122,9 @@ class Daemon:
             self._open(stack)
             try:
                 of_run = read_object(out / "trace" / "header.json").get("run_id")
-                self.job.readings.goes_on &= of_run == self.run.id
-                existing: Literal["resume", "replace"] = "resume" if self.job.readings.goes_on else "replace"
+                existing: Literal["resume", "replace"] = "resume" if of_run == self.run.id else "replace"
                 with TraceWriter(out / "trace", header, existing=existing, most_bytes=TRACE_BYTES) as writer:
-                    self.job.writer = writer
+                    self.job.begin_trace(writer)
                     self._serve(writer, signals)
             except (OSError, TraceError) as error:
                 self.outcome.ended = self.outcome.ended or RunEnds.CANNOT_WRITE(error=error)

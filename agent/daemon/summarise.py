@@ -82,7 +82,7 @@ def _seen(request: Request, job: Job) -> dict[str, Any]:
         "loss_first": losses[0],
         "loss_last": losses[-1],
         "consistency": {"calls_checked": audit.calls_checked, "mismatches": audit.mismatches},
-        "records_lost": sum(job.lost.values()),
+        "records_lost": job.records_lost,
         "job_status": job.status,
     }
 

@@ -21,9 +21,9 @@ from ...traces.reasons import NotTuning, names
 from ...traces.records import Decision, Decisions, Slot, Table
 from ..nccl.shm import RunFolder
 from ..search.interfaces import QUAD
+from .confirmed import decided, without_fatal
 from .confirmed import note_confirmed as note_confirmed
 from .confirmed import read_confirmed as read_confirmed
-from .confirmed import without_fatal
 from .job_ends import JobEnded
 from .obedience import Disobeyed
 from .pauses import Attempt, Cut, LastRound, Rhythm
@@ -83,7 +83,10 @@ class Job(Reader):
         on_state: Callable[[str], None] = lambda text: None,
     ) -> None:
         super().__init__(run, process)
-        self.writer, self.on_state = writer, on_state
+        self.writer: TraceWriter | None = None
+        if writer is not None:
+            self.begin_trace(writer)
+        self.on_state = on_state
         self.generation = run.table.generation()  # another tuner may have been here before
         self.confirmed: dict[Slot, Decision] = read_confirmed(run.path)
         self.memory_pressure = 0.0  # memory used / total on the fullest GPU, 0 = unknown
@@ -114,11 +117,9 @@ class Job(Reader):
         """Turn what was read into tables: to the trace, and kept for :meth:`take_events`."""
         self._taken = time.monotonic()
         if self.writer:
-            lost = sum(self.lost.values())
-            self.readings.note_lost(self.writer, lost)
+            self.readings.note_lost(self.writer, sum(self.lost.values()))
             events, steps, waits = self.writer.drain(self.assembler, everything, self.thin)
-            if self.writer.is_all_on_disk:
-                self.readings.note()
+            self.readings.note(self.writer, self.assembler)
         else:
             events, steps = self.assembler.take(everything)
             waits = self.assembler.take_waits()
@@ -130,11 +131,16 @@ class Job(Reader):
             while len(self._events) > 1 and sum(map(len, self._events)) > MOST_EVENTS:
                 self._events.popleft()
 
+    def begin_trace(self, writer: TraceWriter) -> None:
+        """From now on ``writer`` gets every event, step and table. Before the first poll."""
+        self.writer = writer
+        self.readings.begin_trace(writer.header)
+
     def end_trace(self) -> None:
         """The trace is closed; what could not be written does not count as read."""
         writer, self.writer = self.writer, None
-        if writer is not None and writer.is_all_on_disk:
-            self.readings.note()
+        if writer is not None:
+            self.readings.note(writer, self.assembler)
 
     def _note_memory(self, steps: pd.DataFrame) -> None:
         """Keep the last word of each rank about its GPU: a batch of records seldom has all of them."""
@@ -166,7 +172,7 @@ class Job(Reader):
     def publish(self, decisions: Decisions, *trial: int) -> int:
         """Make ``decisions`` the table of the next generation; ``trial``: as :class:`Trial`, none to stay."""
         self.generation += 1
-        self._to_stay = None if trial and trial[0] else _decided(decisions)
+        self._to_stay = None if trial and trial[0] else decided(decisions)
         table = Table.of(self.generation, decisions, *trial)
         self.obedience.expect(table)
         log.debug("table %d published %s: %s", self.generation, table.trial, table.rules)
@@ -177,7 +183,7 @@ class Job(Reader):
 
     def confirm(self, decisions: Decisions) -> int:
         """Publish ``decisions`` to stay: what the job falls back to, and a later daemon goes on from."""
-        self.confirmed = _decided(decisions)
+        self.confirmed = decided(decisions)
         generation = self.publish(self.confirmed)
         note_confirmed(self.run.path, Table.of(generation, self.confirmed))
         return generation
@@ -204,7 +210,7 @@ class Job(Reader):
         that pauses under the confirmed table too (rollouts) it goes on. Where ``decisions`` alone make it pause, that
         is the result. Raises JobEnded.
         """
-        chosen = _decided(decisions)
+        chosen = decided(decisions)
         counted: dict[int, float] = {}  # duration in ms by step
         pauses = barren = 0  # in this window, and how many of them in a row without a counted step between
         while True:
@@ -268,9 +274,9 @@ class Job(Reader):
         cut = self._run(attempt, give_up_ms)
         if cut is None or not cut.is_fatal:
             return cut
-        rows, rest = without_fatal(chosen, self.confirmed)
+        rows, rest = without_fatal(self.run.path, chosen, self.confirmed)
         cut = self._attempt(rest, n_steps, discard, give_up_ms, one_of, counted)
-        self.obedience.left_out[self.generation] = rows
+        self.obedience.leave_out(self.generation, rows)
         return cut
 
     def alternate(
@@ -287,13 +293,13 @@ class Job(Reader):
         ``decisions`` took longer than ``give_up_ms``. Afterwards the confirmed table is in force. None where the job's
         steps are not alike: measure it in windows. Raises JobEnded.
         """
-        chosen = _decided(decisions)
+        chosen = decided(decisions)
         for _ in range(MOST_FAILED):
             leases = self._leases(chosen, n_steps, turn_steps, discard, give_up_ms)
             if leases[-1].is_fatal:
-                rows, rest = without_fatal(chosen, self.confirmed)
+                rows, rest = without_fatal(self.run.path, chosen, self.confirmed)
                 turns = self.alternate(rest, n_steps, turn_steps, discard, give_up_ms)
-                return replace(turns, disobeyed=rows) if turns else None
+                return replace(turns, disobeyed=(*rows, *turns.disobeyed)) if turns else None
             self._end_turns(leases[-1])
             turns = together(leases, self.heard.steady, discard, n_steps)
             if turns.has_both:
@@ -389,8 +395,3 @@ class Job(Reader):
         if text != self._told:
             self._told = text
             self.on_state(text)
-
-
-def _decided(decisions: Decisions) -> dict[Slot, Decision]:
-    """Without the slots that are left to NCCL."""
-    return {slot: decision for slot, decision in decisions.items() if not decision.is_auto}

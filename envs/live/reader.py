@@ -59,8 +59,14 @@ class Reader:
         self.heard = HeardOfTurns()
         self.readings = Readings(run.path)
         self._fresh: list[np.ndarray[Any, Any]] = []
-        self._stepped_at = 0.0  # when the first step of any rank was seen
+        self._stepped_at = 0.0  # when the first step of any rank was seen in this life of the job
         self._alive_at = time.monotonic()
+
+    @property
+    def records_lost(self) -> int:
+        """Records that the trace lacks: those that this tuner has lost, and the earlier ones that wrote the trace."""
+        lost_here = sum(self.lost.values())
+        return lost_here + self.readings.lost_before
 
     @property
     def status(self) -> int | None:
@@ -102,8 +108,7 @@ class Reader:
             is_first = not reading.is_begun
             if is_first:  # what was announced before we came
                 self.assembler.add(ring.known(), ring.pid)
-                reading.is_begun = True
-                reading.is_past = not ring.is_alive() and bool(self._living())
+                self.readings.begin(ring, self._living())
             records = ring.drain()
         except (OSError, ValueError) as error:  # its process may have scribbled over it: the others go on
             self.damaged[ring.name] = str(error)
@@ -134,11 +139,13 @@ class Reader:
 
     def _read(self, records: np.ndarray[Any, Any], pid: int, reading: Reading) -> None:
         rows = as_records(records, COLL_DTYPE)
-        new = rows[reading.is_new(rows)]
-        self.assembler.add(new if self.readings.goes_on else rows, pid)
+        reading.came(rows)
+        unwritten = rows[reading.is_unwritten(rows)]
+        self.assembler.add(unwritten, pid)
         if reading.is_past:
             return
-        calls = new[new["kind"] == COLL]
+        is_call = rows["kind"] == COLL
+        calls = rows[is_call & reading.is_unjudged(rows)]
         self.audit.add(calls, pid)
         self.obedience.add(calls)
         for row in rows[rows["kind"] == STATE].view(STATE_DTYPE):
@@ -151,7 +158,8 @@ class Reader:
             log.info("the ranks' agreement is %s: %s", self.state[0].name, text)
         steps = rows[rows["kind"] == STEP].view(STEP_DTYPE)
         if len(steps):
-            self._stepped_at = self._stepped_at if self.ranks else time.monotonic()
+            if not any(one.ranks for one in self.readings.of_life()):
+                self._stepped_at = time.monotonic()
             reading.ranks.update(map(int, np.unique(steps["rank"])))
             self.ranks |= reading.ranks
             steps = steps[steps["rank"] == 0]
@@ -194,7 +202,7 @@ class Reader:
             return NotTuning.NO_RING(why=why) if why else NotTuning.NO_PROBE()
         if not self.ranks:
             return NotTuning.NO_STEP()
-        if 0 not in (self._ranks_now() or self.ranks):
+        if 0 not in self._ranks_now():
             is_late = time.monotonic() - self._stepped_at >= ELSEWHERE_S
             return NotTuning.ELSEWHERE() if is_late else NotTuning.NO_STEP_OF_RANK_0()
         if not (why := self.no_switch()):
@@ -206,14 +214,17 @@ class Reader:
         return 1 < self.last_step < FEWEST_STEPS
 
     def _ranks_now(self) -> set[int]:
-        """Ranks of the processes that live; of all if none does. After a restart others may run here."""
-        living = self._living()
-        if not living:
-            return self.ranks
+        """Ranks of the job's present life: after a restart others may run here. Of all lives, as long as a process of
+        this one has told no step: it may be any of them."""
         found = set[int]()
-        for ring in living:
-            reading = self.readings.of(ring.name)
+        silent = set[int]()
+        for reading in self.readings.of_life():
             found |= reading.ranks
+            if not reading.ranks:
+                silent.add(reading.pid)
+        living = {ring.pid for ring in self._living()}
+        if not found or silent & living:
+            found |= self.ranks
         return found
 
     def _living(self) -> list[Ring]:

@@ -5,54 +5,80 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...traces.assemble import Assembler
 from ...traces.outside import TraceError, atomically, parse_json
 from ...traces.records import COMM, OFFER
 from ...traces.writer import TraceWriter
+from ..nccl.rings import Ring
 
 log = logging.getLogger("dynamiccl.live")
 
-#: In the run folder: by the name of each ring, how many of its records lie in the trace; that a tuner was there.
-READ, SERVED = "read", "served"
+#: In the run folder: by the words of this run's traces and the names of the rings, what came by for each trace.
+READ = "read"
+#: Of one trace, by the names of the rings: how many records came by, and the stamps of those that it does not have.
+CameBy = dict[str, tuple[int, list[int]]]
 
 
 @dataclass
 class Reading:
-    """Of one ring."""
+    """Of one ring. A record's stamp is its number, from 1 on."""
 
-    before: int = 0  # records that an earlier tuner has written to its trace; it has judged them too
+    judged: int = 0  # records that an earlier tuner has read, for whichever trace
+    before: int = 0  # those that came by for the trace that is written now
+    held_back: list[int] = field(
+        default_factory=list
+    )  # of these the ones that it does not have: their stamps
     read: int = 0  # records that came by until now
     lost_before: int = 0  # records that were gone when this tuner came: no fault of its own
-    is_begun: bool = False  # this tuner has looked into the ring
+    pid: int = 0  # of its process
+    life: int = (
+        0  # of the job, in which this tuner has looked into the ring; from 1 on, 0: not yet, or nobody lived
+    )
     is_past: bool = False  # its process had ended by then, and others lived: it tells nothing of the job now
+    is_begun: bool = False  # this tuner has looked into the ring
     ranks: set[int] = field(default_factory=set)  # whose steps were seen in it
 
     def joined(self, gone: int) -> None:
-        """So many records are gone. Those that an earlier tuner should have read are lost; else nobody was there."""
-        self.lost_before = min(gone, self.before) if self.before else gone
+        """So many records are gone. Those that an earlier tuner should have read for this trace, or could not write
+        yet, are lost; else nobody was there."""
+        nobodys = gone
+        if self.before:
+            nobodys = min(gone, self.before)
+        unwritten = sum(stamp <= gone for stamp in self.held_back)
+        self.lost_before = nobodys - unwritten
 
-    def is_new(self, records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """(n,) bool: which records (n,) no earlier tuner has read. What a job tells once is always new."""
+    def came(self, records: np.ndarray[Any, Any]) -> None:
+        """Records (n,) came by."""
         newest = int(records["stamp"].max(initial=0))
-        if newest < self.before and not self.read:  # another ring of that name: a process had the same number
-            self.before = 0
+        if newest < self.judged and not self.read:  # another ring of that name: a process had the same number
+            self.judged = self.before = 0
+            self.held_back = []
         self.read = max(self.read, newest)
+
+    def is_unwritten(self, records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """(n,) bool: which records (n,) the trace does not have. What a job tells once is always new."""
+        stamps = records["stamp"]
         is_told_once = np.isin(records["kind"], (COMM, OFFER))
-        return np.asarray(is_told_once | (records["stamp"] > self.before) | (not self.before))
+        held_back = np.array(self.held_back, np.uint64)
+        is_held_back = np.isin(stamps, held_back)
+        is_new = stamps > self.before
+        if not self.before:
+            is_new[:] = True
+        return np.asarray(is_told_once | is_held_back | is_new)
 
-
-def was_served(run: Path) -> bool:
-    """Whether a tuner was at this run before; from now on one was. Its path may come again, for another job."""
-    mark = run / SERVED
-    found = mark.exists()
-    with contextlib.suppress(OSError):
-        mark.touch()
-    return found
+    def is_unjudged(self, records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """(n,) bool: which records (n,) no earlier tuner has read."""
+        is_new = records["stamp"] > self.judged
+        if not self.judged:
+            is_new[:] = True
+        return np.asarray(is_new)
 
 
 class Readings:
@@ -60,35 +86,90 @@ class Readings:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self.goes_on = False  # what an earlier tuner has read lies in the trace that is written now
         self.is_joining = True  # the rings are looked at for the first time
-        self._by_name = self._before()
-        self._lost_before: int | None = None  # records that earlier tuners lost of the trace
+        self.lost_before = 0  # records that the trace lacks by earlier tuners
+        self._trace = ""  # the word of the trace that is written now
+        self._known = self._on_disk()  # by the words of the traces
+        self._by_name: dict[str, Reading] = {}
+        self._life = 0  # of the job, as far as this tuner has seen
+
+    def begin_trace(self, header: dict[str, Any]) -> None:
+        """Before the rings are looked at. Where the trace has the word of one that an earlier tuner of this run wrote,
+        what is in it is not written again."""
+        self._trace = str(header["trace_id"])
+        self.lost_before = int(header.get("records_lost") or 0)
 
     def of(self, name: str) -> Reading:
         """Of one ring; a new one if it was not read before."""
-        return self._by_name.setdefault(name, Reading())
+        if name not in self._by_name:
+            self._by_name[name] = self._before(name)
+        return self._by_name[name]
 
-    def _before(self) -> dict[str, Reading]:
-        """What an earlier tuner has left; nothing where there was none, or its word is damaged."""
+    def _before(self, name: str) -> Reading:
+        """A ring as earlier tuners have left it."""
+        judged = 0
+        for rings in self._known.values():
+            count, _ = rings.get(name, (0, []))
+            judged = max(judged, count)
+        ours = self._known.get(self._trace, {})
+        before, held_back = ours.get(name, (0, []))
+        return Reading(judged, before, held_back)
+
+    def begin(self, ring: Ring, living: Sequence[Ring]) -> None:
+        """A ring is looked at for the first time; ``living``: the rings whose processes live.
+
+        A life of the job begins with a process that lives where none of those seen before does.
+        """
+        reading = self.of(ring.name)
+        is_alive = ring in living
+        begun = [other for other in living if self.of(other.name).is_begun]
+        if is_alive and not begun:
+            self._life += 1
+        reading.life = self._life
+        reading.pid = ring.pid
+        reading.is_begun = True
+        reading.is_past = bool(living) and not is_alive
+
+    def of_life(self) -> list[Reading]:
+        """Of the rings of the job's present life, those whose processes have ended included."""
+        begun = [one for one in self._by_name.values() if one.is_begun]
+        return [one for one in begun if one.life == self._life]
+
+    def _on_disk(self) -> dict[str, CameBy]:
+        """What earlier tuners have left; nothing where there was none, or its word is damaged."""
+        known: dict[str, CameBy] = {}
         try:
-            known = parse_json((self._run / READ).read_text())
-            return {str(name): Reading(before=int(count)) for name, count in known.items()}
+            text = (self._run / READ).read_text()
+            for word, rings in parse_json(text).items():
+                known[word] = {}
+                for name, (count, held_back) in rings.items():
+                    stamps = [int(stamp) for stamp in held_back]
+                    known[word][name] = int(count), stamps
         except (OSError, ValueError, AttributeError, TypeError):
             return {}
+        return known
 
     def note_lost(self, writer: TraceWriter, lost: int) -> None:
         """In the header of the trace: ``lost`` records, and those that it lacks by earlier tuners."""
-        known = int(writer.header.get("records_lost") or 0)
-        if self._lost_before is None:
-            self._lost_before = known if self.goes_on else 0
-        lost += self._lost_before
-        if lost != known:
+        lost += self.lost_before
+        told = int(writer.header.get("records_lost") or 0)
+        if lost != told:
             writer.update_header(records_lost=lost)
             log.warning("%d records of the job were lost so far", lost)
 
-    def note(self) -> None:
-        """All that was read is on disk: a later tuner neither writes nor judges it again."""
-        counts = {name: max(one.before, one.read) for name, one in self._by_name.items()}
+    def note(self, writer: TraceWriter, assembler: Assembler) -> None:
+        """Where all rows that the writer has got are on disk: a later tuner writes none of them again, only what the
+        assembler still holds back, and judges none."""
+        if not writer.is_all_on_disk:
+            return
+        came_by = self._known.setdefault(self._trace, {})
+        for name, one in self._by_name.items():
+            held_back = one.held_back
+            if one.is_begun:
+                stamps = assembler.held_back(one.pid)
+                held_back = stamps.tolist()
+            count = max(one.before, one.read)
+            came_by[name] = count, held_back
+        text = json.dumps(self._known)
         with contextlib.suppress(TraceError):
-            atomically(self._run / READ, lambda draft: draft.write_text(json.dumps(counts)))
+            atomically(self._run / READ, lambda draft: draft.write_text(text))

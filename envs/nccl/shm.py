@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import struct
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...traces.records import RULE_DTYPE, TABLE_VERSION, Table, Trial
+from ...traces.records import RULE_DTYPE, TABLE_VERSION, Rule, Table, Trial
 from .plugin.private import private_folder
 from .rings import Ring
 from .run_folder import RUN_ID, TABLE, TABLE_FILE_BYTES, make_folder
@@ -53,6 +54,12 @@ def trial_of(message: bytes) -> Trial:
 def rows_of(message: bytes) -> bytes:
     """What a sound message says, whatever its number and for how long; b"" leaves everything to NCCL."""
     return _unpack(message)[1]
+
+
+def row_digest(rule: Rule) -> str:
+    """By which the note of trials in the run folder names a row."""
+    raw = encode_table(Table(0, (rule,)))
+    return hashlib.sha256(raw).hexdigest()[:16]
 
 
 def _unpack(message: bytes) -> tuple[int, bytes]:

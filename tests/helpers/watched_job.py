@@ -53,6 +53,14 @@ class WatchedJob(FakeJob):
         if self.audit.mismatches:
             raise Withdrawn("two ranks ran one collective with different settings")
 
+    @property
+    def records_lost(self) -> int:
+        return sum(self.lost.values()) + self.readings.lost_before
+
+    def begin_trace(self, writer: Any) -> None:
+        self.writer = writer
+        self.readings.begin_trace(writer.header)
+
     def end_trace(self) -> None:
         self.writer = None
 

@@ -60,7 +60,7 @@ def main():
 def sweep(job, emulated):
     header = {"emulated": True, **asdict(emulated), "stage": 3, "n_processes": 2, "policy": "default"}
     with TraceWriter(RECORDING, header, existing="replace") as writer:
-        job.writer = writer
+        job.begin_trace(writer)
         windows = LiveWindows(job)
         told, _ = windows.begin()
         job.window({}, RECORDED, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
@@ -12,9 +11,8 @@ from pathlib import Path
 
 from ....traces.outside import TraceError, atomically
 from ....traces.reasons import NotAgreeing
-from ....traces.records import Rule, Table
 from ..run_folder import CONFIRMED, TRIED
-from ..shm import TableFile, decode_table, encode_table, message_of, trial_of
+from ..shm import TableFile, decode_table, message_of, row_digest, trial_of
 
 #: Of this process: one id may be two processes', before a restart and after it.
 _PROCESS = secrets.token_hex(8)
@@ -93,7 +91,7 @@ class TableMailbox:
             confirmed = self.confirmed()
             proven = decode_table(confirmed[1]).rules if confirmed else ()
             rules = decode_table(message).rules
-            return tuple(_digest(rule) for rule in rules if rule not in proven)
+            return tuple(row_digest(rule) for rule in rules if rule not in proven)
         return ()
 
     def _write(self, note: Note) -> None:
@@ -117,8 +115,3 @@ class TableMailbox:
             message = message_of((self._path.parent / CONFIRMED).read_bytes())
             return decode_table(message).generation, message
         return None
-
-
-def _digest(rule: Rule) -> str:
-    raw = encode_table(Table(0, (rule,)))
-    return hashlib.sha256(raw).hexdigest()[:16]

@@ -2,14 +2,18 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 from dynamiccl.envs.live import job as live
+from dynamiccl.envs.live import reader
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.live.job_ends import Closed, Stopped, Withdrawn
+from dynamiccl.envs.live.readings import READ
 from dynamiccl.envs.nccl.run_folder import SAID, STOP, WORD
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.files import Trace
-from dynamiccl.traces.records import COLL_DTYPE, AgreementState
+from dynamiccl.traces.reasons import NotTuning
+from dynamiccl.traces.records import COLL_DTYPE, FUNCS, KERNEL, KERNEL_DTYPE, AgreementState
 from dynamiccl.traces.writer import TraceWriter
 from ring_files import CAPACITY, RingFile, state, step
 from test_live import Clock, Ring
@@ -18,11 +22,32 @@ from test_obedience import calls
 NO_PLUGIN = "rank 3 has no plugin"
 
 
+def kernel(seq):
+    row = np.zeros(1, KERNEL_DTYPE)
+    row["kind"], row["comm_id"], row["seq"], row["func"] = KERNEL, 7, seq, FUNCS.index("all_gather")
+    row["start_ns"], row["end_ns"] = 1, 2
+    return row
+
+
+def rows_and_lost(trace):
+    """How many records a trace has or knows to be lost."""
+    found = Trace.read(trace)
+    return len(found.events) + len(found.steps) + found.header.get("records_lost", 0)
+
+
+def killed(folder, trace):
+    """A tuner is killed that has written what it had to write."""
+    job = Job(RunFolder(folder.path), writer=TraceWriter(trace, {}, segment_rows=1))
+    job.poll()
+    job.take()
+    return job
+
+
 def served(folder, trace, existing):
     """The job as a tuner has read it, which wrote a ``trace`` and ended."""
     job = Job(RunFolder(folder.path))
-    job.readings.goes_on = existing == "resume"
-    with TraceWriter(trace, {}, existing=existing) as job.writer:
+    with TraceWriter(trace, {}, existing=existing) as writer:
+        job.begin_trace(writer)
         job.poll()
         job.take(everything=True)
     job.end_trace()
@@ -120,16 +145,68 @@ def test_a_later_tuner_of_a_run_neither_writes_nor_judges_again_what_an_earlier_
 def test_a_killed_tuner_takes_nothing_with_it_that_it_had_not_written(folder, tmp_path):
     """Before: what it had handed to its trace counted as written, and no later tuner wrote it."""
     ring = RingFile(folder.path, 0, 100).put(*map(step, range(20)))
-    killed = Job(folder, writer=TraceWriter(tmp_path / "lost", {}, existing="replace"))
+    killed = Job(folder, writer=TraceWriter(tmp_path / "trace", {}, existing="replace"))
     killed.poll()
     killed.take()
     ring.put(step(20))
-    job = Job(RunFolder(folder.path))
-    job.readings.goes_on = True
-    with TraceWriter(tmp_path / "trace", {}) as job.writer:
-        job.poll()
-        job.take(everything=True)
+    served(folder, tmp_path / "trace", "resume")
     assert len(Trace.read(tmp_path / "trace").steps) == 21
+
+
+def test_calls_that_waited_for_their_kernel_times_are_written_by_the_next_tuner_and_judged_once(
+    folder, tmp_path
+):
+    """Before: up to 256 calls of each process counted as written, and were in no trace."""
+    rings = [RingFile(folder.path, rank, 100 + rank) for rank in (0, 1)]
+    rings[0].put(calls(0, range(60)), kernel(5), step(0))
+    rings[1].put(calls(1, range(59)), calls(1, [59], "ring/ll/16"), step(0, 1))
+    assert killed(folder, tmp_path / "trace").audit.mismatches == 1
+    assert Trace.read(tmp_path / "trace").events["seq"].tolist() == [5]
+    rings[0].put(calls(0, [60]), kernel(7), step(1))
+    rings[1].put(calls(1, [60]), step(1, 1))
+    later = served(folder, tmp_path / "trace", "resume")
+    assert (later.audit.calls_checked, later.audit.mismatches) == (1, 0)
+    trace = Trace.read(tmp_path / "trace")
+    assert sorted(trace.events["seq"]) == sorted([*range(61)] * 2) and len(trace.steps) == 4
+    assert trace.events.dropna(subset="start_ns")["seq"].tolist() == [5, 7]
+    served(folder, tmp_path / "trace", "resume")
+    assert len(Trace.read(tmp_path / "trace").events) == 2 * 61, "written once"
+
+
+def test_calls_that_waited_and_fell_out_of_the_ring_since_are_lost(folder, tmp_path):
+    ring = RingFile(folder.path, 0, 100).put(calls(0, range(60)), step(0))
+    killed(folder, tmp_path / "trace")
+    ring.put(*map(step, range(1, 3 * CAPACITY)))
+    assert served(folder, tmp_path / "trace", "resume").records_lost > 60
+    assert rows_and_lost(tmp_path / "trace") == ring.head
+
+
+@pytest.mark.parametrize("meanwhile", [100, 3 * CAPACITY])
+def test_a_trace_has_what_another_tuner_has_read_into_another_one_or_tells_that_it_is_lost(
+    folder, tmp_path, meanwhile
+):
+    """Before: records that came by while another trace was written were missing, and nothing told of it."""
+    ring, at = RingFile(folder.path, 0, 100), 0
+    for name, existing, count in (("x", "replace", 100), ("y", "replace", meanwhile), ("x", "resume", 20)):
+        ring.put(*map(step, range(at, at + count)))
+        at += count
+        served(folder, tmp_path / name, existing)
+    assert not Trace.read(tmp_path / "x").steps.duplicated(["pid", "index"]).any()
+    assert rows_and_lost(tmp_path / "x") == at
+    served(folder, tmp_path / "x", "replace")
+    held = at if at <= CAPACITY else CAPACITY // 2
+    assert len(Trace.read(tmp_path / "x").steps) == held, "another trace, in the same folder"
+
+
+@pytest.mark.parametrize(
+    "word", ["x", "7", '{"ring-0-100": 20}', '{"": {"ring-0-100": 20}}', '{"": {"a": ["b", []]}}']
+)
+def test_a_damaged_word_of_what_was_read_counts_as_none(folder, tmp_path, word):
+    (folder.path / READ).write_text(word)
+    ring = RingFile(folder.path, 0, 100).put(*map(step, range(20)))
+    served(folder, tmp_path / "trace", "replace")
+    assert len(Trace.read(tmp_path / "trace").steps) == 20
+    ring.die()
 
 
 def test_another_trace_gets_what_the_rings_hold_and_judges_it_not_again(folder, tmp_path):
@@ -144,11 +221,12 @@ def test_records_that_fell_out_between_two_tuners_are_lost_to_their_trace(folder
     """Before: the later tuner set the trace's lost records back to 0."""
     ring = RingFile(folder.path, 0, 100).put(*map(step, range(20)))
     for first, existing in ((20, "replace"), (20 + 3 * CAPACITY, "resume"), (0, "resume")):
-        served(folder, tmp_path / "trace", existing)
+        job = served(folder, tmp_path / "trace", existing)
         if first:
             ring.put(*map(step, range(first)))
     lost = Trace.read(tmp_path / "trace").header["records_lost"]
     assert 2 * CAPACITY < lost < 3 * CAPACITY
+    assert job.records_lost == lost, "what the summary tells"
     ring.die()
 
 
@@ -175,3 +253,48 @@ def test_a_rank_that_ran_here_in_an_earlier_life_is_not_here(folder):
     job.poll()
     with pytest.raises(Withdrawn, match="the table is still in force"):
         job.check()
+
+
+@pytest.fixture
+def restarted(folder, monkeypatch):
+    """(its tuner, rings of ranks 0 and 1, the clock): a job that has stepped for an hour, and was started again."""
+    clock = Clock()
+    monkeypatch.setattr(reader, "time", clock)
+    old = [RingFile(folder.path, rank, 100 + rank).put(step(5, rank)) for rank in (0, 1)]
+    job = Job(folder)
+    job.poll()
+    clock.now += 3600
+    for ring in old:
+        ring.die()
+    return (
+        job,
+        [RingFile(folder.path, rank, 200 + rank).put(state(AgreementState.OPEN, "")) for rank in (0, 1)],
+        clock,
+    )
+
+
+def test_rank_0_is_here_also_before_its_first_step_after_a_restart_and_after_its_end(restarted):
+    """Before: where another rank had stepped first, or ended last, rank 0 was said to be on another node."""
+    job, rings, _ = restarted
+    rings[1].put(step(0, 1))
+    job.poll()
+    assert job.waits_for() == NotTuning.NEXT_STEP()
+    rings[0].put(step(0), calls(0, [2]))
+    rings[1].put(calls(1, [2], "ring/ll/16"))
+    job.poll()
+    rings[0].die()
+    for _ in range(2):
+        job.poll()
+        with pytest.raises(Withdrawn, match="the table was withdrawn"):
+            job.check()
+
+
+def test_rank_0_counts_as_late_before_it_counts_as_elsewhere_in_each_life(restarted):
+    """Before: as elsewhere at once, from the second life on."""
+    job, rings, clock = restarted
+    rings[0].die()
+    rings[1].put(step(0, 1))
+    job.poll()
+    assert job.waits_for() == NotTuning.NO_STEP_OF_RANK_0()
+    clock.now += reader.ELSEWHERE_S
+    assert job.waits_for() == NotTuning.ELSEWHERE()
