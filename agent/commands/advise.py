@@ -74,6 +74,8 @@ def advise(
     from ...traces.importers.recording import read_recording
 
     with refusing(TraceError, ValueError, OSError):
+        if nccl and not cluster:
+            raise ValueError("--nccl is the release of a --cluster: give that too, or leave --nccl out")
         recording = [results(path) for path in recording]
         if len(recording) == 2 and all(path.is_dir() for path in recording):
             from ..advice.compare import compare
@@ -107,8 +109,6 @@ def _advise_on_one(
     from ..advice.texts import show_advice, show_inventory
     from ..report.summary import RunSummary
 
-    if nccl and not cluster:
-        raise ValueError("--nccl is the release of a --cluster: give that too, or leave --nccl out")
     trace = read(recording, cluster, nccl, ranks_per_node)
     measured = RunSummary.of_trace(trace)
     if measured.speedup is not None:

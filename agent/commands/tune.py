@@ -330,17 +330,25 @@ def _check(call: Call) -> None:
     asked = call.values
     if "or_untuned" in call.given and not asked["command"]:  # the site's counts for the jobs that have one
         fail("--or-untuned needs a COMMAND to run: give the job after --")
-    if asked["command"] and asked["attach"]:
-        fail("give a command to start or --attach to join one, not both")
-    if of_start := [name for name in _OF_START if asked["attach"] and name in call.given]:
-        option = of_start[0].replace("_", "-")
-        fail(f"--{option} is for the start of a job, and --attach joins one that runs: leave one of them out")
-    if asked["again"] and not asked["attach"]:
+    if asked["attach"]:
+        _check_attach(call)
+    elif asked["again"]:
         fail("--again needs --attach: a run that is started was not stopped")
     if theirs := [name for name in ("stage", "steps", "ranks") if asked["command"] and name in call.given]:
         fail(f"--{theirs[0]} is for the built-in job: put it into your COMMAND, or leave the COMMAND out")
     if not (asked["command"] or asked["attach"]) and asked["steps"] < FEWEST_STEPS:
         fail(f"{asked['steps']} steps are too few for a verdict: give --steps {FEWEST_STEPS} or more")
+
+
+def _check_attach(call: Call) -> None:
+    if call.values["command"]:
+        fail("give a command to start or --attach to join one, not both")
+    for name in _OF_START:
+        if name in call.given:
+            option = name.replace("_", "-")
+            fail(
+                f"--{option} is for the start of a job, and --attach joins one that runs: leave one of them out"
+            )
 
 
 def _check_program(command: list[str] | None) -> None:
