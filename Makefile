@@ -119,7 +119,7 @@ $(call as_uv,PIP_CERT,SSL_CERT_FILE)
 
 $(VENV)/ready: pyproject.toml setup.py dynamiccl_autoload.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("dynamiccl needs Python 3.11 or newer: make PYTHON=python3.12 demo" if sys.version_info < (3, 11) else 0)'
-	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python \
 		--constraint constraints.txt --editable '.[train,plot,dev,optimizers]'

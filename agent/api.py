@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -212,8 +213,10 @@ def advise(*recordings: str | Path, **options: Any) -> dict[str, Any]:
     words = _words("advise", options)
     command = [*program(), "advise", *map(str, recordings), *words, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode and not done.stdout:  # with an answer: no table was written
+    if done.returncode == 2 or not done.stdout:
         raise ValueError(done.stderr.strip().removeprefix("error: "))
+    if done.returncode:  # no table was written, and the file of another one is there
+        print(done.stderr, end="", file=sys.stderr)
     told: dict[str, Any] = json.loads(done.stdout)
     return told
 
@@ -228,9 +231,10 @@ def _job(command: Sequence[str]) -> Sequence[str]:
 def _words(command: str, options: Mapping[str, Any]) -> list[str]:
     """Options as a command line has them. None stands for an option that is not given, and so does False, but for a
     flag that is on by default."""
-    from .cli import options_of
+    from .cli import Parser, options_of
 
     known, words = options_of(command), list[str]()
+    kinds = Parser(command).kinds
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
         if flag not in known:
@@ -238,7 +242,7 @@ def _words(command: str, options: Mapping[str, Any]) -> list[str]:
         denied = "--no-" + flag.removeprefix("--")
         if value is True:
             words.append(flag)
-        elif value is False and denied in known:
+        elif value is False and denied in known and kinds.get(name) is bool:
             words.append(denied)
         elif value is not None and value is not False:
             words += [flag, str(value)]

@@ -122,7 +122,9 @@ class Parser(argparse.ArgumentParser):
 
     def refuse_command(self, word: str) -> NoReturn:
         """Of a word that stands before ``--``."""
-        self.error(f"{word!r} is no option: a job's command stands after --, as in -- torchrun train.py")
+        self.error(
+            f"{word!r} is no option: a job's command stands after --, and an option is repeated for each value"
+        )
 
     def call(self, said: Mapping[str, Any], of_site: Mapping[str, Any]) -> None:
         """Run the command with the values that were said. For the others the site's count, then the defaults.

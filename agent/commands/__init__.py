@@ -197,12 +197,13 @@ def emulation(
     """
     from ...envs.nccl_model import clusters
     from ...envs.sim.emulated.settings import Emulated
+    from ...traces.here import absolute
 
     scales = {"bytes_scale": bytes_scale, "compute_scale": compute_scale}
     given = {name: value for name, value in scales.items() if value is not None}
-    if cluster.endswith(clusters.FILE):
-        cluster = os.path.abspath(cluster)
     with refusing(ValueError, OSError):
+        if cluster.endswith(clusters.FILE):
+            cluster = str(absolute(cluster))
         found = clusters.cluster(cluster)
         facts: dict[str, Any] = {"nccl": found.nccl}
         if cluster.endswith(clusters.FILE):
@@ -213,18 +214,28 @@ def emulation(
 def emulation_here(
     cluster: str | None, bytes_scale: float | None, compute_scale: float | None, seed: int = 0
 ) -> tuple[Emulated | None, dict[str, Any]]:
-    """Returns :func:`emulation` of these options; without a cluster that of the environment, which a job inherits."""
+    """Returns :func:`emulation` of these options; without a cluster that of the environment, which a job inherits.
+
+    Refuses the environment's where GPUs are: NCCL would run the job's collectives, and gloo's alone are emulated.
+    """
+    from ...envs.nccl.steps.nvml import gpus
     from ...envs.sim.emulated.settings import Emulated
 
     if cluster:
         return emulation(cluster, bytes_scale, compute_scale, seed)
-    if bytes_scale is not None or compute_scale is not None:
-        fail("--bytes-scale and --compute-scale are of an emulated cluster: give --cluster too")
     if not os.environ.get("DYNAMICCL_CLUSTER"):
         return None, {}
+    if gpus():
+        fail("DYNAMICCL_CLUSTER is set, and this machine has GPUs: unset it, or give --cluster")
     with refusing(ValueError):
         told = Emulated.from_env()
     return emulation(told.cluster, told.bytes_scale, told.compute_scale, told.seed)
+
+
+def refuse_scales(bytes_scale: float | None, compute_scale: float | None) -> None:
+    """Refuse scales where no cluster is given."""
+    if bytes_scale is not None or compute_scale is not None:
+        fail("--bytes-scale and --compute-scale are of an emulated cluster: give --cluster too")
 
 
 def refuse_traps(

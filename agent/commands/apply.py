@@ -19,6 +19,7 @@ from . import (
     cannot_start,
     emulation_here,
     fail,
+    refuse_scales,
     refuse_traps,
     refusing,
     results,
@@ -69,6 +70,8 @@ def apply(
     from ..daemon.launcher import say
 
     run_alone_if_off(command, headroom)
+    if not cluster:
+        refuse_scales(bytes_scale, compute_scale)
     if not command:
         fail("say what to run, after --")
     program = shutil.which(command[0])

@@ -19,6 +19,7 @@ from . import (
     emulation_here,
     fail,
     off_here,
+    refuse_scales,
     refuse_traps,
     refusing,
 )
@@ -54,6 +55,8 @@ def env(
         print(f"dynamiccl: {off}: {'only --headroom' if kept else 'no variables'}", file=sys.stderr)
         _print(kept, json)
         return
+    if not cluster:
+        refuse_scales(bytes_scale, compute_scale)
     emulated, facts = emulation_here(cluster, bytes_scale, compute_scale, seed)
     refuse_traps(None, force, emulated=emulated is not None)
     with refusing(PluginBuildError, ValueError, OSError):

@@ -27,6 +27,7 @@ from . import (
     become_owner,
     emulation_here,
     fail,
+    refuse_scales,
     refuse_traps,
     refusing,
     run_alone_if_off,
@@ -332,8 +333,11 @@ def _check(call: Call) -> None:
         fail("--or-untuned needs a COMMAND to run: give the job after --")
     if asked["attach"]:
         _check_attach(call)
-    elif asked["again"]:
+    elif "again" in call.given:
         fail("--again needs --attach: a run that is started was not stopped")
+    scales = [asked[name] if name in call.given else None for name in ("bytes_scale", "compute_scale")]
+    if asked["command"] and not asked["cluster"]:
+        refuse_scales(*scales)
     if theirs := [name for name in ("stage", "steps", "ranks") if asked["command"] and name in call.given]:
         fail(f"--{theirs[0]} is for the built-in job: put it into your COMMAND, or leave the COMMAND out")
     if not (asked["command"] or asked["attach"]) and asked["steps"] < FEWEST_STEPS:

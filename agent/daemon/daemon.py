@@ -26,7 +26,7 @@ from ...traces.reasons import RunEnds
 from ...traces.records import TUNED_FUNCS, Decision, Slot
 from ...traces.writer import TraceWriter
 from ..policies.choosing import make_chooser
-from ..report.outputs import claim, link, run_of
+from ..report.outputs import claim, link, refuse_others, run_of, task_folder
 from ..report.summary import RunSummary, read_object
 from ..report.verdict import VERDICT, seconds, verdict
 from .account import Costs, Stand, earlier_summary
@@ -88,10 +88,12 @@ class Daemon:
             (run.path / STOP).unlink(missing_ok=True)
 
     def _claim(self) -> tuple[Path, int]:
+        out = self.request.out
+        if out is not None:
+            refuse_others(task_folder(out))
         try:
-            return claim(self.request.out)
+            return claim(out)
         except Busy:
-            out = self.request.out
             named = run_of(out) if out is not None else None
             ours = named is not None and named.resolve() == self.run.path
             if out is None or not ours or not is_locked(self.run.path / LAUNCHER):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -240,7 +241,8 @@ def facts_of(windows: LiveWindows, request: Request) -> dict[str, str]:
     release = str(request.facts.get("nccl", ""))
     if request.emulated is not None:  # its seed is what may change from one run to the next
         scales = f"bytes x {request.emulated.bytes_scale:g}, compute x {request.emulated.compute_scale:g}"
-        hardware = f"emulated {request.emulated.cluster}, {scales}"
+        cluster = Path(request.emulated.cluster).name  # a file's folder says nothing, and may name its user
+        hardware = f"emulated {cluster}, {scales}"
     else:
         names = gpus()
         hardware = ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names))) or "no GPU"

@@ -87,7 +87,7 @@ def begin(out: Path | None, say: Callable[[str], object]) -> tuple[Path, int]:
     """
     for number in range(1, 100):
         if out is not None and number == 1:
-            _refuse_others(task_folder(out))
+            refuse_others(task_folder(out))
         try:
             folder, fd = claim(_numbered(out, number) if out is not None else None)
         except Busy:
@@ -105,7 +105,7 @@ def begin(out: Path | None, say: Callable[[str], object]) -> tuple[Path, int]:
     raise Busy(f"{out} and 98 more hold results of other runs: give another --out")
 
 
-def _refuse_others(folder: Path) -> None:
+def refuse_others(folder: Path) -> None:
     """Raise ValueError where results would replace files that no run of ours has left."""
     is_ours = (folder / LOCK).exists() or (folder / "trace" / "header.json").exists()
     names = [name for name in RESULTS if (folder / name).exists()]

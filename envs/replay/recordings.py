@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -66,7 +67,7 @@ def cluster_in(header: Mapping[str, Any]) -> Cluster | None:
     kept = header.get(_VALUES, header.get("cluster_file"))
     try:
         if kept:
-            return clusters.from_mapping(name, kept)
+            return clusters.from_mapping(Path(name).stem if name.endswith(clusters.FILE) else name, kept)
         return clusters.cluster(name)
     except ValueError:
         return None

@@ -144,12 +144,16 @@ def test_a_flag_that_is_on_by_default_can_be_denied():
     """Before: ``gate=False`` said nothing, and the gate stayed."""
     words = dynamiccl.agent.api._words
     assert words("apply", {"gate": False, "force": False, "headroom": None}) == ["--no-gate"]
+    assert words("tune", {"memory": False}) == []  # another option denies it
 
 
 def test_an_answer_counts_also_where_no_table_was_written(monkeypatch):
     done = SimpleNamespace(returncode=1, stdout='{"slots": []}', stderr="no table written")
     monkeypatch.setattr(subprocess, "run", lambda words, **_: done)
     assert dynamiccl.advise("recording", out="table.json") == {"slots": []}
+    done.returncode = 2
+    with pytest.raises(ValueError, match="no table written"):
+        dynamiccl.advise("recording", out="/nowhere/table.json")
 
 
 def test_a_child_runs_this_package_where_the_current_folder_holds_it(monkeypatch):

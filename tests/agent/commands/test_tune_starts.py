@@ -12,13 +12,14 @@ import pytest
 from cli_process import DYNAMICCL, ENV, run
 from command import invoke
 from dynamiccl.agent import cli
-from dynamiccl.agent.commands import tune
+from dynamiccl.agent.commands import emulation_here, tune
 from dynamiccl.agent.daemon import daemon
 from dynamiccl.agent.daemon.request import Request
 from dynamiccl.agent.report.outputs import ROOT, begin, claim
 from dynamiccl.agent.report.runs import has_measured, state
 from dynamiccl.envs.live.locks import Busy, lock
 from dynamiccl.envs.nccl.shm import RunFolder
+from dynamiccl.envs.nccl.steps import nvml
 from dynamiccl.envs.sim.emulated.settings import Emulated
 from synthetic_trace import write_run
 
@@ -38,7 +39,7 @@ from synthetic_trace import write_run
         (["--attach", ""], "--attach: must not be empty"),  # before: the built-in job began to train
         (["--cluster", ""], "--cluster: must not be empty"),
         (["--"], "no command stands after --"),
-        (["true", "--seed", "3"], "'true' is no option: a job's command stands after --"),
+        (["true", "--seed", "3"], "'true' is no option: a job's command stands after --, and"),
         (["--attach", "x", "--cluster", "dgx-h100-2x8"], "for the start of a job"),
         (["--again"], "--again needs --attach"),
         (["--bytes-scale", "2", "--", "true"], "give --cluster too"),
@@ -145,6 +146,30 @@ def test_files_that_no_run_has_left_are_not_replaced(tmp_path):
     done = run("tune", "--out", str(tmp_path), "--", "true")
     assert done.returncode == 2 and "has files of its own (summary.json)" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_tuner_that_joins_replaces_nobodys_files_either(tmp_path):
+    (tmp_path / "table.json").write_text("of somebody")
+    folder = RunFolder.create()
+    with pytest.raises(ValueError, match="has files of its own"):
+        daemon.Daemon(Request(out=tmp_path), folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
+
+
+def test_an_inherited_cluster_is_refused_where_gpus_are(monkeypatch, capsys):
+    """NCCL runs such a job, and nothing of it is emulated."""
+    monkeypatch.setenv("DYNAMICCL_CLUSTER", "dgx-h100-2x8")
+    monkeypatch.setattr(nvml, "gpus", lambda: ["NVIDIA H100"] * 2)
+    with pytest.raises(SystemExit):
+        emulation_here(None, None, None)
+    assert "DYNAMICCL_CLUSTER is set, and this machine has GPUs" in capsys.readouterr().err
+
+
+def test_options_of_a_site_that_mean_nothing_keep_no_job_from_starting(monkeypatch):
+    monkeypatch.setenv("DYNAMICCL_TUNE_OPTIONS", "--again --bytes-scale 2")
+    monkeypatch.setattr(tune, "_start", lambda asked: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.run(["tune", "--", "true"])
 
 
 def test_a_job_that_inherits_an_emulated_cluster_is_known_for_one(monkeypatch):

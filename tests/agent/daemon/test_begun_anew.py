@@ -148,6 +148,7 @@ def test_a_run_folder_of_the_same_name_is_another_run(tmp_path):
     """Before: a tuner took over the costs of the job before, where one of this job was killed before it told any."""
     out = tmp_path / "out"
     out.mkdir()
+    (out / "lock").touch()  # of the tuner before
     seen = []
     for _ in range(2):
         run = RunFolder.create(f"named-{os.getpid()}")

@@ -318,6 +318,7 @@ def test_figures_of_another_run_in_the_same_folder_are_not_told(folder, tmp_path
     """A table of this run is in force, but the folder of results holds the summary of another."""
     out = tmp_path / "out"
     out.mkdir()
+    (out / "lock").touch()
     RunSummary(run="/elsewhere", kept=True, speedup=3.0, speedup_ci95=[2.9, 3.1], cost_s=7.0).write(out)
     job = WatchedJob(folder, lambda job: False)
     job.confirm({GATHER: OTHER})

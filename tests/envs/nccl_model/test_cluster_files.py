@@ -83,4 +83,4 @@ def test_a_file_goes_on_by_its_whole_path_and_what_it_says_is_kept(tmp_path, mon
     assert cluster(emulated.cluster).nic_gbs == 7.0
     Path(emulated.cluster).unlink()
     found = cluster_in({"cluster": emulated.cluster, **json.loads(json.dumps(facts))})
-    assert (found.generation, found.nic_gbs) == ("A", 7.0)
+    assert (found.name, found.generation, found.nic_gbs) == ("mine", "A", 7.0)
