@@ -67,7 +67,7 @@ def savings(windows: Sequence[SteadyWindow], tables: Mapping[int, Rules]) -> lis
 
     ``windows``: in order; ``tables``: by generation. Tables of equal rows are one.
     """
-    numbers = {(): 0}  # by content; 0 is the default
+    numbers: dict[tuple[str, ...], int] = {(): 0}  # by content; 0 is the default
     rules_of: list[Rules] = [()]
     by_generation = dict[int, int]()
     for generation, rules in tables.items():

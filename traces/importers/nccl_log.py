@@ -60,8 +60,9 @@ class _Process:
     def one_of(self, comm_id: int, rank: int) -> int:
         """The id of a new communicator. 2.18 to 2.20 number all splits of one parent and color alike: their order tells
         them apart, which is the same on all ranks."""
-        n_before = self.made[comm_id, rank]
-        self.made[comm_id, rank] += 1
+        key = comm_id, rank
+        n_before = self.made[key]
+        self.made[key] += 1
         return comm_id_of(comm_id, n_before) if n_before else comm_id
 
 
@@ -101,10 +102,13 @@ class _Log:
         """An INIT line: a communicator's address, and who is in it."""
         if init := _INIT.search(text):
             address, rank, n_ranks = init.groups()
-            is_known = address in process.comms and _COMPLETE in text
-            comm_id = _comm_id(process, text, n_ranks)
-            if comm_id is not None and not is_known:
-                process.comms[address] = process.one_of(comm_id, int(rank)), int(rank)
+            is_complete = _COMPLETE in text
+            is_known = is_complete and address in process.comms
+            named = _comm_id(process, text, n_ranks)
+            if named is not None and not is_known:
+                number = int(rank)
+                comm_id = process.one_of(named, number)
+                process.comms[address] = comm_id, number
         if nodes := _NODES.search(text):
             comm_id, _ = process.comms.get(nodes[1], (0, 0))
             self.nodes[comm_id] = int(nodes[2])
