@@ -17,8 +17,8 @@ from .search_env import SearchEnv
 class ReplayEnv(SearchEnv):
     """Tune a recorded job again, see :class:`search_env.SearchEnv`.
 
-    What the trace measured answers with its recorded windows, one after the other and round again; any other config
-    with the prediction of a model fitted to the trace.
+    The default answers with its recorded steps, one after the other and round again; what the trace measured with
+    what it saved of them; any other config with the prediction of a model fitted to the trace.
 
     ## Arguments
     ``trace``: a folder, or a :class:`dynamiccl.traces.files.Trace`; ``min_share``: slots with a smaller share of the

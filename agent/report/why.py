@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from ...envs.replay.decisions import default_generations, load, windows_of
+from ...envs.replay.decisions import default_generations, load
 from ...traces.files import Trace, applies, is_of, row_for
 from ...traces.queries.exposed import exposed_parts_of, exposed_text
 from ...traces.queries.slots import SlotProfile
@@ -80,12 +80,17 @@ def _call_of(p: SlotProfile) -> dict[str, Any]:
 
 
 def _tried(trace: Trace, p: SlotProfile) -> Counter[str]:
-    """Settings that a slot ran under tables, with their numbers of windows."""
+    """Settings that a slot ran under tables, with their numbers of windows: those of the log, as everywhere.
+
+    The steps do not tell them: in turns one window is many stretches of steps, and a table in force is no window.
+    """
     by_generation = {}
-    for generation, rules in trace.tables.items():
-        if row := row_for(rules, _call_of(p)):
-            by_generation[generation] = str(row["decision"])
-    windows = [window.generation for window in windows_of(trace)]
+    windows = []
+    for line in trace.log:
+        if line["kind"] == "window":
+            windows.append(line.get("generation"))
+        elif line["kind"] == "table" and (row := row_for(line["table"]["rules"], _call_of(p))):
+            by_generation[line["table"]["generation"]] = str(row["decision"])
     return Counter(by_generation[generation] for generation in windows if generation in by_generation)
 
 

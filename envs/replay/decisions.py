@@ -1,9 +1,9 @@
 """A recorded trace as tasks: what it measured as measured, the rest predicted by a model fitted to it and marked so.
 
-Measured: the step time under each published table against the default's beside it gives what each (slot, decision)
-saved, by ridge regression (a table may hold several slots' decisions at once). Predicted: the times of single
-collectives, interpolated between those that the trace sampled, weighted by how much of a slot's time the step is seen
-to wait for.
+Measured: the step time under each published table against that of its neighbours in time (:mod:`.neighbours`) gives
+what each (slot, decision) saved, by ridge regression (a table may hold several slots' decisions at once). Predicted:
+the times of single collectives, interpolated between those that the trace sampled, weighted by how much of a slot's
+time the step is seen to wait for.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from ...traces.queries.costs import of_whole_steps
 from ...traces.queries.slots import SlotProfile, channels_of, find_slots, outside_the_offer
 from ...traces.queries.steps import in_steps, of_one_rank, told_steps, without_first
 from ...traces.records import MIXED, N_ALGOS, N_PROTOS, TUNED_FUNCS, Slot, decision_from
+from .neighbours import Rules, SteadyWindow, savings
 from .predicted import Times, cluster_of, predict
 from .recordings import is_placed
 
 Array = np.ndarray[Any, Any]
 
-#: The rows of a published table.
-_Rules = tuple[dict[str, Any], ...]
 #: What the regression takes apart: a slot's number and a config.
 _Part = tuple[int, int]
 
@@ -63,20 +62,11 @@ class Recorded:
         return [p.slot for p in self.profiles]
 
 
-@dataclass(frozen=True)
-class SteadyWindow:
-    """Consecutive steps of one table: one rank's durations in ms, the first step left out."""
-
-    generation: int
-    ms: float
-    n_steps: int
-
-
 def load(trace: Trace, min_share: float = 0.01) -> Recorded:
     """The tasks of a trace. Raises TraceError when it holds no steps or no slot that a tuner can reach."""
     windows = windows_of(trace)
-    by_default = default_windows(trace)
-    default_ms = float(np.median([w.ms for w in by_default]))
+    by_default = default_steps(trace)
+    default_ms = float(np.median(by_default))
     step_us = default_ms * 1e3
     events = trace.events
     if not is_imported(trace):
@@ -100,8 +90,7 @@ def load(trace: Trace, min_share: float = 0.01) -> Recorded:
         truth[i, 0] = 0.0
         seen = [config for config in configs if may_run[config]]
         measured[i, seen] = True
-    n_steps = sum(w.n_steps for w in by_default)
-    return Recorded(profiles, truth, measured, share, default_ms, n_steps, outside)
+    return Recorded(profiles, truth, measured, share, default_ms, len(by_default), outside)
 
 
 def _profiles(
@@ -159,13 +148,13 @@ def default_generations(trace: Trace) -> set[int]:
     return {generation for generation, rules in trace.tables.items() if not rules}
 
 
-def default_windows(trace: Trace) -> list[SteadyWindow]:
-    """The windows in which NCCL did as it likes, in order. Raises TraceError when there are none."""
+def default_steps(trace: Trace) -> Array:
+    """The steps in which NCCL did as it likes, in order: ms (n,). Raises TraceError when there are none."""
     default = default_generations(trace)
-    base = [w for w in windows_of(trace) if w.generation in default]
+    base = [w.durations_ms for w in windows_of(trace) if w.generation in default]
     if not base:
         raise TraceError(f"{trace.folder} holds no two steps under NCCL's default: nothing to compare with")
-    return base
+    return np.concatenate(base)
 
 
 def windows_of(trace: Trace) -> list[SteadyWindow]:
@@ -181,15 +170,15 @@ def windows_of(trace: Trace) -> list[SteadyWindow]:
     state = steps[["table_generation", "pid"]]
     is_change = (state != state.shift()).any(axis=1)
     for _, group in steps.groupby(is_change.cumsum()):
-        durations_ns = group["duration_ns"].to_numpy()
         if not imported:
-            durations_ns = durations_ns[1:]  # a switch's first step is of both
-        n_steps = len(durations_ns)
-        if not n_steps:
+            group = group.iloc[1:]  # a switch's first step is of both
+        if group.empty:
             continue
+        durations_ms = group["duration_ns"].to_numpy() / 1e6
         generation = int(group["table_generation"].iloc[0])
-        ms = float(np.median(durations_ns / 1e6))
-        found.append(SteadyWindow(generation, ms, n_steps))
+        first, last = group["index"].iloc[[0, -1]]
+        pid = int(group["pid"].iloc[0])
+        found.append(SteadyWindow(generation, durations_ms, int(first), int(last), pid))
     return found
 
 
@@ -208,20 +197,23 @@ def offers_of(trace: Trace) -> dict[tuple[int, str, int], Offer]:
 
 
 def _effects(
-    windows: list[SteadyWindow], tables: dict[int, _Rules], profiles: list[SlotProfile]
+    windows: list[SteadyWindow], tables: dict[int, Rules], profiles: list[SlotProfile]
 ) -> dict[_Part, float]:
     """Relative step time that each (slot, config) saved, by the regression."""
-    measured = _measured(windows, tables, profiles)
-    keys = sorted({part for _, _, parts in measured for part in parts})
+    measured = []
+    for table in savings(windows, tables):
+        if parts := _parts(table.rules, profiles):
+            measured.append((table, parts))
+    keys = sorted({part for _, parts in measured for part in parts})
     if not keys:
         return {}
     rows = []
-    for _, _, parts in measured:
+    for _, parts in measured:
         row = [float(key in parts) for key in keys]
         rows.append(row)
     design = np.array(rows)
-    saving = np.array([saved for _, saved, _ in measured])
-    weight = np.array([float(w.n_steps) for w, _, _ in measured])
+    saving = np.array([table.saving for table, _ in measured])
+    weight = np.array([table.n_steps for table, _ in measured])
     weighted = design * weight[:, None]
     ridge = _RIDGE * np.eye(len(keys))
     normal = design.T @ weighted + ridge
@@ -230,25 +222,7 @@ def _effects(
     return dict(zip(keys, effects.tolist(), strict=True))
 
 
-def _measured(
-    windows: list[SteadyWindow], tables: dict[int, _Rules], profiles: list[SlotProfile]
-) -> list[tuple[SteadyWindow, float, list[_Part]]]:
-    """The windows under tables: each with what it saved against the default before it, and what its table holds."""
-    measured = []
-    by_default = [w.ms for w in windows if tables.get(w.generation) == ()]
-    last_ms = by_default[0] if by_default else np.nan
-    parts_of = {generation: _parts(rules, profiles) for generation, rules in tables.items()}
-    for w in windows:
-        parts = parts_of.get(w.generation)
-        if tables.get(w.generation) == ():
-            last_ms = w.ms
-        elif parts:
-            saved = 1.0 - w.ms / last_ms
-            measured.append((w, saved, parts))
-    return measured
-
-
-def _parts(rules: _Rules, profiles: list[SlotProfile]) -> list[_Part]:
+def _parts(rules: Rules, profiles: list[SlotProfile]) -> list[_Part]:
     """What a table holds of these slots."""
     found = []
     for rule in rules:

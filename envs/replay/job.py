@@ -1,7 +1,7 @@
 """A recorded job that can be tuned again: :class:`envs.live.job.Job`'s part that a tuner uses, over a trace.
 
-Step times are the recorded default windows, in their order from a random one on, times what the decisions in force
-save: as measured where the trace measured them, else as predicted (``replay.load``); slots add up.
+A window takes the median of as many recorded default steps, in their order from a random one on, times what the
+decisions in force save: as measured where the trace measured them, else as predicted (``replay.load``); slots add up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...traces.files import Trace
 from ...traces.queries.lives import lives
 from ...traces.records import Decision, Decisions, Slot
 from ..live.job import DISCARD, SWITCH_STEPS, Window
-from .decisions import Recorded, default_generations, default_windows, offers_of
+from .decisions import Recorded, default_generations, default_steps, offers_of
 
 Array = np.ndarray[Any, Any]
 
@@ -36,7 +36,7 @@ class RecordedJob:
         self.memory_pressure = float(recorded.fingerprint.memory_pressure[0])
         self.memory_free = 0  # a recording runs out of no memory
         self.generation = self.last_step = 0
-        self.default_ms = np.array([w.ms for w in default_windows(trace)])
+        self.default_ms = default_steps(trace)
         rng = np.random.default_rng(seed)
         self._at = int(rng.integers(len(self.default_ms)))
         events = trace.events
@@ -79,9 +79,9 @@ class RecordedJob:
         switch = SWITCH_STEPS if chosen != self._running else 0
         self._running = chosen
         self._is_default = not chosen
-        default_ms = self.default_ms[self._at]
-        ms = float(default_ms * (1 - self.saving(decisions)))
-        self._at = (self._at + 1) % len(self.default_ms)
+        places = np.arange(self._at, self._at + n_steps) % len(self.default_ms)
+        ms = float(np.median(self.default_ms[places]) * (1 - self.saving(decisions)))
+        self._at = (self._at + n_steps) % len(self.default_ms)
         n = 1 if ms > give_up_ms else n_steps
         first = self.last_step + switch + discard + 1
         self.last_step = first + n - 1

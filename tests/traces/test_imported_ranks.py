@@ -158,3 +158,51 @@ def test_a_date_in_a_name_is_no_rank(tmp_path):
     dated.write_bytes(dump.read_bytes())
     assert rank_in_name(tmp_path / "rank20261128.json") is None
     assert len(read_recording([dated]).events)
+
+
+#: How releases of NCCL tell of the n-th communicator that was split off another one, after "parent ADDRESS".
+SPLITS = {
+    "2.18 to 2.20": lambda n: "color 77 key 0 commId 0x5eed",
+    "2.21 to 2.29": lambda n: f"splitCount {n} color 77 key 0",
+    "2.30 and later": lambda n: f"childCount {n} color 77 key 0",
+}
+
+
+def log_of_splits(folder, said):
+    """A log each of two ranks: two communicators split off the same one, with one all_gather on the first of them and
+    two on the second. Addresses differ between the processes."""
+    folder.mkdir()
+    for rank in (0, 1):
+        who = f"node7:{500 + rank}:{500 + rank} [{rank}] NCCL INFO "
+        place = f"rank {rank} nranks 2 cudaDev {rank} nvmlDev {rank} busId 1b000"
+        lines = [f"ncclCommInitRankConfig comm 0xa{rank} {place} commId 0xabc - Init START"]
+        for n in (1, 2):
+            child = f"ncclCommSplit comm 0x{n}{rank} {place} parent 0xa{rank} {said(n)}"
+            lines += [f"{child}- Init START", f"{child} - Init COMPLETE"]
+        for n in (1, 2, 2):
+            made_of = "count 1048576 datatype 7 op 0 root 0"
+            lines.append(
+                f"AllGather: opCount 0 sendbuff 0x1 {made_of} comm 0x{n}{rank} [nranks=2] stream 0x3"
+            )
+        (folder / f"rank{rank}.log").write_text("".join(f"{who}{line}\n" for line in lines))
+    return folder
+
+
+@pytest.mark.parametrize("release", SPLITS)
+def test_a_split_communicator_is_one_on_all_ranks_and_no_other(tmp_path, release):
+    """Before: one for each rank, because its parent's address is of one process; and all splits of a rank in one."""
+    events = read_recording([log_of_splits(tmp_path / "logs", SPLITS[release])]).events
+    calls = events.groupby("comm_id").apply(lambda e: list(zip(e["rank"], e["seq"], strict=True)))
+    assert sorted(sorted(each) for each in calls) == [[(0, 0), (0, 1), (1, 0), (1, 1)], [(0, 0), (1, 0)]]
+
+
+def test_a_grown_communicator_keeps_the_number_that_all_its_ranks_tell(tmp_path):
+    """Of its last line ranks of the communicator that it grew from tell their parent, new ranks do not."""
+    path = made.nccl_log(tmp_path / "log")
+    lines = path.read_text().splitlines()
+    place = "rank 0 nranks 16 cudaDev 0 nvmlDev 0 busId 1b000"
+    grown = f"ncclCommGrow comm 0x550 {place} parent 0x77 childCount 1 color 0 key 0 - Init COMPLETE"
+    lines.insert(3, f"node7:500:600 [0] NCCL INFO {grown}")
+    path.write_text("\n".join(lines) + "\n")
+    events = read_recording([path]).events
+    assert set(events["comm_id"]) == {made.COMM} and set(events["rank"]) == {0, 1}

@@ -8,7 +8,7 @@ NCCL_DEBUG_TIMESTAMP_FORMAT.
 from __future__ import annotations
 
 import re
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,9 +27,11 @@ _CHOICE = re.compile(
 #: The cost model of 2.31 and later: what it was asked, then what it chose.
 _INPUT = re.compile(r"Input: \{.*?\.func = (?:ncclFunc)?(\w+),.*?\.nBytes = (\d+)")
 _BEST = re.compile(r"Best tuning \{.*?\.algo = (\w+), \.proto = (\w+),.*?nChannels = (\d+)")
-_INIT = re.compile(
-    r"comm (0x\w+) rank (\d+) n[rR]anks (\d+).*?(?:commId (0x\w+)|parent (0x\w+).*?color (-?\d+))"
-)
+_INIT = re.compile(r"comm (0x\w+) rank (\d+) n[rR]anks (\d+) ")
+_NUMBER = re.compile(r"commId (0x\w+)")
+#: Of a communicator that was split off another one; 2.18 to 2.20 tell no count, but a number.
+_CHILD = re.compile(r"parent (0x\w+) (?:(?:split|child)Count (\d+) )?color (-?\d+)")
+_COMPLETE = "Init COMPLETE"
 _NODES = re.compile(r"comm (0x\w+) rank \d+ n[rR]anks \d+ nNodes (\d+)")
 _VERSION = re.compile(r"NCCL version (\d+\.\d+\.\d+)")
 
@@ -51,8 +53,17 @@ class _Process:
         self.name = f"{pid} of {host}"
         self.pid = process_of(host, pid)
         self.comms: dict[str, tuple[int, int]] = {}  # address -> (id, rank)
+        self.made: Counter[tuple[int, int]] = Counter()  # communicators of one name and rank
         self.waiting: dict[int, deque[dict[str, Any]]] = {}  # bytes -> calls whose choice was not told yet
         self.asked: tuple[str | None, int] | None = None  # what the cost model was last asked
+
+    def one_of(self, comm_id: int, rank: int) -> int:
+        """The id of a new communicator. 2.18 to 2.20 number all splits of one parent and color alike: their order tells
+        them apart, which is the same on all ranks."""
+        key = comm_id, rank
+        n_before = self.made[key]
+        self.made[key] += 1
+        return comm_id_of(comm_id, n_before) if n_before else comm_id
 
 
 class _Log:
@@ -90,9 +101,14 @@ class _Log:
     def _announce(self, process: _Process, text: str) -> None:
         """An INIT line: a communicator's address, and who is in it."""
         if init := _INIT.search(text):
-            address, rank, n_ranks, number, parent, color = init.groups()
-            comm_id = int(number, 16) if number else comm_id_of(parent, color, n_ranks)
-            process.comms[address] = comm_id % (1 << 64), int(rank)
+            address, rank, n_ranks = init.groups()
+            is_complete = _COMPLETE in text
+            is_known = is_complete and address in process.comms
+            named = _comm_id(process, text, n_ranks)
+            if named is not None and not is_known:
+                number = int(rank)
+                comm_id = process.one_of(named, number)
+                process.comms[address] = comm_id, number
         if nodes := _NODES.search(text):
             comm_id, _ = process.comms.get(nodes[1], (0, 0))
             self.nodes[comm_id] = int(nodes[2])
@@ -137,6 +153,21 @@ class _Log:
                 event.update(choice)
                 return
         self.unmatched += 1
+
+
+def _comm_id(process: _Process, text: str, n_ranks: str) -> int | None:
+    """The id that an INIT line gives a communicator, the same on all ranks; None where it tells none.
+
+    An address is of one process alone. So a child is named as NCCL names it: by its parent's id, by the count of its
+    parent's children, and by its color.
+    """
+    if number := _NUMBER.search(text):
+        return int(number[1], 16) % (1 << 64)
+    if child := _CHILD.search(text):
+        parent, count, color = child.groups()
+        parent_id, _ = process.comms.get(parent, (parent, 0))
+        return comm_id_of(parent_id, count, color, n_ranks)
+    return None
 
 
 def read(files: list[Path], found: Found) -> None:

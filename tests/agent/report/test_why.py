@@ -1,12 +1,14 @@
 """The chain behind a decision."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from command import invoke
 from dynamiccl.agent.commands.show import _steps
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.why import chains, lines
+from dynamiccl.traces.records import decided
 from synthetic_trace import FINAL, GATHER, OWN, SCATTER, write_run
 
 
@@ -31,6 +33,23 @@ def test_the_chain_names_prices_trials_and_the_next_best(run):
         assert "these 2 rows together: steps" in text and "not separable" in text
     tried = found[str(GATHER)]["tried"]
     assert tried.keys() == {"ring/ll128/16", "ring/simple/16"}
+
+
+def test_windows_of_the_log_are_counted(run):
+    """Before: stretches of steps. A trial in turns was many, a table in force between looks one, one at calls none."""
+    _, told, trace = run
+    rows = [
+        {**row, "decision": str(decided(row))} for row in told["decisions"] if row["func"] == "all_gather"
+    ]
+    log = []
+    for generation, n_windows in ((0, 1), (1, 1), (2, 3), (4, 0), (6, 1)):
+        table = {"generation": generation, "rules": rows if generation else []}
+        table |= {"one_of": 4} if generation == 6 else {}
+        log.append({"kind": "table", "table": table})
+        log += [{"kind": "window", "generation": generation}] * n_windows
+    found = {c["slot"]: c for c in chains(replace(trace, log=log), RunSummary.of(told))}
+    assert found[str(GATHER)]["tried"] == {str(FINAL[GATHER]): 5}
+    assert found[str(SCATTER)]["tried"] == {}
 
 
 def test_a_row_that_was_changed_alone_has_a_figure_of_its_own(run):

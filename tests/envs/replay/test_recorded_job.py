@@ -6,7 +6,7 @@ from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.policies.classical import CLASSICAL
 from dynamiccl.envs.live.windows import LiveWindows
-from dynamiccl.envs.replay.decisions import load
+from dynamiccl.envs.replay.decisions import default_steps, load
 from dynamiccl.envs.replay.job import RecordedJob, _steps_of
 from dynamiccl.envs.search.config import SearchConfig
 from dynamiccl.traces.queries.lives import lives
@@ -33,12 +33,21 @@ def test_windows_take_what_the_record_says(trace, recorded):
     gain = job.saving(FINAL)
     assert gain == pytest.approx(sum(job.saving({slot: d}) for slot, d in FINAL.items()))
     assert job.saving({}) == job.saving({GATHER: AUTO}) == 0 and 0 < gain < sum(share.values())
-    default = [job.window({}, 4).step_ms for _ in range(len(job.default_ms))]
-    assert sorted(default) == sorted(job.default_ms)  # each recorded default window once a round
+    default = [job.window({}, 1).step_ms for _ in range(len(job.default_ms))]
+    assert sorted(default) == sorted(job.default_ms)  # each recorded default step once a round
     assert default[0] == job.default_ms[job._at]
-    tuned = [job.window(FINAL, 4).step_ms for _ in range(len(job.default_ms))]
+    tuned = [job.window(FINAL, 1).step_ms for _ in range(len(job.default_ms))]
     np.testing.assert_allclose(tuned, (1 - gain) * np.array(default))
+    assert job.window({}, 4).step_ms == np.median(default[:4])
+    assert job.window({}, 4).step_ms == np.median(default[4:8])
     assert len(job.window({}, 4, give_up_ms=0.1).steps) == 1
+
+
+def test_every_default_step_counts_alike(trace, recorded):
+    """Before: every stretch of default steps did. In turns there are many of one step, beside one of 45."""
+    steps = default_steps(trace)
+    assert len(steps) == recorded.n_steps and recorded.default_ms == np.median(steps)
+    assert RecordedJob(trace, recorded).default_ms.tolist() == steps.tolist()
 
 
 def test_each_step_of_each_life_is_a_step():
