@@ -333,15 +333,22 @@ def _check(call: Call) -> None:
         fail("--or-untuned needs a COMMAND to run: give the job after --")
     if asked["attach"]:
         _check_attach(call)
-    elif "again" in call.given:
+        return
+    if "again" in call.given:
         fail("--again needs --attach: a run that is started was not stopped")
-    scales = [asked[name] if name in call.given else None for name in ("bytes_scale", "compute_scale")]
-    if asked["command"] and not asked["cluster"]:
-        refuse_scales(*scales)
-    if theirs := [name for name in ("stage", "steps", "ranks") if asked["command"] and name in call.given]:
-        fail(f"--{theirs[0]} is for the built-in job: put it into your COMMAND, or leave the COMMAND out")
-    if not (asked["command"] or asked["attach"]) and asked["steps"] < FEWEST_STEPS:
+    if asked["command"]:
+        _check_command(call)
+    elif asked["steps"] < FEWEST_STEPS:
         fail(f"{asked['steps']} steps are too few for a verdict: give --steps {FEWEST_STEPS} or more")
+
+
+def _check_command(call: Call) -> None:
+    if not call.values["cluster"]:
+        scales = [call.values[name] if name in call.given else None for name in _OF_START[1:]]
+        refuse_scales(*scales)
+    for name in ("stage", "steps", "ranks"):
+        if name in call.given:
+            fail(f"--{name} is for the built-in job: put it into your COMMAND, or leave the COMMAND out")
 
 
 def _check_attach(call: Call) -> None:

@@ -11,15 +11,11 @@ from pathlib import Path
 import pytest
 from cli_process import DYNAMICCL, ENV, run
 from command import invoke
-from dynamiccl.agent import cli
-from dynamiccl.agent.commands import emulation_here, tune
-from dynamiccl.agent.daemon import daemon
 from dynamiccl.agent.daemon.request import Request
 from dynamiccl.agent.report.outputs import ROOT, begin, claim
 from dynamiccl.agent.report.runs import has_measured, state
 from dynamiccl.envs.live.locks import Busy, lock
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.envs.nccl.steps import nvml
 from dynamiccl.envs.sim.emulated.settings import Emulated
 from synthetic_trace import write_run
 
@@ -138,78 +134,6 @@ def test_a_run_replaces_what_an_earlier_one_left_in_the_same_folder(tmp_path):
         run("tune", "--out", str(tmp_path), "--", sys.executable, "-S", "-c", program)
         assert (tmp_path / "job.log").exists() == (kept is not None)
         assert kept is None or (tmp_path / "job.log").read_text() == kept
-
-
-def test_files_that_no_run_has_left_are_not_replaced(tmp_path):
-    """Before: those with our names were deleted."""
-    (tmp_path / "summary.json").write_text("of somebody")
-    done = run("tune", "--out", str(tmp_path), "--", "true")
-    assert done.returncode == 2 and "has files of its own (summary.json)" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
-
-
-def test_a_tuner_that_joins_replaces_nobodys_files_either(tmp_path):
-    (tmp_path / "table.json").write_text("of somebody")
-    folder = RunFolder.create()
-    with pytest.raises(ValueError, match="has files of its own"):
-        daemon.Daemon(Request(out=tmp_path), folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
-
-
-def test_an_inherited_cluster_is_refused_where_gpus_are(monkeypatch, capsys):
-    """NCCL runs such a job, and nothing of it is emulated."""
-    monkeypatch.setenv("DYNAMICCL_CLUSTER", "dgx-h100-2x8")
-    monkeypatch.setattr(nvml, "gpus", lambda: ["NVIDIA H100"] * 2)
-    with pytest.raises(SystemExit):
-        emulation_here(None, None, None)
-    assert "DYNAMICCL_CLUSTER is set, and this machine has GPUs" in capsys.readouterr().err
-
-
-def test_options_of_a_site_that_mean_nothing_keep_no_job_from_starting(monkeypatch):
-    monkeypatch.setenv("DYNAMICCL_TUNE_OPTIONS", "--again --bytes-scale 2")
-    monkeypatch.setattr(tune, "_start", lambda asked: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        cli.run(["tune", "--", "true"])
-
-
-def test_a_job_that_inherits_an_emulated_cluster_is_known_for_one(monkeypatch):
-    """Before: its times were told and stored as those of the machine."""
-    asked = {"command": ["true"], "cluster": None, "bytes_scale": None, "compute_scale": None, "seed": 0}
-    asked |= {"force": True, "policy": "lstm", "log_to": None, "ranks": None, "stage": 3}
-    for name, value in Emulated("dgx-a100-2x8", 2.0, 3.0, 4).env().items():
-        monkeypatch.setenv(name, value)
-    seen = []
-    monkeypatch.setattr(tune, "_launch", lambda *found: seen.append(found[1:]))
-    tune._start(asked)
-    ((emulated, facts),) = seen
-    assert emulated == Emulated("dgx-a100-2x8", 2.0, 3.0, 4) and facts["nccl"]
-
-
-@pytest.mark.parametrize("is_launched", [False, True])
-def test_a_sites_options_count_for_a_tuner_that_joins_where_no_launcher_has_left_any(
-    is_launched, monkeypatch, tmp_path
-):
-    """Before: of a run of `dynamiccl env` the site's budget and --bitwise did not hold."""
-    monkeypatch.setenv("DYNAMICCL_TUNE_OPTIONS", "--budget 0 --bitwise --no-memory --headroom 8")
-    folder, seen = RunFolder.create(), []
-    out = tmp_path / "out" if is_launched else None
-    Request(emulated=Emulated(), out=out, budget=0.02).write(folder.path)
-    monkeypatch.setattr(daemon, "Daemon", lambda request, *rest: seen.append(request) or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        cli.run(["tune", "--attach", str(folder.path), "--seed", "5"])
-    (request,) = seen
-    found = request.budget, request.bitwise, request.seed
-    assert found == ((0.02, False, 5) if is_launched else (0, True, 5)) and request.memory is None
-
-
-def test_a_name_that_is_taken_is_said_with_the_cure():
-    name = f"taken-{os.getpid()}"
-    folder = RunFolder.create(name)
-    done = run("env", "--name", name)
-    assert (
-        done.returncode == 2 and f"a run {name} is there" in done.stderr and "another --name" in done.stderr
-    )
-    folder.close()
 
 
 def test_without_a_job_log_no_file_holds_the_jobs_output(tmp_path):
