@@ -217,8 +217,9 @@ class Leader:
             self._published.trial_begins(message)
         self._stays.is_led_again = message == self._stays.message and self._stays.is_owed
         here = len(self.arrivals.here)
-        # One vote at least is worth waiting for: who was silent may be back. Who is late votes, if it has the time.
-        silent = self.silent - self.arrivals.late
+        # One vote at least is worth waiting for: who was silent may be back. Who is late votes, if it has the time;
+        # a trial or a withdrawal does not wait for it.
+        silent = self.silent - self.arrivals.late if self.is_owed else self.silent
         return max(here - len(silent), min(1, here))
 
     @property

@@ -242,6 +242,17 @@ def test_a_round_for_who_was_left_out_waits_for_the_others_and_for_who_is_late(m
     assert rank.leader.begin_round(message(3, *TRIAL)) == 1 and not rank.leader.is_owed
 
 
+@pytest.mark.parametrize("trial", [(), TRIAL])
+def test_no_other_round_waits_for_who_is_late(monkeypatch, trial):
+    """Before: a trial and a withdrawal waited for up to 20 s each for a rank that always comes too late."""
+    clock = Clock()
+    monkeypatch.setattr(leaders, "time", clock)
+    rank = owed(clock)
+    rank.leader.arrivals.late = {2}
+    rank.publish(3, *trial)
+    assert rank.leader.begin_round(message(3, *trial)) == 1
+
+
 def test_how_long_rank_0_has_waited_for_a_silent_rank_makes_it_wait_no_longer_for_who_was_left_out():
     """Before: 0.5, 2, 8 and then 20 s each, in which it saw no withdrawal, and other ranks held calls."""
     waits, voted_in = [], [3, 4]
