@@ -296,8 +296,10 @@ class Agreement:
                 request = part.send(result)
             except StopIteration as end:
                 decision: Decision = end.value
-                if self._leader is None or not self._leader.is_owed:  # else it was our own waiting
-                    self._pace.round_took(time.monotonic() - began, held)
+                leader = self._leader
+                is_whole = leader is None or leader.arrivals.are_all
+                if leader is None or is_whole or not leader.is_owed:  # else it was our own waiting
+                    self._pace.round_took(time.monotonic() - began, held, is_whole)
                 return decision
             result = self._do(request, proposal)
             held |= isinstance(request, protocol.Await) and result is None
@@ -316,7 +318,7 @@ class Agreement:
                     store.cast(vote, proposal.n_votes)
                 return None
             case protocol.Gather():
-                return self._gathered(number)
+                return self._gathered(proposal)
             case protocol.Settle(decision):
                 return store.settle(number, decision)
             case protocol.Await():
@@ -326,18 +328,19 @@ class Agreement:
             case protocol.Lift(generation):
                 return self._plugin.lift(self._owner, generation)
 
-    def _gathered(self, number: int) -> list[protocol.Vote]:
+    def _gathered(self, proposal: Proposal) -> list[protocol.Vote]:
         """The votes of a round, as far as they come in time."""
-        leader, store = self._leader, self._store
+        leader, store, number = self._leader, self._store, proposal.number
         assert leader is not None
         longest_s = _VOTES_S + 2 * store.lookout.spread_s()
-        if leader.is_owed:  # for the sake of who was silent: how long that took before does not count
-            longest_s += self._pace.requests_s(store.answer_s)
+        if leader.is_owed:
+            longest_s = self._pace.owed_s(longest_s, store.answer_s)
         else:
             longest_s = max(longest_s, 4 * self._pace.round_s)
         votes = store.votes(number, leader.arrivals.here, longest_s)
         leader.arrivals.late = {vote.rank for vote in votes if vote.round == number - 1} & leader.silent
         leader.silent = {vote.rank for vote in votes if vote.round != number}
+        leader.arrivals.are_all = len(votes) - len(leader.silent) >= proposal.n_votes
         return votes
 
     def _switch(self, comm: int, span: Span) -> None:

@@ -22,6 +22,7 @@ class Arrivals:
             set()
         )  # who was silent in the last trial's round, which went on all the same
         self.late: set[int] = set()  # of the silent: whose vote in the round before came after its end
+        self.are_all = True  # the last round has had all votes that it waited for
         self._known: set[int] = set()  # who was here in an earlier life
         self._absent = set(range(1, n_ranks))
         self._awaited = set(self._absent)  # by the next round

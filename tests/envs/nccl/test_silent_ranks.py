@@ -13,7 +13,7 @@ from dynamiccl.envs.nccl.agreement.agreement import Agreement
 from dynamiccl.envs.nccl.agreement.leader import PATIENCE
 from dynamiccl.envs.nccl.agreement.pace import Pace
 from dynamiccl.envs.nccl.agreement.protocol import ABORT, CommVote, Decision, LeftOut, Vote
-from dynamiccl.envs.nccl.agreement.store import RoundStore
+from dynamiccl.envs.nccl.agreement.store import Proposal, RoundStore
 from dynamiccl.envs.nccl.plugin.bindings import CommView, Span
 from dynamiccl.envs.nccl.shm import decode_table
 from dynamiccl.traces.reasons import NotAgreeing
@@ -266,11 +266,11 @@ def test_how_long_rank_0_has_waited_for_a_silent_rank_makes_it_wait_no_longer_fo
     rank_0 = SimpleNamespace(_leader=leader, _store=store, _pace=pace)
 
     def part():
-        yield Agreement._gathered(rank_0, 5)
+        yield Agreement._gathered(rank_0, Proposal(5, b"", 1))
         return ABORT
 
     rank_0._do = lambda request, _proposal: request
-    pace.round_took(5.0, False)
+    pace.round_took(5.0, False, is_whole=False)
     for late in (set(), {2}):  # its vote in round 4 comes after that round's end
         Agreement._drive(rank_0, part(), None)
         assert (leader.silent, leader.arrivals.late) == ({2}, late)
@@ -283,6 +283,14 @@ def test_how_long_rank_0_has_waited_for_a_silent_rank_makes_it_wait_no_longer_fo
     for _ in range(7):
         Agreement._drive(rank_0, part(), None)
     assert pace.round_s < 1.0
+    leader.is_owed = True
+    pace.round_took(1.5, False)
+    Agreement._drive(rank_0, part(), None)
+    assert waits[-1] == 3.0, "whole rounds last so long: the others must have the time to vote"
+    voted_in[0] = 5
+    for _ in range(8):
+        Agreement._drive(rank_0, part(), None)
+    assert pace.round_s < 1.0, "it is whole, so it counts"
 
 
 def test_a_trial_does_not_begin_its_lost_rounds_anew_for_what_stays(monkeypatch):
