@@ -339,6 +339,7 @@ class Agreement:
             longest_s = max(longest_s, 4 * self._pace.round_s)
         votes = store.votes(number, leader.arrivals.here, longest_s)
         leader.arrivals.late = {vote.rank for vote in votes if vote.round == number - 1} & leader.silent
+        leader.last.in_force.hears(votes)
         leader.silent = {vote.rank for vote in votes if vote.round != number}
         leader.arrivals.are_all = len(votes) - len(leader.silent) >= proposal.n_votes
         return votes

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..plugin.bindings import Span
 from ..shm import rows_of, trial_of
+from .protocol import Vote
 
 
 @dataclass
@@ -29,16 +30,18 @@ class InForce:
                 self.rows[comm] = rows
                 self.trials.pop(comm, None)
 
-    def sees(self, counts: Mapping[int, int], is_survived: bool) -> None:
-        """``counts``: collectives made on each communicator of rank 0.
-
-        ``is_survived``: the end of the last trial is seen; it is taken to have ended then where rank 0 does not count.
-        """
+    def sees(self, counts: Mapping[int, int]) -> None:
+        """``counts``: collectives made on each communicator of rank 0."""
         for comm, until in list(self.trials.items()):
-            is_over = is_survived
-            if comm in counts:
-                is_over = counts[comm] >= until
-            if is_over:
+            if counts.get(comm, 0) >= until:
+                del self.trials[comm]
+
+    def hears(self, votes: Sequence[Vote]) -> None:
+        """The last votes of the other ranks: where rank 0 does not count, all members must be past the trial's end."""
+        for comm, until in list(self.trials.items()):
+            words = [vote.comms[comm] for vote in votes if comm in vote.comms]
+            is_past = all(one.newest >= until for one in words)
+            if words and len(words) == words[0].n_ranks and is_past:
                 del self.trials[comm]
 
     def differs(self, comm: int, message: bytes) -> bool:

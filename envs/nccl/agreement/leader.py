@@ -84,7 +84,7 @@ class LastTable:
     def is_survived(self, counts: Mapping[int, int]) -> bool:
         """Whether the end of the last trial is seen, for the first time. None of it without rank 0 is ever seen."""
         is_seen = bool(self.begun) and self._is_past(self.begun or {}, counts)
-        self.in_force.sees(counts, is_seen)
+        self.in_force.sees(counts)
         if is_seen:
             self.begun = None
         return is_seen

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from dynamiccl.envs.nccl.agreement import leader as leaders
 from dynamiccl.envs.nccl.agreement.agreement import TOGETHER, Agreement
-from dynamiccl.envs.nccl.agreement.protocol import Decision, LeftOut
+from dynamiccl.envs.nccl.agreement.protocol import CommVote, Decision, LeftOut, Vote
 from dynamiccl.envs.nccl.plugin.bindings import Span
 from dynamiccl.traces.reasons import NotAgreeing
 from dynamiccl.traces.records import AgreementState
@@ -56,6 +56,33 @@ def test_a_communicator_that_has_left_for_good_under_a_table_is_told():
     assert rank.leader.lacks({11: GONE}) == "", "it has never had a table"
 
 
+def words(rank, newest):
+    """The vote of a rank of communicator 8, which has two."""
+    return Vote(rank, 2, "same", {8: CommVote(2, 1, newest + 8, 4.0, {newest: 1})})
+
+
+def test_where_rank_0_does_not_count_a_trial_is_over_once_all_members_say_so():
+    """Before: as soon as it was cut short where rank 0 counts, so `stop` said on all ranks; or never, if only there."""
+    rank = Rank0()
+    rank.publish(1, *TRIAL)
+    rank.round({7: Span(128, 1000), 8: Span(128, 1000)})
+    rank.publish(2, is_default=True)
+    rank.round({7: Span(140)}, {8: LATE})
+    rank.leader.sees({7: 2000})
+    for votes in ([], [words(1, 1024)], [words(1, 1024), words(2, 960)]):
+        rank.leader.last.in_force.hears(votes)
+        assert rank.leader.lacks({8: LATE}) == LATE.why
+    rank.leader.last.in_force.hears([words(1, 1024), words(2, 1024)])
+    assert rank.leader.lacks({8: LATE}) == ""
+    rank.publish(3, *TRIAL)
+    rank.round({8: Span(2000, 2064)})
+    rank.publish(4, is_default=True)
+    rank.round({7: Span(2000)}, {8: GONE})
+    assert rank.leader.lacks({8: GONE}) == GONE.why
+    rank.leader.last.in_force.hears([words(1, 2112), words(2, 2112)])
+    assert rank.leader.lacks({8: GONE}) == ""
+
+
 def test_once_the_trial_of_a_communicator_that_has_left_for_good_is_over_all_run_the_default(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(leaders, "time", clock)
@@ -69,6 +96,7 @@ def test_once_the_trial_of_a_communicator_that_has_left_for_good_is_over_all_run
     clock.now += 1.0
     assert rank.round({7: Span(150)}, left_out) == 2, "led again, to hear of its end"
     rank.leader.sees({7: 170, 9: 161})
+    rank.leader.last.in_force.hears([words(1, 192), words(2, 192)])
     assert rank.leader.lacks(left_out) == ""
     clock.now += 2.0
     assert rank.round({7: Span(180)}, left_out) == 2

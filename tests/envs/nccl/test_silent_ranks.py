@@ -261,7 +261,8 @@ def test_how_long_rank_0_has_waited_for_a_silent_rank_makes_it_wait_no_longer_fo
         waits.append(seconds)
         return [Vote(2, voted_in.pop(0) if len(voted_in) > 1 else voted_in[0], "same")]
 
-    leader, pace = SimpleNamespace(is_owed=True, silent={2}, arrivals=SimpleNamespace(here={1, 2})), Pace(0.1)
+    leader, pace = Rank0().leader, Pace(0.1)
+    leader.silent, leader.arrivals.here, leader._stays.is_led_again = {2}, {1, 2}, True
     store = SimpleNamespace(lookout=SimpleNamespace(spread_s=lambda: 0.25), answer_s=0.001, votes=votes)
     rank_0 = SimpleNamespace(_leader=leader, _store=store, _pace=pace)
 
@@ -277,13 +278,13 @@ def test_how_long_rank_0_has_waited_for_a_silent_rank_makes_it_wait_no_longer_fo
     for _ in range(7):
         Agreement._drive(rank_0, part(), None)
     assert waits == 9 * [pytest.approx(1.006)] and pace.round_s == 5.0
-    leader.is_owed = False
+    leader._stays.is_led_again = False
     Agreement._drive(rank_0, part(), None)
     assert waits[-1] == 20.0, "all other rounds wait as long as rounds last"
     for _ in range(7):
         Agreement._drive(rank_0, part(), None)
     assert pace.round_s < 1.0
-    leader.is_owed = True
+    leader._stays.is_led_again = True
     pace.round_took(1.5, False)
     Agreement._drive(rank_0, part(), None)
     assert waits[-1] == 3.0, "whole rounds last so long: the others must have the time to vote"
