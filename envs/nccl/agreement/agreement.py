@@ -371,10 +371,13 @@ class Agreement:
 
     def _stop(self, why: str) -> None:
         self.stopped = why
-        if self._leader is not None:
-            self._say(AgreementState.CLOSED if self._leader.switched else AgreementState.SHUT, why)
-        else:
+        if self._leader is None:
             self._tell(None, why, 0)
+        elif not self._leader.switched:
+            self._say(AgreementState.SHUT, why)
+        else:
+            is_default = self._leader.last.in_force.is_default()
+            self._say(AgreementState.CLOSED, why if is_default else NotAgreeing.TABLE_STAYS(why=why))
 
     def close(self) -> None:
         """This rank takes no further part; what is there to stay stays."""

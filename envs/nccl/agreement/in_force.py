@@ -44,6 +44,10 @@ class InForce:
             if words and len(words) == words[0].n_ranks and is_past:
                 del self.trials[comm]
 
+    def is_default(self) -> bool:
+        """Whether NCCL decides alone everywhere, for good."""
+        return not (any(self.rows.values()) or self.trials)
+
     def differs(self, comm: int, message: bytes) -> bool:
         """Whether a communicator runs another table than this one, or may run a trial."""
         if comm in self.trials:

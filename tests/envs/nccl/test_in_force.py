@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import pytest
+from dynamiccl.envs.live.reader import Reader
 from dynamiccl.envs.nccl.agreement import leader as leaders
 from dynamiccl.envs.nccl.agreement.agreement import TOGETHER, Agreement
 from dynamiccl.envs.nccl.agreement.protocol import CommVote, Decision, LeftOut, Vote
@@ -54,6 +56,23 @@ def test_a_communicator_that_has_left_for_good_under_a_table_is_told():
     rank.round({7: Span(700)}, {9: GONE, 11: GONE})
     assert rank.leader.lacks({9: GONE}) == GONE.why
     assert rank.leader.lacks({11: GONE}) == "", "it has never had a table"
+
+
+@pytest.mark.parametrize("has_table", [False, True])
+def test_who_closes_under_a_table_says_that_it_stays(folder, has_table):
+    """Before: "NCCL's default is restored on all ranks", as the end of all changes hid who lacked the last one."""
+    rank, said = Rank0(), []
+    rank.publish(1, is_default=not has_table)
+    rank.round(BOTH)
+    rank.publish(2, is_default=True)
+    assert rank.round({8: Span(600)}, {7: GONE, 9: GONE}) == 2
+    rank_0 = SimpleNamespace(_leader=rank.leader, _say=lambda *word: said.append(word))
+    Agreement._stop(rank_0, GONE.why)
+    why = NotAgreeing.TABLE_STAYS(why=GONE.why)
+    assert said == [(AgreementState.CLOSED, why if has_table else GONE.why)]
+    reader = Reader(folder)
+    reader.state = said[0]
+    assert reader.losing() == (why if has_table else "") and not reader.no_switch()
 
 
 def words(rank, newest):
