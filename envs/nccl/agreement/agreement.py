@@ -240,7 +240,8 @@ class Agreement:
         generation, why = leader.look()
         if why:
             self._say(AgreementState.NO_TURNS, why, generation)
-            self._say(*(TOGETHER if leader.switched else _WAITING))
+            lacks = AgreementState.LOSING, leader.lacked
+            self._say(*(lacks if leader.lacked else TOGETHER if leader.switched else _WAITING))
 
     def _stop_if_over(self, leader: Leader) -> None:
         """No communicator is left that a table could reach."""
@@ -271,11 +272,10 @@ class Agreement:
         if decision.switches:
             if unlike := leader.unlike(left_out):  # rank 0's tables change, so no state says it
                 self._tell(None, unlike, 0)
-            lacks = leader.lacks(left_out)
-            for turns in leader.last.steady or ([] if lacks else [0]):
+            for turns in leader.last.steady or ([] if leader.lacked else [0]):
                 self._say(*TOGETHER, turns)
-            if lacks:
-                self._say(AgreementState.LOSING, lacks)
+            if leader.lacked:
+                self._say(AgreementState.LOSING, leader.lacked)
         elif refused is not None and refused.is_refusal:
             self._say(AgreementState.LOSING, refused.why)
         elif refused is not None and refused.for_good:

@@ -113,6 +113,7 @@ class Stays:
     is_decided: bool = False  # whether a round has given it to anybody
     served: set[int] = field(default_factory=set)  # communicators that have it
     is_owed: bool = False  # the last round left out communicators that may get it later, or end a trial
+    lacks: str = ""  # why a communicator runs something else, as its last round has shown
     is_led_again: bool = False  # for them, in the round under way
     again_at: float = 0.0  # when that is due
     _pause_s: float = _OWED_S
@@ -258,6 +259,11 @@ class Leader:
                 return one.why
         return ""
 
+    @property
+    def lacked(self) -> str:
+        """Why a communicator runs something else than what stays, as its last round has shown; a trial says nothing."""
+        return self._stays.lacks
+
     def _owes(self, left_out: Mapping[int, LeftOut]) -> bool:
         """Whether what stays is to be led again for communicators that a round has left out: they may get it later.
 
@@ -279,16 +285,18 @@ class Leader:
         if self._is_trial and not decision.switches:
             self._published.trial_is_over()
         is_refused = 0 in left_out and left_out[0].for_good
+        self.last.in_force.decided(message[1], decision.switches)
+        stays = self._stays
+        if message == stays.message and decision.switches:
+            stays.lacks = self.lacks(left_out)
         if not (decision.switches or is_refused):
             self._lose(left_out)
             return
-        stays = self._stays
         is_repeated = message == stays.message and stays.is_decided
         if not is_repeated:  # a trial that waits goes on counting
             self.lost = 0
         if message == self._wanted:
             self._wanted = None
-        self.last.in_force.decided(message[1], decision.switches)
         if message == stays.message:
             self.news = False
             stays.message = None if is_refused else message

@@ -6,11 +6,12 @@ import pytest
 from dynamiccl.envs.live.reader import Reader
 from dynamiccl.envs.nccl.agreement import leader as leaders
 from dynamiccl.envs.nccl.agreement.agreement import TOGETHER, Agreement
+from dynamiccl.envs.nccl.agreement.leader import PATIENCE
 from dynamiccl.envs.nccl.agreement.protocol import CommVote, Decision, LeftOut, Vote
 from dynamiccl.envs.nccl.plugin.bindings import Span
 from dynamiccl.traces.reasons import NotAgreeing
 from dynamiccl.traces.records import AgreementState
-from test_leader import BOTH, LATE, TRIAL, Rank0
+from test_leader import BOTH, LATE, TRIAL, Rank0, message
 from test_silent_ranks import Clock
 
 
@@ -126,9 +127,7 @@ def test_once_the_trial_of_a_communicator_that_has_left_for_good_is_over_all_run
 def test_turns_that_were_steady_are_told_also_if_a_communicator_lacks_the_table():
     """Before: not at all, and the tuner did not count what it had seen in them."""
     said = []
-    lacks = SimpleNamespace(
-        unlike=lambda _: "", lacks=lambda _: LATE.why, last=SimpleNamespace(steady=[6]), lost=0
-    )
+    lacks = SimpleNamespace(unlike=lambda _: "", lacked=LATE.why, last=SimpleNamespace(steady=[6]), lost=0)
     rank_0 = SimpleNamespace(_say=lambda *word: said.append(word))
     Agreement._say_what_came(rank_0, lacks, 7, Decision(7, BOTH), {9: LATE})
     assert said == [(*TOGETHER, 6), (AgreementState.LOSING, LATE.why)]
@@ -137,6 +136,34 @@ def test_turns_that_were_steady_are_told_also_if_a_communicator_lacks_the_table(
 def test_after_a_refused_trial_ranks_that_switch_are_not_said_to_be_waited_for():
     """Before: "not every rank has taken its first step"."""
     said = []
-    leader = SimpleNamespace(look=lambda: (5, NotAgreeing.FATAL_TRIAL()), switched={7})
+    leader = SimpleNamespace(look=lambda: (5, NotAgreeing.FATAL_TRIAL()), switched={7}, lacked="")
     Agreement._look(SimpleNamespace(_say=lambda *word: said.append(word)), leader)
     assert said == [(AgreementState.NO_TURNS, NotAgreeing.FATAL_TRIAL(), 5), TOGETHER]
+
+
+def test_while_a_communicator_lacks_what_stays_no_trial_says_that_all_decide_together():
+    """Before: a trial without it said so, as did one that was refused; each was a record and a line of the log."""
+    rank, said = Rank0(), []
+    rank_0 = SimpleNamespace(_say=lambda *word: said.append(word))
+
+    def led(spans, left_out):
+        generation = rank.round(spans, left_out)
+        Agreement._say_what_came(rank_0, rank.leader, generation, Decision(generation, spans), left_out)
+
+    losing = AgreementState.LOSING, LATE.why
+    rank.publish(1)
+    led(BOTH, {})
+    rank.publish(2)
+    led({7: Span(128)}, {9: LATE})
+    rank.box.refuses = lambda _: NotAgreeing.FATAL_TRIAL()
+    rank.box.found = message(3, *TRIAL)
+    Agreement._look(rank_0, rank.leader)
+    assert said == [(*TOGETHER, 0), losing, (AgreementState.NO_TURNS, NotAgreeing.FATAL_TRIAL(), 3), losing]
+    rank.box.refuses = lambda _: ""
+    rank.publish(4, *TRIAL)
+    rank.leader.lost = PATIENCE
+    led({7: Span(160, 192)}, {9: LeftOut(NotAgreeing.NOT_SERVED(rank=0))})
+    assert said[4:] == [losing]
+    rank.publish(5)
+    led(BOTH, {})
+    assert said[5:] == [(*TOGETHER, 0)]
