@@ -340,7 +340,8 @@ class Agreement:
         votes = store.votes(number, leader.arrivals.here, longest_s)
         leader.arrivals.late = {vote.rank for vote in votes if vote.round == number - 1} & leader.silent
         leader.last.in_force.hears(votes)
-        leader.silent = {vote.rank for vote in votes if vote.round != number}
+        leader.arrivals.older = [vote for vote in votes if vote.round != number]
+        leader.silent = {vote.rank for vote in leader.arrivals.older}
         leader.arrivals.are_all = len(votes) - len(leader.silent) >= proposal.n_votes
         return votes
 

@@ -39,9 +39,16 @@ class InForce:
     def hears(self, votes: Sequence[Vote]) -> None:
         """The last votes of the other ranks: where rank 0 does not count, all members must be past the trial's end."""
         for comm, until in list(self.trials.items()):
-            words = [vote.comms[comm] for vote in votes if comm in vote.comms]
-            is_past = all(one.newest >= until for one in words)
-            if words and len(words) == words[0].n_ranks and is_past:
+            n_ranks = -1
+            n_past = 0
+            for vote in votes:
+                word = vote.comms.get(comm)
+                if word is None:
+                    continue
+                n_ranks = word.n_ranks
+                if word.newest >= until:
+                    n_past += 1
+            if n_past == n_ranks:
                 del self.trials[comm]
 
     def is_default(self) -> bool:

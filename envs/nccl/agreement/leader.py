@@ -285,24 +285,31 @@ class Leader:
         if self._is_trial and not decision.switches:
             self._published.trial_is_over()
         is_refused = 0 in left_out and left_out[0].for_good
-        self.last.in_force.decided(message[1], decision.switches)
-        stays = self._stays
-        if message == stays.message and decision.switches:
-            stays.lacks = self.lacks(left_out)
         if not (decision.switches or is_refused):
             self._lose(left_out)
             return
+        stays = self._stays
         is_repeated = message == stays.message and stays.is_decided
         if not is_repeated:  # a trial that waits goes on counting
             self.lost = 0
         if message == self._wanted:
             self._wanted = None
+        self.last.in_force.decided(message[1], decision.switches)
         if message == stays.message:
             self.news = False
             stays.message = None if is_refused else message
-            stays.given(decision.switches, self._owes(left_out))
+            self._give(decision.switches, left_out)
         if decision.switches:
             self._switch(trial_of(message[1]), decision, left_out, rhythms, own)
+
+    def _give(self, switches: Mapping[int, Span], left_out: dict[int, LeftOut]) -> None:
+        """A round for what stays is over: note who has it, and who does not."""
+        named = {*switches, *left_out}
+        left_out |= self.arrivals.unheard(named)
+        stays = self._stays
+        stays.lacks = self.lacks(left_out)
+        is_owed = self._owes(left_out)
+        stays.given(switches, is_owed)
 
     def _note(self, left_out: Mapping[int, LeftOut]) -> None:
         """Who has left for good."""

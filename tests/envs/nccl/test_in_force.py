@@ -7,7 +7,9 @@ from dynamiccl.envs.live.reader import Reader
 from dynamiccl.envs.nccl.agreement import leader as leaders
 from dynamiccl.envs.nccl.agreement.agreement import TOGETHER, Agreement
 from dynamiccl.envs.nccl.agreement.leader import PATIENCE
+from dynamiccl.envs.nccl.agreement.pace import Pace
 from dynamiccl.envs.nccl.agreement.protocol import CommVote, Decision, LeftOut, Vote
+from dynamiccl.envs.nccl.agreement.store import Proposal
 from dynamiccl.envs.nccl.plugin.bindings import Span
 from dynamiccl.traces.reasons import NotAgreeing
 from dynamiccl.traces.records import AgreementState
@@ -79,6 +81,27 @@ def test_who_closes_under_a_table_says_that_it_stays(folder, has_table):
 def words(rank, newest):
     """The vote of a rank of communicator 8, which has two."""
     return Vote(rank, 2, "same", {8: CommVote(2, 1, newest + 8, 4.0, {newest: 1})})
+
+
+def test_a_communicator_of_which_all_ranks_are_silent_is_owed_what_stays(monkeypatch):
+    """Before: no vote named it, so it kept a withdrawn table for good, and `stop` said on all ranks."""
+    clock = Clock()
+    monkeypatch.setattr(leaders, "time", clock)
+    rank = Rank0()
+    rank.publish(1)
+    rank.round({7: Span(128), 8: Span(128)})
+    lookout = SimpleNamespace(spread_s=lambda: 0.0)
+    store = SimpleNamespace(lookout=lookout, answer_s=0.0, votes=lambda *_: [words(1, 64), words(2, 64)])
+    rank_0 = SimpleNamespace(_leader=rank.leader, _store=store, _pace=Pace())
+    Agreement._gathered(rank_0, Proposal(3, b"", 1))
+    rank.publish(2, is_default=True)
+    assert rank.round({7: Span(128)}) == 2
+    assert rank.leader.lacked == NotAgreeing.NOT_ALL_VOTED(rank=2, n=0, of=2)
+    clock.now += 1.0
+    Agreement._gathered(rank_0, Proposal(2, b"", 1))
+    assert rank.round({7: Span(128), 8: Span(128)}) == 2, "they are back"
+    clock.now += 3600.0
+    assert rank.leader.lacked == "" and rank.next() == 0
 
 
 def test_where_rank_0_does_not_count_a_trial_is_over_once_all_members_say_so():
