@@ -166,6 +166,7 @@ class NotAgreeing(Reason):
     LATE_STORE = "a rank reached its limit before the job's store answered"
     NO_STORE = "rank {rank}: the job's store is gone ({error}); its tables stay as they are"
     NOT_CONNECTED = "no table changes until the job's store answers ({why})"
+    TABLE_STAYS = "a table may stay in force until the job ends: {why}"
     DESTROYED = "the process group was destroyed"
     FAULT = "rank {rank}: {error}"
 

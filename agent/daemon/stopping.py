@@ -163,7 +163,7 @@ def _runs_default(job: Job, folder: RunFolder, end: float) -> bool:
     """Whether rank 0 ends a step under the newest table, which has to be empty, before ``end`` (monotonic seconds).
 
     A table that a tuner publishes once more, as it wakes up or ends, is withdrawn too. While rank 0 says that the round
-    has left out communicators with another table, not all ranks run the default.
+    has left out communicators with another table, or that they keep it for good, not all ranks run the default.
     """
     has_default = False
     while True:

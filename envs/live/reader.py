@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...traces.assemble import Assembler, as_records
-from ...traces.reasons import NotTuning, RunEnds
+from ...traces.reasons import NotAgreeing, NotTuning, RunEnds
 from ...traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState
 from ..nccl.rings import Ring
 from ..nccl.run_folder import LAUNCHER, SAID, STATUS, STOP, WORD
@@ -192,8 +192,11 @@ class Reader:
         return self.state[1] if self.state and self.state[0] in waits else ""
 
     def losing(self) -> str:
-        """Why not all ranks can follow rank 0 at present, as it says; '' where they can."""
-        return self.state[1] if self.state and self.state[0] == AgreementState.LOSING else ""
+        """Why not all ranks can follow rank 0, at present or ever, as it says; '' where they can, or all run the
+        default."""
+        state, why = self.state or (None, "")
+        is_kept = state == AgreementState.CLOSED and NotAgreeing.TABLE_STAYS.facts(why) is not None
+        return why if is_kept or state == AgreementState.LOSING else ""
 
     def waits_for(self) -> str:
         """What stands between the job and a step under our table, in words."""

@@ -240,7 +240,8 @@ class Agreement:
         generation, why = leader.look()
         if why:
             self._say(AgreementState.NO_TURNS, why, generation)
-            self._say(*(TOGETHER if leader.switched else _WAITING))
+            lacks = AgreementState.LOSING, leader.lacked
+            self._say(*(lacks if leader.lacked else TOGETHER if leader.switched else _WAITING))
 
     def _stop_if_over(self, leader: Leader) -> None:
         """No communicator is left that a table could reach."""
@@ -271,11 +272,10 @@ class Agreement:
         if decision.switches:
             if unlike := leader.unlike(left_out):  # rank 0's tables change, so no state says it
                 self._tell(None, unlike, 0)
-            lacks = leader.lacks(left_out)
-            for turns in leader.last.steady or ([] if lacks else [0]):
+            for turns in leader.last.steady or ([] if leader.lacked else [0]):
                 self._say(*TOGETHER, turns)
-            if lacks:
-                self._say(AgreementState.LOSING, lacks)
+            if leader.lacked:
+                self._say(AgreementState.LOSING, leader.lacked)
         elif refused is not None and refused.is_refusal:
             self._say(AgreementState.LOSING, refused.why)
         elif refused is not None and refused.for_good:
@@ -296,8 +296,10 @@ class Agreement:
                 request = part.send(result)
             except StopIteration as end:
                 decision: Decision = end.value
-                if self._leader is None or not self._leader.is_owed:  # else it was our own waiting
-                    self._pace.round_took(time.monotonic() - began, held)
+                leader = self._leader
+                is_whole = leader is None or leader.arrivals.are_all
+                if leader is None or is_whole or not leader.is_owed:  # else it was our own waiting
+                    self._pace.round_took(time.monotonic() - began, held, is_whole)
                 return decision
             result = self._do(request, proposal)
             held |= isinstance(request, protocol.Await) and result is None
@@ -316,7 +318,7 @@ class Agreement:
                     store.cast(vote, proposal.n_votes)
                 return None
             case protocol.Gather():
-                return self._gathered(number)
+                return self._gathered(proposal)
             case protocol.Settle(decision):
                 return store.settle(number, decision)
             case protocol.Await():
@@ -326,18 +328,21 @@ class Agreement:
             case protocol.Lift(generation):
                 return self._plugin.lift(self._owner, generation)
 
-    def _gathered(self, number: int) -> list[protocol.Vote]:
+    def _gathered(self, proposal: Proposal) -> list[protocol.Vote]:
         """The votes of a round, as far as they come in time."""
-        leader, store = self._leader, self._store
+        leader, store, number = self._leader, self._store, proposal.number
         assert leader is not None
         longest_s = _VOTES_S + 2 * store.lookout.spread_s()
-        if leader.is_owed:  # for the sake of who was silent: how long that took before does not count
-            longest_s += self._pace.requests_s(store.answer_s)
+        if leader.is_owed:
+            longest_s = self._pace.owed_s(longest_s, store.answer_s)
         else:
             longest_s = max(longest_s, 4 * self._pace.round_s)
         votes = store.votes(number, leader.arrivals.here, longest_s)
         leader.arrivals.late = {vote.rank for vote in votes if vote.round == number - 1} & leader.silent
-        leader.silent = {vote.rank for vote in votes if vote.round != number}
+        leader.last.in_force.hears(votes)
+        leader.arrivals.older = [vote for vote in votes if vote.round != number]
+        leader.silent = {vote.rank for vote in leader.arrivals.older}
+        leader.arrivals.are_all = len(votes) - len(leader.silent) >= proposal.n_votes
         return votes
 
     def _switch(self, comm: int, span: Span) -> None:
@@ -367,10 +372,13 @@ class Agreement:
 
     def _stop(self, why: str) -> None:
         self.stopped = why
-        if self._leader is not None:
-            self._say(AgreementState.CLOSED if self._leader.switched else AgreementState.SHUT, why)
-        else:
+        if self._leader is None:
             self._tell(None, why, 0)
+        elif not self._leader.switched:
+            self._say(AgreementState.SHUT, why)
+        else:
+            is_default = self._leader.last.in_force.is_default()
+            self._say(AgreementState.CLOSED, why if is_default else NotAgreeing.TABLE_STAYS(why=why))
 
     def close(self) -> None:
         """This rank takes no further part; what is there to stay stays."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
+from ....traces.reasons import NotAgreeing
 from ..steps.user_numbers import attach_s
+from .protocol import LeftOut, Vote
 from .store import RoundStore
 
 #: So long for those that were there before rank 0 lost its connection. Who has kept its own hears of the new life
@@ -22,6 +25,8 @@ class Arrivals:
             set()
         )  # who was silent in the last trial's round, which went on all the same
         self.late: set[int] = set()  # of the silent: whose vote in the round before came after its end
+        self.older: list[Vote] = []  # the last votes of those that are silent
+        self.are_all = True  # the last round has had all votes that it waited for
         self._known: set[int] = set()  # who was here in an earlier life
         self._absent = set(range(1, n_ranks))
         self._awaited = set(self._absent)  # by the next round
@@ -47,6 +52,15 @@ class Arrivals:
         self.here |= here
         self._absent -= here
         return bool(here)
+
+    def unheard(self, named: Collection[int]) -> dict[int, LeftOut]:
+        """Communicators of silent ranks that none of the ranks that have voted has ``named``."""
+        found = {}
+        for vote in self.older:
+            for comm in vote.comms.keys() - named:
+                counts = {"n": 0, "of": vote.comms[comm].n_ranks}
+                found[comm] = LeftOut(NotAgreeing.NOT_ALL_VOTED(rank=vote.rank, **counts))
+        return found
 
     def are_awaited(self) -> bool:
         """Whether ranks may still come before the next round."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..plugin.bindings import Span
 from ..shm import rows_of, trial_of
+from .protocol import Vote
 
 
 @dataclass
@@ -29,17 +30,30 @@ class InForce:
                 self.rows[comm] = rows
                 self.trials.pop(comm, None)
 
-    def sees(self, counts: Mapping[int, int], is_survived: bool) -> None:
-        """``counts``: collectives made on each communicator of rank 0.
-
-        ``is_survived``: the end of the last trial is seen; it is taken to have ended then where rank 0 does not count.
-        """
+    def sees(self, counts: Mapping[int, int]) -> None:
+        """``counts``: collectives made on each communicator of rank 0."""
         for comm, until in list(self.trials.items()):
-            is_over = is_survived
-            if comm in counts:
-                is_over = counts[comm] >= until
-            if is_over:
+            if counts.get(comm, 0) >= until:
                 del self.trials[comm]
+
+    def hears(self, votes: Sequence[Vote]) -> None:
+        """The last votes of the other ranks: where rank 0 does not count, all members must be past the trial's end."""
+        for comm, until in list(self.trials.items()):
+            n_ranks = -1
+            n_past = 0
+            for vote in votes:
+                word = vote.comms.get(comm)
+                if word is None:
+                    continue
+                n_ranks = word.n_ranks
+                if word.newest >= until:
+                    n_past += 1
+            if n_past == n_ranks:
+                del self.trials[comm]
+
+    def is_default(self) -> bool:
+        """Whether NCCL decides alone everywhere, for good."""
+        return not (any(self.rows.values()) or self.trials)
 
     def differs(self, comm: int, message: bytes) -> bool:
         """Whether a communicator runs another table than this one, or may run a trial."""

@@ -84,7 +84,7 @@ class LastTable:
     def is_survived(self, counts: Mapping[int, int]) -> bool:
         """Whether the end of the last trial is seen, for the first time. None of it without rank 0 is ever seen."""
         is_seen = bool(self.begun) and self._is_past(self.begun or {}, counts)
-        self.in_force.sees(counts, is_seen)
+        self.in_force.sees(counts)
         if is_seen:
             self.begun = None
         return is_seen
@@ -113,6 +113,7 @@ class Stays:
     is_decided: bool = False  # whether a round has given it to anybody
     served: set[int] = field(default_factory=set)  # communicators that have it
     is_owed: bool = False  # the last round left out communicators that may get it later, or end a trial
+    lacks: str = ""  # why a communicator runs something else, as its last round has shown
     is_led_again: bool = False  # for them, in the round under way
     again_at: float = 0.0  # when that is due
     _pause_s: float = _OWED_S
@@ -217,8 +218,9 @@ class Leader:
             self._published.trial_begins(message)
         self._stays.is_led_again = message == self._stays.message and self._stays.is_owed
         here = len(self.arrivals.here)
-        # One vote at least is worth waiting for: who was silent may be back. Who is late votes, if it has the time.
-        silent = self.silent - self.arrivals.late
+        # One vote at least is worth waiting for: who was silent may be back. Who is late votes, if it has the time;
+        # a trial or a withdrawal does not wait for it.
+        silent = self.silent - self.arrivals.late if self.is_owed else self.silent
         return max(here - len(silent), min(1, here))
 
     @property
@@ -257,6 +259,11 @@ class Leader:
                 return one.why
         return ""
 
+    @property
+    def lacked(self) -> str:
+        """Why a communicator runs something else than what stays, as its last round has shown; a trial says nothing."""
+        return self._stays.lacks
+
     def _owes(self, left_out: Mapping[int, LeftOut]) -> bool:
         """Whether what stays is to be led again for communicators that a round has left out: they may get it later.
 
@@ -291,9 +298,18 @@ class Leader:
         if message == stays.message:
             self.news = False
             stays.message = None if is_refused else message
-            stays.given(decision.switches, self._owes(left_out))
+            self._give(decision.switches, left_out)
         if decision.switches:
             self._switch(trial_of(message[1]), decision, left_out, rhythms, own)
+
+    def _give(self, switches: Mapping[int, Span], left_out: dict[int, LeftOut]) -> None:
+        """A round for what stays is over: note who has it, and who does not."""
+        named = {*switches, *left_out}
+        left_out |= self.arrivals.unheard(named)
+        stays = self._stays
+        stays.lacks = self.lacks(left_out)
+        is_owed = self._owes(left_out)
+        stays.given(switches, is_owed)
 
     def _note(self, left_out: Mapping[int, LeftOut]) -> None:
         """Who has left for good."""

@@ -31,6 +31,7 @@ class Pace:
         """``first_s``: how long a round lasts at least, by the times between looks; before any was measured."""
         self._samples: deque[_Sample] = deque()
         self._round_s: deque[float] = deque([first_s], maxlen=8)
+        self._whole_s: deque[float] = deque([first_s], maxlen=8)  # those with all votes that were expected
         self._caution = 1.0  # grows with every round in which a call was held
 
     def is_due(self) -> bool:
@@ -48,9 +49,14 @@ class Pace:
         while now - samples[0].at_s > _KEPT_S and len(samples) > 2:
             samples.popleft()
 
-    def round_took(self, seconds: float, held: bool) -> None:
-        """A round is over; ``held``: a call of this rank came to its limit before the decision was known."""
+    def round_took(self, seconds: float, held: bool, is_whole: bool = True) -> None:
+        """A round is over; ``held``: a call of this rank came to its limit before the decision was known.
+
+        ``is_whole``: rank 0 has had all votes that it expected; else it has waited as long as it waits.
+        """
         self._round_s.append(min(seconds, _MOST_S))
+        if is_whole:
+            self._whole_s.append(min(seconds, _MOST_S))
         if held:
             self._caution = min(self._caution * 2, 64.0)
         else:
@@ -60,6 +66,14 @@ class Pace:
     def round_s(self) -> float:
         """The longest of the last rounds, but for what was the store's fault."""
         return max(self._round_s)
+
+    def owed_s(self, least_s: float, answer_s: float) -> float:
+        """How long a round waits that is led again for who was silent: as long as two whole rounds took.
+
+        ``least_s`` and the time for the requests at least. How long rank 0 has waited in vain does not count.
+        """
+        two_rounds_s = min(2 * max(self._whole_s), _MOST_S)
+        return max(least_s + self.requests_s(answer_s), two_rounds_s)
 
     @staticmethod
     def requests_s(answer_s: float) -> float:

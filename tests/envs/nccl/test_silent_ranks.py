@@ -13,7 +13,7 @@ from dynamiccl.envs.nccl.agreement.agreement import Agreement
 from dynamiccl.envs.nccl.agreement.leader import PATIENCE
 from dynamiccl.envs.nccl.agreement.pace import Pace
 from dynamiccl.envs.nccl.agreement.protocol import ABORT, CommVote, Decision, LeftOut, Vote
-from dynamiccl.envs.nccl.agreement.store import RoundStore
+from dynamiccl.envs.nccl.agreement.store import Proposal, RoundStore
 from dynamiccl.envs.nccl.plugin.bindings import CommView, Span
 from dynamiccl.envs.nccl.shm import decode_table
 from dynamiccl.traces.reasons import NotAgreeing
@@ -242,6 +242,17 @@ def test_a_round_for_who_was_left_out_waits_for_the_others_and_for_who_is_late(m
     assert rank.leader.begin_round(message(3, *TRIAL)) == 1 and not rank.leader.is_owed
 
 
+@pytest.mark.parametrize("trial", [(), TRIAL])
+def test_no_other_round_waits_for_who_is_late(monkeypatch, trial):
+    """Before: a trial and a withdrawal waited for up to 20 s each for a rank that always comes too late."""
+    clock = Clock()
+    monkeypatch.setattr(leaders, "time", clock)
+    rank = owed(clock)
+    rank.leader.arrivals.late = {2}
+    rank.publish(3, *trial)
+    assert rank.leader.begin_round(message(3, *trial)) == 1
+
+
 def test_how_long_rank_0_has_waited_for_a_silent_rank_makes_it_wait_no_longer_for_who_was_left_out():
     """Before: 0.5, 2, 8 and then 20 s each, in which it saw no withdrawal, and other ranks held calls."""
     waits, voted_in = [], [3, 4]
@@ -250,28 +261,37 @@ def test_how_long_rank_0_has_waited_for_a_silent_rank_makes_it_wait_no_longer_fo
         waits.append(seconds)
         return [Vote(2, voted_in.pop(0) if len(voted_in) > 1 else voted_in[0], "same")]
 
-    leader, pace = SimpleNamespace(is_owed=True, silent={2}, arrivals=SimpleNamespace(here={1, 2})), Pace(0.1)
+    leader, pace = Rank0().leader, Pace(0.1)
+    leader.silent, leader.arrivals.here, leader._stays.is_led_again = {2}, {1, 2}, True
     store = SimpleNamespace(lookout=SimpleNamespace(spread_s=lambda: 0.25), answer_s=0.001, votes=votes)
     rank_0 = SimpleNamespace(_leader=leader, _store=store, _pace=pace)
 
     def part():
-        yield Agreement._gathered(rank_0, 5)
+        yield Agreement._gathered(rank_0, Proposal(5, b"", 1))
         return ABORT
 
     rank_0._do = lambda request, _proposal: request
-    pace.round_took(5.0, False)
+    pace.round_took(5.0, False, is_whole=False)
     for late in (set(), {2}):  # its vote in round 4 comes after that round's end
         Agreement._drive(rank_0, part(), None)
         assert (leader.silent, leader.arrivals.late) == ({2}, late)
     for _ in range(7):
         Agreement._drive(rank_0, part(), None)
     assert waits == 9 * [pytest.approx(1.006)] and pace.round_s == 5.0
-    leader.is_owed = False
+    leader._stays.is_led_again = False
     Agreement._drive(rank_0, part(), None)
     assert waits[-1] == 20.0, "all other rounds wait as long as rounds last"
     for _ in range(7):
         Agreement._drive(rank_0, part(), None)
     assert pace.round_s < 1.0
+    leader._stays.is_led_again = True
+    pace.round_took(1.5, False)
+    Agreement._drive(rank_0, part(), None)
+    assert waits[-1] == 3.0, "whole rounds last so long: the others must have the time to vote"
+    voted_in[0] = 5
+    for _ in range(8):
+        Agreement._drive(rank_0, part(), None)
+    assert pace.round_s < 1.0, "it is whole, so it counts"
 
 
 def test_a_trial_does_not_begin_its_lost_rounds_anew_for_what_stays(monkeypatch):
