@@ -158,7 +158,7 @@ class Reader:
             log.info("the ranks' agreement is %s: %s", self.state[0].name, text)
         steps = rows[rows["kind"] == STEP].view(STEP_DTYPE)
         if len(steps):
-            if not any(one.ranks for one in self.readings.of_life()):
+            if not self.readings.has_stepped():
                 self._stepped_at = time.monotonic()
             reading.ranks.update(map(int, np.unique(steps["rank"])))
             self.ranks |= reading.ranks
@@ -214,18 +214,8 @@ class Reader:
         return 1 < self.last_step < FEWEST_STEPS
 
     def _ranks_now(self) -> set[int]:
-        """Ranks of the job's present life: after a restart others may run here. Of all lives, as long as a process of
-        this one has told no step: it may be any of them."""
-        found = set[int]()
-        silent = set[int]()
-        for reading in self.readings.of_life():
-            found |= reading.ranks
-            if not reading.ranks:
-                silent.add(reading.pid)
-        living = {ring.pid for ring in self._living()}
-        if not found or silent & living:
-            found |= self.ranks
-        return found
+        """Ranks of the job's present life; of all lives, where none of its processes has told its rank."""
+        return self.readings.ranks() or self.ranks
 
     def _living(self) -> list[Ring]:
         """Rings of processes that live."""

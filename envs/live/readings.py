@@ -17,6 +17,7 @@ from ...traces.outside import TraceError, atomically, parse_json
 from ...traces.records import COMM, OFFER
 from ...traces.writer import TraceWriter
 from ..nccl.rings import Ring
+from ..nccl.shm import PIDS
 
 log = logging.getLogger("dynamiccl.live")
 
@@ -38,12 +39,16 @@ class Reading:
     read: int = 0  # records that came by until now
     lost_before: int = 0  # records that were gone when this tuner came: no fault of its own
     pid: int = 0  # of its process
-    life: int = (
-        0  # of the job, in which this tuner has looked into the ring; from 1 on, 0: not yet, or nobody lived
-    )
     is_past: bool = False  # its process had ended by then, and others lived: it tells nothing of the job now
+    is_replaced: bool = False  # its process had ended when another one of the job began
     is_begun: bool = False  # this tuner has looked into the ring
     ranks: set[int] = field(default_factory=set)  # whose steps were seen in it
+    named: set[int] = field(default_factory=set)  # the rank in its name, if any
+
+    @property
+    def is_present(self) -> bool:
+        """Whether its process belongs to the job's present life, though it may have ended by now."""
+        return self.is_begun and not self.is_past and not self.is_replaced
 
     def joined(self, gone: int) -> None:
         """So many records are gone. Those that an earlier tuner should have read for this trace, or could not write
@@ -91,7 +96,6 @@ class Readings:
         self._trace = ""  # the word of the trace that is written now
         self._known = self._on_disk()  # by the words of the traces
         self._by_name: dict[str, Reading] = {}
-        self._life = 0  # of the job, as far as this tuner has seen
 
     def begin_trace(self, header: dict[str, Any]) -> None:
         """Before the rings are looked at. Where the trace has the word of one that an earlier tuner of this run wrote,
@@ -118,22 +122,29 @@ class Readings:
     def begin(self, ring: Ring, living: Sequence[Ring]) -> None:
         """A ring is looked at for the first time; ``living``: the rings whose processes live.
 
-        A life of the job begins with a process that lives where none of those seen before does.
+        A process that begins replaces all that have ended: one that lives on keeps none of them here.
         """
         reading = self.of(ring.name)
         is_alive = ring in living
-        begun = [other for other in living if self.of(other.name).is_begun]
-        if is_alive and not begun:
-            self._life += 1
-        reading.life = self._life
+        names = {one.name for one in living}
+        for name, other in self._by_name.items():
+            other.is_replaced |= is_alive and other.is_begun and name not in names
         reading.pid = ring.pid
+        reading.named = rank_in_name(ring)
         reading.is_begun = True
         reading.is_past = bool(living) and not is_alive
 
-    def of_life(self) -> list[Reading]:
-        """Of the rings of the job's present life, those whose processes have ended included."""
-        begun = [one for one in self._by_name.values() if one.is_begun]
-        return [one for one in begun if one.life == self._life]
+    def ranks(self) -> set[int]:
+        """Ranks of the job's present life. A process that has told no step stands for the rank in its name."""
+        found = set[int]()
+        for one in self._by_name.values():
+            if one.is_present:
+                found |= one.ranks or one.named
+        return found
+
+    def has_stepped(self) -> bool:
+        """Whether a process of the job's present life has told a step."""
+        return any(one.ranks for one in self._by_name.values() if one.is_present)
 
     def _on_disk(self) -> dict[str, CameBy]:
         """What earlier tuners have left; nothing where there was none, or its word is damaged."""
@@ -173,3 +184,11 @@ class Readings:
         text = json.dumps(self._known)
         with contextlib.suppress(TraceError):
             atomically(self._run / READ, lambda draft: draft.write_text(text))
+
+
+def rank_in_name(ring: Ring) -> set[int]:
+    """The rank that the launcher gave a ring's process; empty where there was none: the name has the process's number
+    then."""
+    _, number, *_ = f"{ring.name}-".split("-")
+    own = ring.pid % PIDS
+    return {int(number)} - {own} if number.isdecimal() else set()

@@ -28,7 +28,7 @@ TABLE_MAGIC = b"DCCLTBL1"
 MAX_RULES = 126  # what fits into TABLE_FILE_BYTES
 #: magic, version, n_rows, generation, crc; trial_steps, one_of, turn_steps, swap
 _HEAD = struct.Struct("<8sIIII8xIIII16x")
-_PIDS = 2**22  # above every process id
+PIDS = 2**22  # above every process id
 
 
 def encode_table(table: Table) -> bytes:
@@ -200,7 +200,7 @@ class RunFolder:
                 self.refused.pop(entry.name, None)
                 # Two containers may each have a process of this number: they must not be taken for one.
                 while any(ring.pid == other.pid and other.is_alive() for other in self._rings.values()):
-                    ring.pid += _PIDS
+                    ring.pid += PIDS
                 self._rings[key] = ring
         return list(self._rings.values())
 

@@ -5,14 +5,12 @@ from functools import partial
 import numpy as np
 import pytest
 from dynamiccl.envs.live import job as live
-from dynamiccl.envs.live import reader
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.live.job_ends import Closed, Stopped, Withdrawn
 from dynamiccl.envs.live.readings import READ
 from dynamiccl.envs.nccl.run_folder import SAID, STOP, WORD
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.files import Trace
-from dynamiccl.traces.reasons import NotTuning
 from dynamiccl.traces.records import COLL_DTYPE, FUNCS, KERNEL, KERNEL_DTYPE, AgreementState
 from dynamiccl.traces.writer import TraceWriter
 from ring_files import CAPACITY, RingFile, state, step
@@ -240,61 +238,3 @@ def test_the_last_word_of_a_process_that_has_ended_is_none_of_the_job_now(folder
     job.poll()
     job.check()
     assert job.state is None
-
-
-def test_a_rank_that_ran_here_in_an_earlier_life_is_not_here(folder):
-    """Before: after a restart that moved rank 0 to another node, its old node said that a table had been withdrawn."""
-    for rank in (0, 1):
-        RingFile(folder.path, rank, 100 + rank).put(step(5, rank)).die()
-    job = Job(folder)
-    job.poll()
-    for rank, config in ((8, "ring/simple/16"), (9, "ring/ll/16")):
-        RingFile(folder.path, rank, 200 + rank).put(step(0, rank), calls(rank, [2], config))
-    job.poll()
-    with pytest.raises(Withdrawn, match="the table is still in force"):
-        job.check()
-
-
-@pytest.fixture
-def restarted(folder, monkeypatch):
-    """(its tuner, rings of ranks 0 and 1, the clock): a job that has stepped for an hour, and was started again."""
-    clock = Clock()
-    monkeypatch.setattr(reader, "time", clock)
-    old = [RingFile(folder.path, rank, 100 + rank).put(step(5, rank)) for rank in (0, 1)]
-    job = Job(folder)
-    job.poll()
-    clock.now += 3600
-    for ring in old:
-        ring.die()
-    return (
-        job,
-        [RingFile(folder.path, rank, 200 + rank).put(state(AgreementState.OPEN, "")) for rank in (0, 1)],
-        clock,
-    )
-
-
-def test_rank_0_is_here_also_before_its_first_step_after_a_restart_and_after_its_end(restarted):
-    """Before: where another rank had stepped first, or ended last, rank 0 was said to be on another node."""
-    job, rings, _ = restarted
-    rings[1].put(step(0, 1))
-    job.poll()
-    assert job.waits_for() == NotTuning.NEXT_STEP()
-    rings[0].put(step(0), calls(0, [2]))
-    rings[1].put(calls(1, [2], "ring/ll/16"))
-    job.poll()
-    rings[0].die()
-    for _ in range(2):
-        job.poll()
-        with pytest.raises(Withdrawn, match="the table was withdrawn"):
-            job.check()
-
-
-def test_rank_0_counts_as_late_before_it_counts_as_elsewhere_in_each_life(restarted):
-    """Before: as elsewhere at once, from the second life on."""
-    job, rings, clock = restarted
-    rings[0].die()
-    rings[1].put(step(0, 1))
-    job.poll()
-    assert job.waits_for() == NotTuning.NO_STEP_OF_RANK_0()
-    clock.now += reader.ELSEWHERE_S
-    assert job.waits_for() == NotTuning.ELSEWHERE()
