@@ -109,13 +109,16 @@ class Reader:
             if is_first:  # what was announced before we came
                 self.assembler.add(ring.known(), ring.pid)
                 self.readings.begin(ring, self._living())
+            lost = ring.lost
             records = ring.drain()
         except (OSError, ValueError) as error:  # its process may have scribbled over it: the others go on
             self.damaged[ring.name] = str(error)
             log.warning("ring %s cannot be read any more: %s", ring.name, error)
             return False
-        if is_first and ring.lost and self.readings.is_joining:
-            reading.joined(ring.lost)
+        gone = ring.lost - lost
+        is_joining = is_first and self.readings.is_joining
+        if gone and (is_joining or reading.read < reading.before):
+            reading.joined(gone)
             self.state = self.state or self._last_state(ring)
         self.lost[ring.name] = ring.lost - reading.lost_before
         if len(records):

@@ -51,20 +51,17 @@ class Reading:
         return self.is_begun and not self.is_past and not self.is_replaced
 
     def joined(self, gone: int) -> None:
-        """So many records are gone. Those that an earlier tuner should have read for this trace, or could not write
-        yet, are lost; else nobody was there."""
+        """So many records are gone after those that came by. Those that an earlier tuner should have read for this
+        trace, or could not write yet, are lost; else nobody was there."""
         nobodys = gone
         if self.before:
-            nobodys = min(gone, self.before)
-        unwritten = sum(stamp <= gone for stamp in self.held_back)
-        self.lost_before = nobodys - unwritten
+            nobodys = min(gone, self.before - self.read)
+        unwritten = sum(self.read < stamp <= self.read + gone for stamp in self.held_back)
+        self.lost_before += nobodys - unwritten
 
     def came(self, records: np.ndarray[Any, Any]) -> None:
         """Records (n,) came by."""
         newest = int(records["stamp"].max(initial=0))
-        if newest < self.judged and not self.read:  # another ring of that name: a process had the same number
-            self.judged = self.before = 0
-            self.held_back = []
         self.read = max(self.read, newest)
 
     def is_unwritten(self, records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -178,7 +175,8 @@ class Readings:
             held_back = one.held_back
             if one.is_begun:
                 stamps = assembler.held_back(one.pid)
-                held_back = stamps.tolist()
+                unread = [stamp for stamp in one.held_back if stamp > one.read]
+                held_back = stamps.tolist() + unread
             count = max(one.before, one.read)
             came_by[name] = count, held_back
         text = json.dumps(self._known)

@@ -8,6 +8,7 @@ from dynamiccl.envs.live import job as live
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.live.job_ends import Closed, Stopped, Withdrawn
 from dynamiccl.envs.live.readings import READ
+from dynamiccl.envs.nccl import rings
 from dynamiccl.envs.nccl.run_folder import SAID, STOP, WORD
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.files import Trace
@@ -135,7 +136,9 @@ def test_a_later_tuner_of_a_run_neither_writes_nor_judges_again_what_an_earlier_
     steps = Trace.read(tmp_path / "trace").steps
     assert len(steps) == 80 and not steps.duplicated(["pid", "index"]).any()
     rings[1].die()
-    RingFile(folder.path, 1, 101).put(step(0, 1))  # after a restart a process may have the same number
+    RingFile(folder.path, 1, 101, moment=201).put(
+        step(0, 1)
+    )  # after a restart a process may have the same number
     assert serve("resume").audit.mismatches == 0
     assert len(Trace.read(tmp_path / "trace").steps) == 81
 
@@ -169,6 +172,33 @@ def test_calls_that_waited_for_their_kernel_times_are_written_by_the_next_tuner_
     assert trace.events.dropna(subset="start_ns")["seq"].tolist() == [5, 7]
     served(folder, tmp_path / "trace", "resume")
     assert len(Trace.read(tmp_path / "trace").events) == 2 * 61, "written once"
+
+
+def test_a_record_that_was_never_finished_makes_the_next_tuner_write_nothing_again(
+    folder, tmp_path, monkeypatch
+):
+    """Before: who waits for it has less of the ring at first than was read, and took it for another ring."""
+    clock = Clock()
+    monkeypatch.setattr(rings, "time", clock)
+    ring = RingFile(folder.path, 0, 100).put(calls(0, range(60)), step(0), calls(0, range(60, 99)))
+    ring.places["stamp"][60] = 0
+    ring.put(calls(0, [99]))
+
+    def look(job):
+        job.poll()
+        job.take()
+
+    for tuner in range(4):
+        folder = RunFolder(folder.path)
+        job = Job(folder, writer=TraceWriter(tmp_path, {}, existing="resume", segment_rows=1))
+        look(job)  # the first two are killed here, before they have read on
+        if tuner >= 2:
+            clock.now += 2
+            look(job)
+            assert job.records_lost == 1
+            job.take(everything=True)
+    job.writer.close()
+    assert sorted(Trace.read(tmp_path).events["seq"]) == list(range(100))
 
 
 def test_calls_that_waited_and_fell_out_of_the_ring_since_are_lost(folder, tmp_path):
