@@ -16,7 +16,7 @@ from ...traces.reasons import NotTuning, RunEnds
 from ...traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState
 from ..nccl.rings import Ring
 from ..nccl.run_folder import LAUNCHER, SAID, STATUS, STOP, WORD
-from ..nccl.shm import RunFolder
+from ..nccl.shm import PIDS, RunFolder
 from ..nccl.site_switch import switched_off
 from .job_ends import FEWEST_STEPS, Closed, Stopped, Withdrawn
 from .locks import is_locked
@@ -129,7 +129,7 @@ class Reader:
         """As a ring's process, if it lives, left it in the run folder: its record is gone where the ring went round."""
         with contextlib.suppress(OSError, ValueError):
             pid, code = map(int, (self.run.path / SAID).read_text().split())
-            if pid == ring.pid and ring.is_alive():
+            if pid == ring.pid % PIDS and ring.is_alive():
                 state = AgreementState(code)
                 return state, self._word()
         return None

@@ -170,6 +170,7 @@ class RunFolder:
             raise
         self._rings: dict[tuple[str, int], Ring] = {}
         self._no_rings = set[tuple[str, int]]()
+        self._pids = set[int]()  # of all rings so far, those included that were removed
         #: Files that look like rings by name but are not, or cannot be opened now, with the reason.
         self.refused: dict[str, str] = {}
 
@@ -198,9 +199,10 @@ class RunFolder:
                     self.refused[entry.name] = str(error)
                     continue
                 self.refused.pop(entry.name, None)
-                # Two containers may each have a process of this number: they must not be taken for one.
-                while any(ring.pid == other.pid and other.is_alive() for other in self._rings.values()):
+                # Two containers, or two lives of one, may each have a process of this number: they are not one.
+                while ring.pid in self._pids:
                     ring.pid += PIDS
+                self._pids.add(ring.pid)
                 self._rings[key] = ring
         return list(self._rings.values())
 

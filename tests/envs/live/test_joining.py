@@ -174,6 +174,31 @@ def test_calls_that_waited_for_their_kernel_times_are_written_by_the_next_tuner_
     assert len(Trace.read(tmp_path / "trace").events) == 2 * 61, "written once"
 
 
+def test_a_later_process_of_the_same_number_is_another_one(folder, tmp_path):
+    """Before: calls of the ended one that waited counted as the new one's, by their numbers: it was written twice."""
+    old = RingFile(folder.path, 0, 100).put(calls(0, range(60)))
+    job = killed(folder, tmp_path)
+    old.die()
+    RingFile(folder.path, 0, 100, moment=200).put(*[step(1)] * 40)
+    for _ in range(2):
+        job.poll()
+        job.take()
+    served(folder, tmp_path, "resume")
+    assert len(Trace.read(tmp_path).steps) == 40
+
+
+def test_the_word_of_a_process_is_known_by_its_own_number(folder):
+    """A ring that is left of an earlier process of that number may have been found first."""
+    (folder.path / WORD).write_text(NO_PLUGIN)
+    (folder.path / SAID).write_text(f"100 {int(AgreementState.SHUT)}")
+    RingFile(folder.path, 0, 100).die()
+    folder.rings()
+    RingFile(folder.path, 0, 100, moment=200).put(*map(step, range(2 * CAPACITY)))
+    job = Job(folder)
+    job.poll()
+    assert job.state[0] == AgreementState.SHUT
+
+
 def test_a_record_that_was_never_finished_makes_the_next_tuner_write_nothing_again(
     folder, tmp_path, monkeypatch
 ):
