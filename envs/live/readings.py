@@ -23,8 +23,15 @@ log = logging.getLogger("dynamiccl.live")
 
 #: In the run folder: by the words of this run's traces and the names of the rings, what came by for each trace.
 READ = "read"
-#: Of one trace, by the names of the rings: how many records came by, and the stamps of those that it does not have.
-CameBy = dict[str, tuple[int, list[int]]]
+
+
+@dataclass
+class CameBy:
+    """What one trace has got."""
+
+    lost: int = 0  # records that it lacks
+    #: By the names of the rings: how many records came by, and the stamps of those that it does not have.
+    rings: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -99,6 +106,10 @@ class Readings:
         what is in it is not written again."""
         self._trace = str(header["trace_id"])
         self.lost_before = int(header.get("records_lost") or 0)
+        if (
+            self._trace in self._known
+        ):  # the header is ahead of it: what came since is read again, and counted
+            self.lost_before = self._known[self._trace].lost
 
     def of(self, name: str) -> Reading:
         """Of one ring; a new one if it was not read before."""
@@ -109,11 +120,11 @@ class Readings:
     def _before(self, name: str) -> Reading:
         """A ring as earlier tuners have left it."""
         judged = 0
-        for rings in self._known.values():
-            count, _ = rings.get(name, (0, []))
+        for trace in self._known.values():
+            count, _ = trace.rings.get(name, (0, []))
             judged = max(judged, count)
-        ours = self._known.get(self._trace, {})
-        before, held_back = ours.get(name, (0, []))
+        ours = self._known.get(self._trace, CameBy())
+        before, held_back = ours.rings.get(name, (0, []))
         return Reading(judged, before, held_back)
 
     def begin(self, ring: Ring, living: Sequence[Ring]) -> None:
@@ -148,12 +159,12 @@ class Readings:
         known: dict[str, CameBy] = {}
         try:
             text = (self._run / READ).read_text()
-            for word, rings in parse_json(text).items():
-                known[word] = {}
-                for name, (count, held_back) in rings.items():
+            for word, trace in parse_json(text).items():
+                known[word] = CameBy(int(trace["lost"]))
+                for name, (count, held_back) in trace["rings"].items():
                     stamps = [int(stamp) for stamp in held_back]
-                    known[word][name] = int(count), stamps
-        except (OSError, ValueError, AttributeError, TypeError):
+                    known[word].rings[name] = int(count), stamps
+        except (OSError, ValueError, AttributeError, TypeError, LookupError):
             return {}
         return known
 
@@ -163,14 +174,16 @@ class Readings:
         told = int(writer.header.get("records_lost") or 0)
         if lost != told:
             writer.update_header(records_lost=lost)
+        if lost > told:
             log.warning("%d records of the job were lost so far", lost)
 
-    def note(self, writer: TraceWriter, assembler: Assembler) -> None:
+    def note(self, writer: TraceWriter, assembler: Assembler, lost: int) -> None:
         """Where all rows that the writer has got are on disk: a later tuner writes none of them again, only what the
-        assembler still holds back, and judges none."""
+        assembler still holds back, and judges none. ``lost``: as for :meth:`note_lost`."""
         if not writer.is_all_on_disk:
             return
-        came_by = self._known.setdefault(self._trace, {})
+        came_by = self._known.setdefault(self._trace, CameBy())
+        came_by.lost = lost + self.lost_before
         for name, one in self._by_name.items():
             held_back = one.held_back
             if one.is_begun:
@@ -178,8 +191,8 @@ class Readings:
                 unread = [stamp for stamp in one.held_back if stamp > one.read]
                 held_back = stamps.tolist() + unread
             count = max(one.before, one.read)
-            came_by[name] = count, held_back
-        text = json.dumps(self._known)
+            came_by.rings[name] = count, held_back
+        text = json.dumps(self._known, default=vars)
         with contextlib.suppress(TraceError):
             atomically(self._run / READ, lambda draft: draft.write_text(text))
 

@@ -252,7 +252,14 @@ def test_a_trace_has_what_another_tuner_has_read_into_another_one_or_tells_that_
 
 
 @pytest.mark.parametrize(
-    "word", ["x", "7", '{"ring-0-100": 20}', '{"": {"ring-0-100": 20}}', '{"": {"a": ["b", []]}}']
+    "word",
+    [
+        "x",
+        "7",
+        '{"ring-0-100": 20}',
+        '{"": {"ring-0-100": 20}}',
+        '{"": {"lost": 0, "rings": {"a": ["b", []]}}}',
+    ],
 )
 def test_a_damaged_word_of_what_was_read_counts_as_none(folder, tmp_path, word):
     (folder.path / READ).write_text(word)
@@ -281,6 +288,21 @@ def test_records_that_fell_out_between_two_tuners_are_lost_to_their_trace(folder
     assert 2 * CAPACITY < lost < 3 * CAPACITY
     assert job.records_lost == lost, "what the summary tells"
     ring.die()
+
+
+def test_records_that_a_killed_tuner_has_lost_are_counted_once(folder, tmp_path):
+    """Before: the header told of them at once, the word of what was read later: each later tuner added them anew."""
+    ring = RingFile(folder.path, 0, 100).put(*map(step, range(50)))
+    job = killed(folder, tmp_path)
+    job.writer.segment_rows = 10_000
+    ring.put(*map(step, range(50, 50 + 3 * CAPACITY)))
+    for _ in range(3):
+        job.poll()
+        job.take()  # it is killed before the next segment
+        lost = Trace.read(tmp_path).header["records_lost"]
+        job = Job(RunFolder(folder.path), writer=TraceWriter(tmp_path, {}, existing="resume"))
+    assert lost == ring.head - 50 - CAPACITY // 2
+    assert served(folder, tmp_path, "resume").records_lost == lost and rows_and_lost(tmp_path) == ring.head
 
 
 def test_the_last_word_of_a_process_that_has_ended_is_none_of_the_job_now(folder):
