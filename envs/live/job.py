@@ -135,7 +135,7 @@ class Job(Reader):
     def begin_trace(self, writer: TraceWriter) -> None:
         """From now on ``writer`` gets every event, step and table. Before the first poll."""
         self.writer = writer
-        self.readings.begin_trace(writer.header)
+        self.readings.begin_trace(writer)
 
     def end_trace(self) -> None:
         """The trace is closed; what could not be written does not count as read."""

@@ -120,6 +120,8 @@ class Reader:
         if gone and (is_joining or reading.read < reading.before):
             reading.joined(gone)
             self.state = self.state or self._last_state(ring)
+        if is_joining:
+            self.readings.skip_forgotten(reading, as_records(records, COLL_DTYPE))
         self.lost[ring.name] = ring.lost - reading.lost_before
         if len(records):
             self._read(records, ring.pid, reading)

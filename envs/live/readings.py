@@ -23,6 +23,9 @@ log = logging.getLogger("dynamiccl.live")
 
 #: In the run folder: by the words of this run's traces and the names of the rings, what came by for each trace.
 READ = "read"
+#: Stands for the trace of a release before, which had no word and knew of one trace only.
+_OF_OLD = ""
+_TOLD_ONCE = COMM, OFFER  # kinds that a trace may get again
 
 
 @dataclass
@@ -74,7 +77,7 @@ class Reading:
     def is_unwritten(self, records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """(n,) bool: which records (n,) the trace does not have. What a job tells once is always new."""
         stamps = records["stamp"]
-        is_told_once = np.isin(records["kind"], (COMM, OFFER))
+        is_told_once = np.isin(records["kind"], _TOLD_ONCE)
         held_back = np.array(self.held_back, np.uint64)
         is_held_back = np.isin(stamps, held_back)
         is_new = stamps > self.before
@@ -98,18 +101,29 @@ class Readings:
         self.is_joining = True  # the rings are looked at for the first time
         self.lost_before = 0  # records that the trace lacks by earlier tuners
         self._trace = ""  # the word of the trace that is written now
+        self._is_known = self._is_forgotten = False  # what it has; it has rows, and nobody knows which
         self._known = self._on_disk()  # by the words of the traces
         self._by_name: dict[str, Reading] = {}
 
-    def begin_trace(self, header: dict[str, Any]) -> None:
+    def begin_trace(self, writer: TraceWriter) -> None:
         """Before the rings are looked at. Where the trace has the word of one that an earlier tuner of this run wrote,
         what is in it is not written again."""
-        self._trace = str(header["trace_id"])
-        self.lost_before = int(header.get("records_lost") or 0)
-        if (
-            self._trace in self._known
-        ):  # the header is ahead of it: what came since is read again, and counted
+        self._trace = str(writer.header["trace_id"])
+        self.lost_before = int(writer.header.get("records_lost") or 0)
+        if _OF_OLD in self._known and writer.had_rows and not writer.had_id:
+            self._known[self._trace] = CameBy(self.lost_before, self._known[_OF_OLD].rings)
+        self._is_known = self._trace in self._known
+        if self._is_known:  # the header is ahead of it: what came since is read again, and counted
             self.lost_before = self._known[self._trace].lost
+        self._is_forgotten = writer.had_rows and not self._is_known
+
+    def skip_forgotten(self, reading: Reading, records: np.ndarray[Any, Any]) -> None:
+        """A ring holds these records as a tuner joins. Where nobody knows any more which rows the trace
+        has, these count as lost: it would have many of them twice."""
+        if self._is_forgotten:
+            stamps = records["stamp"][~np.isin(records["kind"], _TOLD_ONCE)]
+            reading.before = int(stamps.max(initial=0))
+            self.lost_before += len(stamps)
 
     def of(self, name: str) -> Reading:
         """Of one ring; a new one if it was not read before."""
@@ -160,6 +174,10 @@ class Readings:
         try:
             text = (self._run / READ).read_text()
             for word, trace in parse_json(text).items():
+                if isinstance(trace, int):  # of a release before, which has told the count of a ring
+                    of_old = known.setdefault(_OF_OLD, CameBy())
+                    of_old.rings[word] = trace, []
+                    continue
                 known[word] = CameBy(int(trace["lost"]))
                 for name, (count, held_back) in trace["rings"].items():
                     stamps = [int(stamp) for stamp in held_back]

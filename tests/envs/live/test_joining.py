@@ -1,5 +1,6 @@
 """A tuner that joins a job: rings hold what went before, which is neither the job of now nor to be judged again."""
 
+import json
 from functools import partial
 
 import numpy as np
@@ -288,6 +289,32 @@ def test_records_that_fell_out_between_two_tuners_are_lost_to_their_trace(folder
     assert 2 * CAPACITY < lost < 3 * CAPACITY
     assert job.records_lost == lost, "what the summary tells"
     ring.die()
+
+
+def test_a_trace_that_the_release_before_has_begun_is_not_written_twice(folder, tmp_path):
+    """Before: its word of what was read had another form and counted as none, and its trace had no word at all."""
+    ring = RingFile(folder.path, 0, 100).put(*map(step, range(50)))
+    served(folder, tmp_path, "replace")
+    header = json.loads((tmp_path / "header.json").read_text())
+    del header["trace_id"]
+    (tmp_path / "header.json").write_text(json.dumps(header))
+    (folder.path / READ).write_text('{"ring-0-100": 50}')
+    ring.put(step(50))
+    for _ in range(2):
+        served(folder, tmp_path, "resume")
+    assert len(Trace.read(tmp_path).steps) == rows_and_lost(tmp_path) == 51
+
+
+def test_where_nobody_knows_what_a_trace_has_it_gets_only_what_comes(folder, tmp_path):
+    """Before: all that the rings held was written a second time."""
+    ring = RingFile(folder.path, 0, 100).put(*map(step, range(50)))
+    served(folder, tmp_path, "replace")
+    (folder.path / READ).write_text("damaged")
+    served(folder, tmp_path, "resume")
+    ring.put(step(50))
+    served(folder, tmp_path, "resume")
+    trace = Trace.read(tmp_path)
+    assert len(trace.steps) == 51 and trace.header["records_lost"] == 50
 
 
 def test_records_that_a_killed_tuner_has_lost_are_counted_once(folder, tmp_path):
