@@ -97,7 +97,9 @@ class Reader:
         self.readings.is_joining = False
         if len(rings) > 1 and silent:
             over = [ring for ring in silent if self._is_over(ring)]
-            self.run.remove(over)
+            for ring in over:
+                self.assembler.end(ring.pid)
+            self.run.remove([ring for ring in over if self._is_needless(ring)])
 
     def _take(self, ring: Ring) -> bool:
         """Take everything new out of one ring; whether there was anything."""
@@ -141,6 +143,10 @@ class Reader:
         if ring.is_alive():
             return False
         return ring.name in self.damaged or ring.is_read()
+
+    def _is_needless(self, ring: Ring) -> bool:
+        """Whether a ring from which nothing more comes has nothing for a later tuner either."""
+        return ring.name in self.damaged or self.readings.is_noted(ring.name)
 
     def _read(self, records: np.ndarray[Any, Any], pid: int, reading: Reading) -> None:
         rows = as_records(records, COLL_DTYPE)

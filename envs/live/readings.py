@@ -214,6 +214,14 @@ class Readings:
         with contextlib.suppress(TraceError):
             atomically(self._run / READ, lambda draft: draft.write_text(text))
 
+    def is_noted(self, name: str) -> bool:
+        """Whether no later tuner needs the ring of that name: the trace has all that came by, or there is no trace."""
+        one = self._by_name[name]
+        if not self._trace and not self._known:
+            return True
+        ours = self._known.get(self._trace, CameBy())
+        return ours.rings.get(name) == (max(one.before, one.read), [])
+
 
 def rank_in_name(ring: Ring) -> set[int]:
     """The rank that the launcher gave a ring's process; empty where there was none: the name has the process's number

@@ -175,6 +175,41 @@ def test_calls_that_waited_for_their_kernel_times_are_written_by_the_next_tuner_
     assert len(Trace.read(tmp_path / "trace").events) == 2 * 61, "written once"
 
 
+@pytest.mark.parametrize("segment_rows", [1, 50_000])
+def test_a_ring_stays_until_the_trace_has_all_of_it(folder, tmp_path, segment_rows):
+    """Before: it went as it was read, and its last calls with it, where the tuner was killed after a restart."""
+    old = RingFile(folder.path, 0, 100).put(calls(0, range(60)), step(0))
+    writer = TraceWriter(tmp_path, {}, segment_rows=segment_rows)
+    job = Job(RunFolder(folder.path), writer=writer)
+    job.poll()
+    job.take()
+    old.die()
+    RingFile(folder.path, 0, 200).put(calls(0, [60]))
+    for _ in range(3):
+        job.poll()
+        job.take()
+    assert (folder.path / "ring-0-100").exists() == (segment_rows > 1)
+    assert len(Trace.read(tmp_path).events) == 60 * (segment_rows == 1), (
+        "nothing else can come from its process"
+    )
+    later = served(folder, tmp_path, "resume")  # the other one is killed
+    assert rows_and_lost(tmp_path) == 62 and not later.records_lost
+    later.poll()
+    assert not (folder.path / "ring-0-100").exists()
+
+
+def test_who_writes_no_trace_removes_no_ring_that_the_tuner_may_need(folder, tmp_path):
+    """Before: `dynamiccl stop` removed it."""
+    old = RingFile(folder.path, 0, 100).put(calls(0, range(60)))
+    killed(folder, tmp_path)
+    old.die()
+    RingFile(folder.path, 0, 200)
+    job = Job(RunFolder(folder.path))
+    for _ in range(3):
+        job.poll()
+    assert (folder.path / "ring-0-100").exists()
+
+
 def test_a_later_process_of_the_same_number_is_another_one(folder, tmp_path):
     """Before: calls of the ended one that waited counted as the new one's, by their numbers: it was written twice."""
     old = RingFile(folder.path, 0, 100).put(calls(0, range(60)))
