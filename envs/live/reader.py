@@ -120,7 +120,7 @@ class Reader:
         gone = ring.lost - lost
         is_joining = is_first and self.readings.is_joining
         if gone and (is_joining or reading.read < reading.before):
-            reading.joined(gone)
+            reading.joined(gone, self.readings.is_ours)
             self.state = self.state or self._last_state(ring)
         if is_joining:
             self.readings.skip_forgotten(reading, as_records(records, COLL_DTYPE))

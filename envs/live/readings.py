@@ -60,11 +60,11 @@ class Reading:
         """Whether its process belongs to the job's present life, though it may have ended by now."""
         return self.is_begun and not self.is_past and not self.is_replaced
 
-    def joined(self, gone: int) -> None:
+    def joined(self, gone: int, is_ours: bool) -> None:
         """So many records are gone after those that came by. Those that an earlier tuner should have read for this
-        trace, or could not write yet, are lost; else nobody was there."""
+        trace, or could not write yet, are lost. Where no earlier tuner wrote it (``is_ours``), nobody was there."""
         nobodys = gone
-        if self.before:
+        if is_ours:
             nobodys = min(gone, self.before - self.read)
         unwritten = sum(self.read < stamp <= self.read + gone for stamp in self.held_back)
         self.lost_before += nobodys - unwritten
@@ -101,7 +101,8 @@ class Readings:
         self.is_joining = True  # the rings are looked at for the first time
         self.lost_before = 0  # records that the trace lacks by earlier tuners
         self._trace = ""  # the word of the trace that is written now
-        self._is_known = self._is_forgotten = False  # what it has; it has rows, and nobody knows which
+        self.is_ours = False  # an earlier tuner wrote it, and told what it has
+        self._is_forgotten = False  # it has rows, and nobody knows which
         self._known = self._on_disk()  # by the words of the traces
         self._by_name: dict[str, Reading] = {}
 
@@ -111,11 +112,24 @@ class Readings:
         self._trace = str(writer.header["trace_id"])
         self.lost_before = int(writer.header.get("records_lost") or 0)
         if _OF_OLD in self._known and writer.had_rows and not writer.had_id:
-            self._known[self._trace] = CameBy(self.lost_before, self._known[_OF_OLD].rings)
-        self._is_known = self._trace in self._known
-        if self._is_known:  # the header is ahead of it: what came since is read again, and counted
+            self._known[self._trace] = CameBy(self.lost_before, dict(self._known[_OF_OLD].rings))
+        self.is_ours = self._trace in self._known
+        if self.is_ours:  # the header is ahead of it: what came since is read again, and counted
             self.lost_before = self._known[self._trace].lost
-        self._is_forgotten = writer.had_rows and not self._is_known
+        self._is_forgotten = writer.had_rows and not self.is_ours
+        self._note_removed()
+
+    def _note_removed(self) -> None:
+        """What others have read of rings that are gone is lost to a trace that an earlier tuner wrote. To one that
+        begins now it is of a time before, also later."""
+        ours = self._known.setdefault(self._trace, CameBy())
+        names = {name for trace in self._known.values() for name in trace.rings}
+        for name in names:
+            if not (self._run / name).exists():
+                before, held_back = ours.rings.get(name, (0, []))
+                newest = max(trace.rings.get(name, (0, []))[0] for trace in self._known.values())
+                self.lost_before += self.is_ours * (newest - before + len(held_back))
+                ours.rings[name] = newest, []
 
     def skip_forgotten(self, reading: Reading, records: np.ndarray[Any, Any]) -> None:
         """A ring holds these records as a tuner joins. Where nobody knows any more which rows the trace
