@@ -120,6 +120,7 @@ class Assembler:
         self._steps: list[tuple[Array, int]] = []
         self._waits: list[tuple[Array, int]] = []
         self._last_step: dict[int, int] = {}  # pid -> newest step that has ended
+        self._ended = set[int]()  # pids from which nothing more comes
 
     def add(self, records: Array, pid: int) -> None:
         """Take in what the ring of process ``pid`` delivered: (n,) records of mixed kinds, in ring order."""
@@ -143,6 +144,10 @@ class Assembler:
             self._add_comm(row, pid)
         for row in rows[kind == OFFER].view(OFFER_DTYPE):
             self._add_offer(row)
+
+    def end(self, pid: int) -> None:
+        """Nothing more comes from process ``pid``: its rows wait for no kernel times any more."""
+        self._ended.add(pid)
 
     def take(self, everything: bool = False) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Events and steps that are complete since the last call, as EVENT_COLUMNS and STEP_COLUMNS tables.
@@ -185,6 +190,7 @@ class Assembler:
             last_step = self._last_step.get(int(pid), -1)
             two_later = rows["step"][of_pid] + np.int64(2)
             complete_rows[of_pid] |= two_later <= last_step
+            complete_rows[of_pid] |= int(pid) in self._ended
         return np.asarray(complete_rows)
 
     def comms_frame(self) -> pd.DataFrame:

@@ -83,6 +83,8 @@ class TraceWriter:
         self._buffers: dict[str, list[pd.DataFrame]] = {kind: [] for kind in SEGMENTED}
         self._next = {kind: next_segment(self.folder, kind) for kind in SEGMENTED}
         self._sizes = {kind: {p: p.stat().st_size for p in segments(self.folder, kind)} for kind in SEGMENTED}
+        self.had_rows = any(self._sizes.values())  # it goes on with a trace in which rows are
+        self.had_id = "trace_id" in old  # not so where that is of a release before
         self._comms: dict[int, dict[int, int]] = {}
         self._assembler: Assembler | None = None
         self._offers, self._offers_at = (0, 0), float("-inf")  # how many were written, and when

@@ -117,9 +117,10 @@ class Job(Reader):
         """Turn what was read into tables: to the trace, and kept for :meth:`take_events`."""
         self._taken = time.monotonic()
         if self.writer:
-            self.readings.note_lost(self.writer, sum(self.lost.values()))
+            lost = sum(self.lost.values())
+            self.readings.note_lost(self.writer, lost)
             events, steps, waits = self.writer.drain(self.assembler, everything, self.thin)
-            self.readings.note(self.writer, self.assembler)
+            self.readings.note(self.writer, self.assembler, lost)
         else:
             events, steps = self.assembler.take(everything)
             waits = self.assembler.take_waits()
@@ -134,13 +135,13 @@ class Job(Reader):
     def begin_trace(self, writer: TraceWriter) -> None:
         """From now on ``writer`` gets every event, step and table. Before the first poll."""
         self.writer = writer
-        self.readings.begin_trace(writer.header)
+        self.readings.begin_trace(writer)
 
     def end_trace(self) -> None:
         """The trace is closed; what could not be written does not count as read."""
         writer, self.writer = self.writer, None
         if writer is not None:
-            self.readings.note(writer, self.assembler)
+            self.readings.note(writer, self.assembler, sum(self.lost.values()))
 
     def _note_memory(self, steps: pd.DataFrame) -> None:
         """Keep the last word of each rank about its GPU: a batch of records seldom has all of them."""

@@ -16,7 +16,7 @@ from ...traces.reasons import NotAgreeing, NotTuning, RunEnds
 from ...traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState
 from ..nccl.rings import Ring
 from ..nccl.run_folder import LAUNCHER, SAID, STATUS, STOP, WORD
-from ..nccl.shm import RunFolder
+from ..nccl.shm import PIDS, RunFolder
 from ..nccl.site_switch import switched_off
 from .job_ends import FEWEST_STEPS, Closed, Stopped, Withdrawn
 from .locks import is_locked
@@ -97,7 +97,9 @@ class Reader:
         self.readings.is_joining = False
         if len(rings) > 1 and silent:
             over = [ring for ring in silent if self._is_over(ring)]
-            self.run.remove(over)
+            for ring in over:
+                self.assembler.end(ring.pid)
+            self.run.remove([ring for ring in over if self._is_needless(ring)])
 
     def _take(self, ring: Ring) -> bool:
         """Take everything new out of one ring; whether there was anything."""
@@ -109,14 +111,19 @@ class Reader:
             if is_first:  # what was announced before we came
                 self.assembler.add(ring.known(), ring.pid)
                 self.readings.begin(ring, self._living())
+            lost = ring.lost
             records = ring.drain()
         except (OSError, ValueError) as error:  # its process may have scribbled over it: the others go on
             self.damaged[ring.name] = str(error)
             log.warning("ring %s cannot be read any more: %s", ring.name, error)
             return False
-        if is_first and ring.lost and self.readings.is_joining:
-            reading.joined(ring.lost)
+        gone = ring.lost - lost
+        is_joining = is_first and self.readings.is_joining
+        if gone and (is_joining or reading.read < reading.before):
+            reading.joined(gone, self.readings.is_ours)
             self.state = self.state or self._last_state(ring)
+        if is_joining:
+            self.readings.skip_forgotten(reading, as_records(records, COLL_DTYPE))
         self.lost[ring.name] = ring.lost - reading.lost_before
         if len(records):
             self._read(records, ring.pid, reading)
@@ -126,7 +133,7 @@ class Reader:
         """As a ring's process, if it lives, left it in the run folder: its record is gone where the ring went round."""
         with contextlib.suppress(OSError, ValueError):
             pid, code = map(int, (self.run.path / SAID).read_text().split())
-            if pid == ring.pid and ring.is_alive():
+            if pid == ring.pid % PIDS and ring.is_alive():
                 state = AgreementState(code)
                 return state, self._word()
         return None
@@ -136,6 +143,10 @@ class Reader:
         if ring.is_alive():
             return False
         return ring.name in self.damaged or ring.is_read()
+
+    def _is_needless(self, ring: Ring) -> bool:
+        """Whether a ring from which nothing more comes has nothing for a later tuner either."""
+        return ring.name in self.damaged or self.readings.is_noted(ring.name)
 
     def _read(self, records: np.ndarray[Any, Any], pid: int, reading: Reading) -> None:
         rows = as_records(records, COLL_DTYPE)
@@ -158,7 +169,7 @@ class Reader:
             log.info("the ranks' agreement is %s: %s", self.state[0].name, text)
         steps = rows[rows["kind"] == STEP].view(STEP_DTYPE)
         if len(steps):
-            if not any(one.ranks for one in self.readings.of_life()):
+            if not self.readings.has_stepped():
                 self._stepped_at = time.monotonic()
             reading.ranks.update(map(int, np.unique(steps["rank"])))
             self.ranks |= reading.ranks
@@ -217,18 +228,8 @@ class Reader:
         return 1 < self.last_step < FEWEST_STEPS
 
     def _ranks_now(self) -> set[int]:
-        """Ranks of the job's present life: after a restart others may run here. Of all lives, as long as a process of
-        this one has told no step: it may be any of them."""
-        found = set[int]()
-        silent = set[int]()
-        for reading in self.readings.of_life():
-            found |= reading.ranks
-            if not reading.ranks:
-                silent.add(reading.pid)
-        living = {ring.pid for ring in self._living()}
-        if not found or silent & living:
-            found |= self.ranks
-        return found
+        """Ranks of the job's present life; of all lives, where none of its processes has told its rank."""
+        return self.readings.ranks() or self.ranks
 
     def _living(self) -> list[Ring]:
         """Rings of processes that live."""

@@ -28,7 +28,7 @@ TABLE_MAGIC = b"DCCLTBL1"
 MAX_RULES = 126  # what fits into TABLE_FILE_BYTES
 #: magic, version, n_rows, generation, crc; trial_steps, one_of, turn_steps, swap
 _HEAD = struct.Struct("<8sIIII8xIIII16x")
-_PIDS = 2**22  # above every process id
+PIDS = 2**22  # above every process id
 
 
 def encode_table(table: Table) -> bytes:
@@ -170,6 +170,7 @@ class RunFolder:
             raise
         self._rings: dict[tuple[str, int], Ring] = {}
         self._no_rings = set[tuple[str, int]]()
+        self._pids = set[int]()  # of all rings so far, those included that were removed
         #: Files that look like rings by name but are not, or cannot be opened now, with the reason.
         self.refused: dict[str, str] = {}
 
@@ -198,9 +199,10 @@ class RunFolder:
                     self.refused[entry.name] = str(error)
                     continue
                 self.refused.pop(entry.name, None)
-                # Two containers may each have a process of this number: they must not be taken for one.
-                while any(ring.pid == other.pid and other.is_alive() for other in self._rings.values()):
-                    ring.pid += _PIDS
+                # Two containers, or two lives of one, may each have a process of this number: they are not one.
+                while ring.pid in self._pids:
+                    ring.pid += PIDS
+                self._pids.add(ring.pid)
                 self._rings[key] = ring
         return list(self._rings.values())
 

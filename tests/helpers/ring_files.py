@@ -14,10 +14,10 @@ CAPACITY, KNOWN = 256, 16
 class RingFile:
     """The ring of one process in a run folder; it holds the lock as a process does, until :meth:`die`."""
 
-    def __init__(self, folder, rank, pid):
+    def __init__(self, folder, rank, pid, moment=None):
         self.head, self.pid = 0, pid
         self.places = np.zeros(CAPACITY, COLL_DTYPE)
-        self.fd = os.open(folder / f"ring-{rank}-{pid}", os.O_RDWR | os.O_CREAT, 0o600)
+        self.fd = os.open(folder / f"ring-{rank}-{moment or pid}", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self.fd, fcntl.LOCK_EX)
 
     def put(self, *batches):

@@ -59,7 +59,7 @@ class WatchedJob(FakeJob):
 
     def begin_trace(self, writer: Any) -> None:
         self.writer = writer
-        self.readings.begin_trace(writer.header)
+        self.readings.begin_trace(writer)
 
     def end_trace(self) -> None:
         self.writer = None

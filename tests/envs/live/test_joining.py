@@ -1,18 +1,18 @@
 """A tuner that joins a job: rings hold what went before, which is neither the job of now nor to be judged again."""
 
+import json
 from functools import partial
 
 import numpy as np
 import pytest
 from dynamiccl.envs.live import job as live
-from dynamiccl.envs.live import reader
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.live.job_ends import Closed, Stopped, Withdrawn
 from dynamiccl.envs.live.readings import READ
+from dynamiccl.envs.nccl import rings
 from dynamiccl.envs.nccl.run_folder import SAID, STOP, WORD
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.files import Trace
-from dynamiccl.traces.reasons import NotTuning
 from dynamiccl.traces.records import COLL_DTYPE, FUNCS, KERNEL, KERNEL_DTYPE, AgreementState
 from dynamiccl.traces.writer import TraceWriter
 from ring_files import CAPACITY, RingFile, state, step
@@ -137,7 +137,9 @@ def test_a_later_tuner_of_a_run_neither_writes_nor_judges_again_what_an_earlier_
     steps = Trace.read(tmp_path / "trace").steps
     assert len(steps) == 80 and not steps.duplicated(["pid", "index"]).any()
     rings[1].die()
-    RingFile(folder.path, 1, 101).put(step(0, 1))  # after a restart a process may have the same number
+    RingFile(folder.path, 1, 101, moment=201).put(
+        step(0, 1)
+    )  # after a restart a process may have the same number
     assert serve("resume").audit.mismatches == 0
     assert len(Trace.read(tmp_path / "trace").steps) == 81
 
@@ -173,6 +175,93 @@ def test_calls_that_waited_for_their_kernel_times_are_written_by_the_next_tuner_
     assert len(Trace.read(tmp_path / "trace").events) == 2 * 61, "written once"
 
 
+@pytest.mark.parametrize("segment_rows", [1, 50_000])
+def test_a_ring_stays_until_the_trace_has_all_of_it(folder, tmp_path, segment_rows):
+    """Before: it went as it was read, and its last calls with it, where the tuner was killed after a restart."""
+    old = RingFile(folder.path, 0, 100).put(calls(0, range(60)), step(0))
+    writer = TraceWriter(tmp_path, {}, segment_rows=segment_rows)
+    job = Job(RunFolder(folder.path), writer=writer)
+    job.poll()
+    job.take()
+    old.die()
+    RingFile(folder.path, 0, 200).put(calls(0, [60]))
+    for _ in range(3):
+        job.poll()
+        job.take()
+    assert (folder.path / "ring-0-100").exists() == (segment_rows > 1)
+    assert len(Trace.read(tmp_path).events) == 60 * (segment_rows == 1), (
+        "nothing else can come from its process"
+    )
+    later = served(folder, tmp_path, "resume")  # the other one is killed
+    assert rows_and_lost(tmp_path) == 62 and not later.records_lost
+    later.poll()
+    assert not (folder.path / "ring-0-100").exists()
+
+
+def test_who_writes_no_trace_removes_no_ring_that_the_tuner_may_need(folder, tmp_path):
+    """Before: `dynamiccl stop` removed it."""
+    old = RingFile(folder.path, 0, 100).put(calls(0, range(60)))
+    killed(folder, tmp_path)
+    old.die()
+    RingFile(folder.path, 0, 200)
+    job = Job(RunFolder(folder.path))
+    for _ in range(3):
+        job.poll()
+    assert (folder.path / "ring-0-100").exists()
+
+
+def test_a_later_process_of_the_same_number_is_another_one(folder, tmp_path):
+    """Before: calls of the ended one that waited counted as the new one's, by their numbers: it was written twice."""
+    old = RingFile(folder.path, 0, 100).put(calls(0, range(60)))
+    job = killed(folder, tmp_path)
+    old.die()
+    RingFile(folder.path, 0, 100, moment=200).put(*[step(1)] * 40)
+    for _ in range(2):
+        job.poll()
+        job.take()
+    served(folder, tmp_path, "resume")
+    assert len(Trace.read(tmp_path).steps) == 40
+
+
+def test_the_word_of_a_process_is_known_by_its_own_number(folder):
+    """A ring that is left of an earlier process of that number may have been found first."""
+    (folder.path / WORD).write_text(NO_PLUGIN)
+    (folder.path / SAID).write_text(f"100 {int(AgreementState.SHUT)}")
+    RingFile(folder.path, 0, 100).die()
+    folder.rings()
+    RingFile(folder.path, 0, 100, moment=200).put(*map(step, range(2 * CAPACITY)))
+    job = Job(folder)
+    job.poll()
+    assert job.state[0] == AgreementState.SHUT
+
+
+def test_a_record_that_was_never_finished_makes_the_next_tuner_write_nothing_again(
+    folder, tmp_path, monkeypatch
+):
+    """Before: who waits for it has less of the ring at first than was read, and took it for another ring."""
+    clock = Clock()
+    monkeypatch.setattr(rings, "time", clock)
+    ring = RingFile(folder.path, 0, 100).put(calls(0, range(60)), step(0), calls(0, range(60, 99)))
+    ring.places["stamp"][60] = 0
+    ring.put(calls(0, [99]))
+
+    def look(job):
+        job.poll()
+        job.take()
+
+    for tuner in range(4):
+        folder = RunFolder(folder.path)
+        job = Job(folder, writer=TraceWriter(tmp_path, {}, existing="resume", segment_rows=1))
+        look(job)  # the first two are killed here, before they have read on
+        if tuner >= 2:
+            clock.now += 2
+            look(job)
+            assert job.records_lost == 1
+            job.take(everything=True)
+    job.writer.close()
+    assert sorted(Trace.read(tmp_path).events["seq"]) == list(range(100))
+
+
 def test_calls_that_waited_and_fell_out_of_the_ring_since_are_lost(folder, tmp_path):
     ring = RingFile(folder.path, 0, 100).put(calls(0, range(60)), step(0))
     killed(folder, tmp_path / "trace")
@@ -199,7 +288,14 @@ def test_a_trace_has_what_another_tuner_has_read_into_another_one_or_tells_that_
 
 
 @pytest.mark.parametrize(
-    "word", ["x", "7", '{"ring-0-100": 20}', '{"": {"ring-0-100": 20}}', '{"": {"a": ["b", []]}}']
+    "word",
+    [
+        "x",
+        "7",
+        '{"ring-0-100": 20}',
+        '{"": {"ring-0-100": 20}}',
+        '{"": {"lost": 0, "rings": {"a": ["b", []]}}}',
+    ],
 )
 def test_a_damaged_word_of_what_was_read_counts_as_none(folder, tmp_path, word):
     (folder.path / READ).write_text(word)
@@ -230,6 +326,47 @@ def test_records_that_fell_out_between_two_tuners_are_lost_to_their_trace(folder
     ring.die()
 
 
+def test_a_trace_that_the_release_before_has_begun_is_not_written_twice(folder, tmp_path):
+    """Before: its word of what was read had another form and counted as none, and its trace had no word at all."""
+    ring = RingFile(folder.path, 0, 100).put(*map(step, range(50)))
+    served(folder, tmp_path, "replace")
+    header = json.loads((tmp_path / "header.json").read_text())
+    del header["trace_id"]
+    (tmp_path / "header.json").write_text(json.dumps(header))
+    (folder.path / READ).write_text('{"ring-0-100": 50}')
+    ring.put(step(50))
+    for _ in range(2):
+        served(folder, tmp_path, "resume")
+    assert len(Trace.read(tmp_path).steps) == rows_and_lost(tmp_path) == 51
+
+
+def test_where_nobody_knows_what_a_trace_has_it_gets_only_what_comes(folder, tmp_path):
+    """Before: all that the rings held was written a second time."""
+    ring = RingFile(folder.path, 0, 100).put(*map(step, range(50)))
+    served(folder, tmp_path, "replace")
+    (folder.path / READ).write_text("damaged")
+    served(folder, tmp_path, "resume")
+    ring.put(step(50))
+    served(folder, tmp_path, "resume")
+    trace = Trace.read(tmp_path)
+    assert len(trace.steps) == 51 and trace.header["records_lost"] == 50
+
+
+def test_records_that_a_killed_tuner_has_lost_are_counted_once(folder, tmp_path):
+    """Before: the header told of them at once, the word of what was read later: each later tuner added them anew."""
+    ring = RingFile(folder.path, 0, 100).put(*map(step, range(50)))
+    job = killed(folder, tmp_path)
+    job.writer.segment_rows = 10_000
+    ring.put(*map(step, range(50, 50 + 3 * CAPACITY)))
+    for _ in range(3):
+        job.poll()
+        job.take()  # it is killed before the next segment
+        lost = Trace.read(tmp_path).header["records_lost"]
+        job = Job(RunFolder(folder.path), writer=TraceWriter(tmp_path, {}, existing="resume"))
+    assert lost == ring.head - 50 - CAPACITY // 2
+    assert served(folder, tmp_path, "resume").records_lost == lost and rows_and_lost(tmp_path) == ring.head
+
+
 def test_the_last_word_of_a_process_that_has_ended_is_none_of_the_job_now(folder):
     """Before: the file told of a dead life's agreement, and tuning ended."""
     (folder.path / WORD).write_text("rank 3 has ended")
@@ -240,61 +377,3 @@ def test_the_last_word_of_a_process_that_has_ended_is_none_of_the_job_now(folder
     job.poll()
     job.check()
     assert job.state is None
-
-
-def test_a_rank_that_ran_here_in_an_earlier_life_is_not_here(folder):
-    """Before: after a restart that moved rank 0 to another node, its old node said that a table had been withdrawn."""
-    for rank in (0, 1):
-        RingFile(folder.path, rank, 100 + rank).put(step(5, rank)).die()
-    job = Job(folder)
-    job.poll()
-    for rank, config in ((8, "ring/simple/16"), (9, "ring/ll/16")):
-        RingFile(folder.path, rank, 200 + rank).put(step(0, rank), calls(rank, [2], config))
-    job.poll()
-    with pytest.raises(Withdrawn, match="the table is still in force"):
-        job.check()
-
-
-@pytest.fixture
-def restarted(folder, monkeypatch):
-    """(its tuner, rings of ranks 0 and 1, the clock): a job that has stepped for an hour, and was started again."""
-    clock = Clock()
-    monkeypatch.setattr(reader, "time", clock)
-    old = [RingFile(folder.path, rank, 100 + rank).put(step(5, rank)) for rank in (0, 1)]
-    job = Job(folder)
-    job.poll()
-    clock.now += 3600
-    for ring in old:
-        ring.die()
-    return (
-        job,
-        [RingFile(folder.path, rank, 200 + rank).put(state(AgreementState.OPEN, "")) for rank in (0, 1)],
-        clock,
-    )
-
-
-def test_rank_0_is_here_also_before_its_first_step_after_a_restart_and_after_its_end(restarted):
-    """Before: where another rank had stepped first, or ended last, rank 0 was said to be on another node."""
-    job, rings, _ = restarted
-    rings[1].put(step(0, 1))
-    job.poll()
-    assert job.waits_for() == NotTuning.NEXT_STEP()
-    rings[0].put(step(0), calls(0, [2]))
-    rings[1].put(calls(1, [2], "ring/ll/16"))
-    job.poll()
-    rings[0].die()
-    for _ in range(2):
-        job.poll()
-        with pytest.raises(Withdrawn, match="the table was withdrawn"):
-            job.check()
-
-
-def test_rank_0_counts_as_late_before_it_counts_as_elsewhere_in_each_life(restarted):
-    """Before: as elsewhere at once, from the second life on."""
-    job, rings, clock = restarted
-    rings[0].die()
-    rings[1].put(step(0, 1))
-    job.poll()
-    assert job.waits_for() == NotTuning.NO_STEP_OF_RANK_0()
-    clock.now += reader.ELSEWHERE_S
-    assert job.waits_for() == NotTuning.ELSEWHERE()
