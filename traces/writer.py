@@ -41,7 +41,8 @@ class TraceWriter:
     Args:
         folder: made if missing.
         header: what is known of the run; host, versions, date and ``trace_id`` are added: a random word, which tells
-            this trace from one that was in the folder before. See :meth:`update_header`.
+            this trace from one that was in the folder before; "" where a release before has begun
+            it. See :meth:`update_header`.
         existing: what to do if the folder holds a trace already: ``refuse`` (TraceError), ``resume`` (add
             segments to it and keep its header) or ``replace`` (remove its files, and no others).
         segment_rows: a segment is written when so many rows have come,
@@ -77,14 +78,12 @@ class TraceWriter:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise TraceError(f"cannot make the trace folder {self.folder}: {error.strerror}") from None
-        word = {"trace_id": os.urandom(8).hex()}
+        word = {"trace_id": "" if old else os.urandom(8).hex()}  # a release before has given none
         self.header = {**new_header(), **word, **old, **_without_secrets(plain(header)), "format": FORMAT}
         self._write_header()
         self._buffers: dict[str, list[pd.DataFrame]] = {kind: [] for kind in SEGMENTED}
         self._next = {kind: next_segment(self.folder, kind) for kind in SEGMENTED}
         self._sizes = {kind: {p: p.stat().st_size for p in segments(self.folder, kind)} for kind in SEGMENTED}
-        self.had_rows = any(self._sizes.values())  # it goes on with a trace in which rows are
-        self.had_id = "trace_id" in old  # not so where that is of a release before
         self._comms: dict[int, dict[int, int]] = {}
         self._assembler: Assembler | None = None
         self._offers, self._offers_at = (0, 0), float("-inf")  # how many were written, and when

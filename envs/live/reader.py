@@ -99,7 +99,8 @@ class Reader:
             over = [ring for ring in silent if self._is_over(ring)]
             for ring in over:
                 self.assembler.end(ring.pid)
-            self.run.remove([ring for ring in over if self._is_needless(ring)])
+            needless = [ring for ring in over if self._is_needless(ring)]
+            self.run.remove(needless)
 
     def _take(self, ring: Ring) -> bool:
         """Take everything new out of one ring; whether there was anything."""
@@ -123,7 +124,8 @@ class Reader:
             reading.joined(gone, self.readings.is_ours)
             self.state = self.state or self._last_state(ring)
         if is_joining:
-            self.readings.skip_forgotten(reading, as_records(records, COLL_DTYPE))
+            rows = as_records(records, COLL_DTYPE)
+            self.readings.skip_forgotten(reading, rows)
         self.lost[ring.name] = ring.lost - reading.lost_before
         if len(records):
             self._read(records, ring.pid, reading)

@@ -15,6 +15,7 @@ import numpy as np
 from ...traces.assemble import Assembler
 from ...traces.outside import TraceError, atomically, parse_json
 from ...traces.records import COMM, OFFER
+from ...traces.segments import SEGMENTED, segments
 from ...traces.writer import TraceWriter
 from ..nccl.rings import Ring
 from ..nccl.shm import PIDS
@@ -23,7 +24,7 @@ log = logging.getLogger("dynamiccl.live")
 
 #: In the run folder: by the words of this run's traces and the names of the rings, what came by for each trace.
 READ = "read"
-#: Stands for the trace of a release before, which had no word and knew of one trace only.
+#: The word of a trace that a release before has begun, which knew of one trace only.
 _OF_OLD = ""
 _TOLD_ONCE = COMM, OFFER  # kinds that a trace may get again
 
@@ -32,9 +33,13 @@ _TOLD_ONCE = COMM, OFFER  # kinds that a trace may get again
 class CameBy:
     """What one trace has got."""
 
-    lost: int = 0  # records that it lacks
+    lost: int | None = None  # records that it lacks; None: its header tells
     #: By the names of the rings: how many records came by, and the stamps of those that it does not have.
     rings: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+
+    def of(self, name: str) -> tuple[int, list[int]]:
+        """Of one ring."""
+        return self.rings.get(name, (0, []))
 
 
 @dataclass
@@ -66,7 +71,8 @@ class Reading:
         nobodys = gone
         if is_ours:
             nobodys = min(gone, self.before - self.read)
-        unwritten = sum(self.read < stamp <= self.read + gone for stamp in self.held_back)
+        newest = self.read + gone
+        unwritten = sum(self.read < stamp <= newest for stamp in self.held_back)
         self.lost_before += nobodys - unwritten
 
     def came(self, records: np.ndarray[Any, Any]) -> None:
@@ -111,12 +117,12 @@ class Readings:
         what is in it is not written again."""
         self._trace = str(writer.header["trace_id"])
         self.lost_before = int(writer.header.get("records_lost") or 0)
-        if _OF_OLD in self._known and writer.had_rows and not writer.had_id:
-            self._known[self._trace] = CameBy(self.lost_before, dict(self._known[_OF_OLD].rings))
         self.is_ours = self._trace in self._known
-        if self.is_ours:  # the header is ahead of it: what came since is read again, and counted
-            self.lost_before = self._known[self._trace].lost
-        self._is_forgotten = writer.had_rows and not self.is_ours
+        lost = self._known.get(self._trace, CameBy()).lost
+        if lost is not None:  # the header is ahead of it: what came since is read again, and counted
+            self.lost_before = lost
+        has_rows = any(segments(writer.folder, kind) for kind in SEGMENTED)
+        self._is_forgotten = has_rows and not self.is_ours
         self._note_removed()
 
     def _note_removed(self) -> None:
@@ -125,17 +131,29 @@ class Readings:
         ours = self._known.setdefault(self._trace, CameBy())
         names = {name for trace in self._known.values() for name in trace.rings}
         for name in names:
-            if not (self._run / name).exists():
-                before, held_back = ours.rings.get(name, (0, []))
-                newest = max(trace.rings.get(name, (0, []))[0] for trace in self._known.values())
-                self.lost_before += self.is_ours * (newest - before + len(held_back))
-                ours.rings[name] = newest, []
+            if (self._run / name).exists():
+                continue
+            before, held_back = ours.of(name)
+            newest = self._newest(name)
+            lost = newest - before + len(held_back)
+            if self.is_ours:
+                self.lost_before += lost
+            ours.rings[name] = newest, []
+
+    def _newest(self, name: str) -> int:
+        """How many records of a ring came by, for whichever trace."""
+        newest = 0
+        for trace in self._known.values():
+            count, _ = trace.of(name)
+            newest = max(newest, count)
+        return newest
 
     def skip_forgotten(self, reading: Reading, records: np.ndarray[Any, Any]) -> None:
         """A ring holds these records as a tuner joins. Where nobody knows any more which rows the trace
         has, these count as lost: it would have many of them twice."""
         if self._is_forgotten:
-            stamps = records["stamp"][~np.isin(records["kind"], _TOLD_ONCE)]
+            is_told_once = np.isin(records["kind"], _TOLD_ONCE)
+            stamps = records["stamp"][~is_told_once]
             reading.before = int(stamps.max(initial=0))
             self.lost_before += len(stamps)
 
@@ -147,12 +165,9 @@ class Readings:
 
     def _before(self, name: str) -> Reading:
         """A ring as earlier tuners have left it."""
-        judged = 0
-        for trace in self._known.values():
-            count, _ = trace.rings.get(name, (0, []))
-            judged = max(judged, count)
+        judged = self._newest(name)
         ours = self._known.get(self._trace, CameBy())
-        before, held_back = ours.rings.get(name, (0, []))
+        before, held_back = ours.of(name)
         return Reading(judged, before, held_back)
 
     def begin(self, ring: Ring, living: Sequence[Ring]) -> None:
@@ -164,7 +179,8 @@ class Readings:
         is_alive = ring in living
         names = {one.name for one in living}
         for name, other in self._by_name.items():
-            other.is_replaced |= is_alive and other.is_begun and name not in names
+            has_ended = other.is_begun and name not in names
+            other.is_replaced |= is_alive and has_ended
         reading.pid = ring.pid
         reading.named = rank_in_name(ring)
         reading.is_begun = True
@@ -192,7 +208,10 @@ class Readings:
                     of_old = known.setdefault(_OF_OLD, CameBy())
                     of_old.rings[word] = trace, []
                     continue
-                known[word] = CameBy(int(trace["lost"]))
+                lost = trace["lost"]
+                if lost is not None:
+                    lost = int(lost)
+                known[word] = CameBy(lost)
                 for name, (count, held_back) in trace["rings"].items():
                     stamps = [int(stamp) for stamp in held_back]
                     known[word].rings[name] = int(count), stamps
@@ -234,12 +253,15 @@ class Readings:
         if not self._trace and not self._known:
             return True
         ours = self._known.get(self._trace, CameBy())
-        return ours.rings.get(name) == (max(one.before, one.read), [])
+        count = max(one.before, one.read)
+        return ours.rings.get(name) == (count, [])
 
 
 def rank_in_name(ring: Ring) -> set[int]:
     """The rank that the launcher gave a ring's process; empty where there was none: the name has the process's number
     then."""
     _, number, *_ = f"{ring.name}-".split("-")
+    if not number.isdecimal():
+        return set()
     own = ring.pid % PIDS
-    return {int(number)} - {own} if number.isdecimal() else set()
+    return {int(number)} - {own}

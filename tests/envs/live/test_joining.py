@@ -335,6 +335,7 @@ def test_a_trace_that_the_release_before_has_begun_is_not_written_twice(folder, 
     (tmp_path / "header.json").write_text(json.dumps(header))
     (folder.path / READ).write_text('{"ring-0-100": 50}')
     ring.put(step(50))
+    served(folder, tmp_path / "other", "replace")
     for _ in range(2):
         served(folder, tmp_path, "resume")
     assert len(Trace.read(tmp_path).steps) == rows_and_lost(tmp_path) == 51
