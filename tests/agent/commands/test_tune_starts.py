@@ -319,6 +319,7 @@ def test_each_step_of_a_loop_finds_a_free_folder_and_a_requeued_one_its_own(tmp_
     assert begin_as(monkeypatch, tmp_path / "y", "77.1")[0] == tmp_path / "y-2" / "task-1"
 
 
+@pytest.mark.slow
 def test_a_loop_of_srun_trains_again(tmp_path):
     """Before: "give this step another --out", status 2, and no training."""
     for step, left in (("0", "x"), ("1", "x-2")):

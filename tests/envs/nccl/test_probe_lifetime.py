@@ -185,6 +185,7 @@ def test_what_a_rank_starts_before_its_first_step_is_not_of_its_run(run):
     assert said_by(run, program, RANK="0") == ["True"]
 
 
+@pytest.mark.slow
 def test_a_child_of_a_fork_is_no_rank_by_its_parents_group(run):
     """Before: the child took part as the parent's rank, with a life and a ring of its own."""
     program = """
@@ -205,6 +206,7 @@ os.wait()
     assert said_by(run, program) == ["True"] * 3
 
 
+@pytest.mark.slow
 def test_steps_without_a_group_are_recorded_only_where_no_rank_0_is(run):
     """Before: another program beside the job, and a worker of any rank before its group, stepped as rank 0."""
     program = """
