@@ -128,6 +128,7 @@ def test_a_run_replaces_what_an_earlier_one_left_in_the_same_folder(tmp_path):
     old = {name: tmp_path / name for name in ("summary.json", "table.json", "report.html", "tuner.log")}
     for path in old.values():
         path.write_text("old")
+    (tmp_path / "lock").touch()
     looks = f"import pathlib as p; print([x for x in {[*map(str, old.values())]} if p.Path(x).exists()])"
     assert run("tune", "--out", str(tmp_path), "--", sys.executable, "-S", "-c", looks).stdout == "[]\n"
     for program, kept in (("print(1)", "1\n"), ("print(2)", "2\n"), ("pass", None)):
