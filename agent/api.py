@@ -231,10 +231,10 @@ def _job(command: Sequence[str]) -> Sequence[str]:
 def _words(command: str, options: Mapping[str, Any]) -> list[str]:
     """Options as a command line has them. None stands for an option that is not given, and so does False, but for a
     flag that is on by default."""
-    from .cli import Parser, options_of
+    from .cli import Parser
 
-    known, words = options_of(command), list[str]()
-    kinds = Parser(command).kinds
+    parser, words = Parser(command), list[str]()
+    known, kinds = parser.options, parser.kinds
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
         if flag not in known:

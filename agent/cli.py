@@ -120,6 +120,11 @@ class Parser(argparse.ArgumentParser):
             said["command"] = job
         return said
 
+    @property
+    def options(self) -> set[str]:
+        """As ``--window-steps``."""
+        return {word for word in self._option_string_actions if word.startswith("--")}
+
     def refuse_command(self, word: str) -> NoReturn:
         """Of a word that stands before ``--``."""
         self.error(
@@ -207,7 +212,7 @@ def _filled(paragraph: str) -> str:
 
 def options_of(command: str) -> set[str]:
     """The options of a command, as ``--window-steps``."""
-    return {word for word in Parser(command)._option_string_actions if word.startswith("--")}
+    return Parser(command).options
 
 
 def overview(first: str = "") -> str:

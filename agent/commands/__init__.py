@@ -232,9 +232,9 @@ def emulation_here(
     return emulation(told.cluster, told.bytes_scale, told.compute_scale, told.seed)
 
 
-def refuse_scales(bytes_scale: float | None, compute_scale: float | None) -> None:
+def refuse_scales(cluster: str | None, bytes_scale: float | None, compute_scale: float | None) -> None:
     """Refuse scales where no cluster is given."""
-    if bytes_scale is not None or compute_scale is not None:
+    if not cluster and (bytes_scale is not None or compute_scale is not None):
         fail("--bytes-scale and --compute-scale are of an emulated cluster: give --cluster too")
 
 

@@ -70,8 +70,7 @@ def apply(
     from ..daemon.launcher import say
 
     run_alone_if_off(command, headroom)
-    if not cluster:
-        refuse_scales(bytes_scale, compute_scale)
+    refuse_scales(cluster, bytes_scale, compute_scale)
     if not command:
         fail("say what to run, after --")
     program = shutil.which(command[0])

@@ -55,8 +55,7 @@ def env(
         print(f"dynamiccl: {off}: {'only --headroom' if kept else 'no variables'}", file=sys.stderr)
         _print(kept, json)
         return
-    if not cluster:
-        refuse_scales(bytes_scale, compute_scale)
+    refuse_scales(cluster, bytes_scale, compute_scale)
     emulated, facts = emulation_here(cluster, bytes_scale, compute_scale, seed)
     refuse_traps(None, force, emulated=emulated is not None)
     with refusing(PluginBuildError, ValueError, OSError):

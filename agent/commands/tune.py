@@ -343,9 +343,10 @@ def _check(call: Call) -> None:
 
 
 def _check_command(call: Call) -> None:
-    if not call.values["cluster"]:
-        scales = [call.values[name] if name in call.given else None for name in _OF_START[1:]]
-        refuse_scales(*scales)
+    given = {
+        name: call.values[name] for name in call.given
+    }  # a site's scales are for its emulated jobs alone
+    refuse_scales(call.values["cluster"], given.get("bytes_scale"), given.get("compute_scale"))
     for name in ("stage", "steps", "ranks"):
         if name in call.given:
             fail(f"--{name} is for the built-in job: put it into your COMMAND, or leave the COMMAND out")

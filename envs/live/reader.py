@@ -96,10 +96,11 @@ class Reader:
         silent = [ring for ring in rings if not self._take(ring)]
         self.readings.is_joining = False
         if len(rings) > 1 and silent:
-            over = [ring for ring in silent if self._is_over(ring)]
-            for ring in over:
+            needless = []
+            for ring in filter(self._is_over, silent):
                 self.assembler.end(ring.pid)
-            needless = [ring for ring in over if self._is_needless(ring)]
+                if self._is_needless(ring):
+                    needless.append(ring)
             self.run.remove(needless)
 
     def _take(self, ring: Ring) -> bool:
@@ -221,9 +222,12 @@ class Reader:
         if 0 not in self._ranks_now():
             is_late = time.monotonic() - self._stepped_at >= ELSEWHERE_S
             return NotTuning.ELSEWHERE() if is_late else NotTuning.NO_STEP_OF_RANK_0()
-        if not (why := self.no_switch()):
+        why = self.no_switch()
+        if not why:
             return NotTuning.NEXT_STEP()
-        return (NotTuning.NOT_ON_ALL if self.heard.has_switched else NotTuning.NO_SWITCH_YET)(why=why)
+        if self.heard.has_switched:
+            return NotTuning.NOT_ON_ALL(why=why)
+        return NotTuning.NO_SWITCH_YET(why=why)
 
     def _few_steps(self) -> bool:
         """The job took its first steps, so all ranks were there, and took few."""
@@ -258,12 +262,10 @@ class Reader:
         if two_ways:
             raise Withdrawn(two_ways)
         state, why = self.state or (None, "")
-        if state in (AgreementState.SHUT, AgreementState.CLOSED):
-            raise Closed(
-                (RunEnds.NEVER_SWITCHED if state == AgreementState.SHUT else RunEnds.NO_MORE_SWITCHES)(
-                    why=why
-                )
-            )
+        if state == AgreementState.SHUT:
+            raise Closed(RunEnds.NEVER_SWITCHED(why=why))
+        if state == AgreementState.CLOSED:
+            raise Closed(RunEnds.NO_MORE_SWITCHES(why=why))
 
     def ended(self) -> str:
         """That the job is over, and why nothing came of it."""

@@ -240,8 +240,10 @@ class Agreement:
         generation, why = leader.look()
         if why:
             self._say(AgreementState.NO_TURNS, why, generation)
-            lacks = AgreementState.LOSING, leader.lacked
-            self._say(*(lacks if leader.lacked else TOGETHER if leader.switched else _WAITING))
+            if leader.lacked:
+                self._say(AgreementState.LOSING, leader.lacked)
+            else:
+                self._say(*(TOGETHER if leader.switched else _WAITING))
 
     def _stop_if_over(self, leader: Leader) -> None:
         """No communicator is left that a table could reach."""
