@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,10 +43,8 @@ LACKS = (
 
 #: Files that take longest come first, or one of them runs alone at the end. From ``--durations`` of the quick tests.
 FIRST = (
-    "test_gains",
     "test_here",
     "test_start",
-    "test_gpu_check",
     "test_one_truth",
     "test_board",
     "test_tune_starts",
@@ -53,7 +52,6 @@ FIRST = (
     "test_protocol",
     "test_job_suites",
     "test_agreement",
-    "test_rl_examples",
     "test_daemon",
     "test_clock_told",
 )
@@ -83,6 +81,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-seconds", action="store_true", help=f"note in {SECONDS.name} how long slow tests took"
     )
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_process_as_it_was() -> Iterator[None]:
+    """A worker that a test has made nice, or deaf to a signal, runs a thousand other tests so."""
+    before = _of_the_process()
+    yield
+    changed = {name: now for name, now in _of_the_process().items() if now != before[name]}
+    assert not changed, "this test changes what the tests after it run with"
+
+
+def _of_the_process() -> dict[str, Any]:
+    handlers = {str(number): signal.getsignal(number) for number in signal.valid_signals()}
+    return {"nice": os.getpriority(os.PRIO_PROCESS, 0), "folder": os.getcwd(), **handlers}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

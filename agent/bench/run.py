@@ -158,7 +158,7 @@ def _attempt(name: str, suite: str, rows: Sequence[int], limit_s: float) -> Play
     def give_up(_number: int, _frame: object) -> None:
         raise TimeoutError(f"gave no result in {limit_s:.0f} s")
 
-    signal.signal(signal.SIGALRM, give_up)
+    before = signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         return _played(name, JobSuite.load(suite), rows)
@@ -170,3 +170,4 @@ def _attempt(name: str, suite: str, rows: Sequence[int], limit_s: float) -> Play
         return f"{type(error).__name__}: {error} ({where})"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)

@@ -32,7 +32,7 @@ def short(**changes):
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """One run of the short form, in an environment in which a tuner of ours is already named."""
+    """One run of the short form, in an environment in which a tuner of ours is already named: half a minute."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NCCL_TUNER_PLUGIN", str(plugin_path()))
         patch.setenv("DYNAMICCL_TABLE", "/nowhere")
@@ -43,6 +43,7 @@ def done(tmp_path_factory):
     return Results.read(check.folder), said
 
 
+@pytest.mark.slow
 def test_every_part_leaves_its_results_and_says_that_it_is_emulated(done):
     results, said = done
     parts = results.run["parts"]
@@ -54,6 +55,7 @@ def test_every_part_leaves_its_results_and_says_that_it_is_emulated(done):
     assert "emulated" in results.folder.name and len(said) == 2 * len(SHORT)
 
 
+@pytest.mark.slow
 def test_the_sweep_measures_each_plan_once_and_the_default_again(done):
     sweep = done[0].tables["sweep"]
     assert set(sweep["comm"]) == {"nccl", "raised"} and set(sweep["func"]) == {"all_gather", "reduce_scatter"}
@@ -65,6 +67,7 @@ def test_the_sweep_measures_each_plan_once_and_the_default_again(done):
     assert (timed["p10_us"] <= timed["p50_us"]).all() and (timed["p50_us"] <= timed["p90_us"]).all()
 
 
+@pytest.mark.slow
 def test_without_the_tuner_only_the_profilers_variable_is_left_of_ours(done):
     """Arm (b): whatever the environment of the check itself names."""
     ours = done[0].run["parts"]["smoke"]["our_variables"]
@@ -77,6 +80,7 @@ def test_without_the_tuner_only_the_profilers_variable_is_left_of_ours(done):
     assert theirs["NCCL_TUNER_PLUGIN"] == "theirs"  # NCCL as this machine has it
 
 
+@pytest.mark.slow
 def test_the_silent_tuner_is_asked_and_answers_nothing(done):
     """Arm (a); under a table it does answer, so the count would show it."""
     parts = done[0].run["parts"]
@@ -93,11 +97,15 @@ def test_the_silent_tuner_is_asked_and_answers_nothing(done):
         assert asked > 0 and answered == 0
 
 
-def test_no_placement_and_no_arm_sets_a_number_of_channels(done):
+@pytest.mark.parametrize("way", ["apart", "hosts", "shared"])
+def test_no_placement_sets_a_number_of_channels(way):
     """Before: NCCL_MIN_CTAS=16 slowed the job that a table then made 18 % shorter."""
-    for way in ("apart", "hosts", "shared"):
-        names = Machine("a GPU", 2, way, {}).env()
-        assert not any("CTAS" in name or "CHANNELS" in name for name in names)
+    names = Machine("a GPU", 2, way, {}).env()
+    assert not any("CTAS" in name or "CHANNELS" in name for name in names)
+
+
+@pytest.mark.slow
+def test_no_arm_sets_a_number_of_channels(done):
     baselines = done[0].tables["truth"].drop_duplicates("race")
     assert set(baselines["comm"]) == {"nccl"} and baselines["table"].isna().all()
     assert all(gain.baseline == "" for gain in races(done[0]))

@@ -14,6 +14,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 FSDP2 = [*TORCHRUN, str(HELPERS / "fsdp2_rank.py")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
     [["--steps", "280"], ["--cluster", "dgx-h100-2x8", "--", *FSDP2, "240"]],

@@ -23,6 +23,7 @@ def run(name, turns, folder, timeout):
     return str(folder / "model.zip")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["maskable_ppo.py", "recurrent_ppo.py"])
 def test_an_example_has_twenty_lines_and_leaves_a_policy(name, tmp_path):
     assert len((EXAMPLES / name).read_text().splitlines()) <= 20
