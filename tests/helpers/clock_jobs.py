@@ -30,7 +30,7 @@ from plugin_run import offer
 RELEASES = ("2.27.7", "2.28.9", "2.29.7", "2.30.7", "2.32.3")
 COMM, OWNER, SIZE = 7, 1, 2**18
 #: How often a program calls so, and the chance that a rank is asked to do something else than its next call.
-KINDS = {"one": 8, "group": 3, "captured": 1, "replay": 2}
+KINDS = {"one": 8, "group": 3, "odd": 2, "captured": 1, "replay": 2}
 BLOCKS = "CUDA_LAUNCH_BLOCKING"
 
 
@@ -196,12 +196,24 @@ class Run:
             self._capture(rank, calls)
         elif kind == "replay" and rank.has_captured:
             self._replay(rank, calls)
+        elif kind == "odd":
+            self._odd(rank, calls, sizes)
         else:
             rank.comm.answers = []
             rank.comm.group(
                 calls, offer(ring_ll128=10, ring_simple=30), moment=lambda: self._in_between(rank)
             )
             rank.answers[place] = set(rank.comm.answers)
+
+    def _odd(self, rank: Rank, calls: list[Call], draw: random.Random) -> None:
+        """A group with collectives that NCCL does not launch with the others, and with sends of some ranks."""
+        n_windows, n_broadcasts = draw.choice([(1, 0), (0, 1), (1, 1), (0, 2)])
+        windows = [Call("all_gather", SIZE)] * n_windows
+        others = [Call("broadcast", SIZE)] * n_broadcasts + calls * draw.randrange(2)
+        rank.comm.answers = []
+        cost, sends = offer(ring_ll128=10, ring_simple=30), rank.random.random() < 0.5
+        rank.comm.group(others, cost, moment=lambda: self._in_between(rank), windows=windows, sends=sends)
+        rank.answers[rank.at - 1] = set(rank.comm.answers)
 
     def _in_between(self, rank: Rank) -> None:
         """Between the last question of a group and its launch the ranks may agree, as between calls."""

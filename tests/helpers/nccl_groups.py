@@ -30,21 +30,30 @@ class Groups(Communicator):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self._seq = dict.fromkeys(FUNCS, 0)
-        self.answers = []  # channels that questions were answered with
+        self.answers = []  # channels that questions were answered with, those about broadcasts left out
 
     def start_coll(self, func, seq, *how):
         self._seq[func] = seq + 1
         return super().start_coll(func, seq, *how)
 
-    def group(self, calls, cost, captured=False, runs=True, moment=lambda: None):
+    def group(self, calls, cost, captured=False, runs=True, moment=lambda: None, windows=(), sends=False):
         """One ncclGroupStart to ncclGroupEnd around ``calls``: asked with ``cost``, told, stopped; handles as told.
 
         Without ``runs`` it ends with ncclGroupSimulateEnd. ``moment()`` is called between questions and launch.
+        ``windows``: further calls, on memory windows, about which NCCL does not ask and which it does not launch with
+        the others. ``sends``: this rank also sends in the group.
         """
-        handles = self.begin([call.func for call in calls], captured, counts=[call.count for call in calls])
+        made = [*calls, *windows]
+        handles = self.begin([call.func for call in made], captured, counts=[call.count for call in made])
+        if sends and self.profiler.version > 4:
+            self.profiler.stop(
+                self.profiler.start(self.profiler.event(EVENT_P2P_API, parent=self._group_api))
+            )
         ordered = []
         for func in dict.fromkeys(call.func for call in calls):
-            found = [(call, handle) for call, handle in zip(calls, handles, strict=True) if call.func == func]
+            found = [
+                (call, handle) for call, handle in zip(calls, handles, strict=False) if call.func == func
+            ]
             # Largest first from 2.29 on: calls up to four times as large as the first are priced together, so all are.
             found.sort(key=lambda one: self.n_bytes(one[0]), reverse=self.release >= (2, 29))
             self._ask([self.n_bytes(call) for call, _ in found], func, cost)
@@ -54,12 +63,16 @@ class Groups(Communicator):
             return []
         moment()
         told = [one for one in ordered if one[0].func != "broadcast" or self.release < (2, 29)]
-        self.launch([call for call, _ in ordered], launches=bool(told))
+        self.launch([call for call, _ in ordered], launches=bool(told) or sends)
         seen = [self._tell_next(call, handle) for call, handle in told]
         self.end(seen)
         return seen
 
     def _ask(self, sizes, func, cost):
+        if func == "broadcast" and len(sizes) > 1 and self.release >= (2, 29):
+            # Taken for broadcasts from several ranks, which NCCL runs and prices as one all-gather.
+            self.tuner.ask("all_gather", max(sizes), cost.copy())
+            return
         sums = []
         for n_bytes in sizes:
             if sums and n_bytes < 4 * sums[-1][0]:
@@ -68,7 +81,8 @@ class Groups(Communicator):
                 sums.append([n_bytes])
         self.ask_aside(func, sum(size // self.n_ranks if func in SHARDED else size for size in sizes))
         for together in sums:
-            self.answers.append(self.tuner.ask(func, sum(together), cost.copy()))
+            answer = self.tuner.ask(func, sum(together), cost.copy())
+            self.answers += [answer] * (func != "broadcast")
 
     def _tell_next(self, call, handle):
         self._seq[call.func] += 1

@@ -3,14 +3,19 @@
 // NCCL demands that all ranks of a communicator issue the same collectives in the same order. From 2.28 on a
 // call is told where the program makes it, and a group's launch where it is made: a group counts at its
 // launch, whole. Calls that are priced alone (ncclGroupSimulateEnd), captured, or run without a kernel of the
-// ordinary kind (on memory windows, and broadcasts from 2.29 on) are never launched so, and do not count. A
-// launch of sends and receives alone is told as well, on the ranks that make them: so it says of which group
-// it is.
+// ordinary kind (on memory windows, and broadcasts from 2.29 on) are never launched so, and do not count.
+// A launch of sends and receives is told as well, on the ranks that make them alone. It says of which group
+// it is, and that group may hold a collective that is not launched. So broadcasts never count, and a group
+// counts only if NCCL asked about another collective in it: about one on memory windows it does not ask. In
+// such a group with sends of some ranks, two cases are left (read in 2.29.7 and 2.30.7): with one of two
+// buffers in a window NCCL may ask and then run another kernel; for broadcasts from several ranks it asks
+// about an all-gather.
 //
 // NCCL 2.27 tells of a collective itself only, and not always where it is issued: with CUDA_LAUNCH_BLOCKING,
 // or where its communicator has been captured, one that goes over the network is told by a thread of CUDA,
 // later, and each rank decides that alone. There the count is no clock.
 #include <stdlib.h>
+#include <string.h>
 
 #include "seat.h"
 
@@ -151,11 +156,22 @@ void dccl_copy_marks(struct dccl_seat* seat, struct dccl_comm_view* view) {
 
 static bool counts(uint8_t func) { return func < FUNC_SEND_RECV || func >= N_FUNCS; }
 
+static bool is_broadcast(const char* func) { return func != NULL && strcmp(func, "Broadcast") == 0; }
+
 // ---- NCCL 2.28 on: calls and launches ----
 
 uint64_t dccl_note_group(void) {
   if (this_group == 0) this_group = (atomic_fetch_add(&n_threads, 1) % (1 << 15) + 1) << 40;
   return ++this_group;
+}
+
+// Whether NCCL has asked about a collective of the group under way that may count.
+static bool has_asked_about_group(const struct dccl_seat* seat) {
+  const uint32_t group = atomic_load_explicit(&seat->n_groups, memory_order_relaxed);
+  for (int func = FUNC_BROADCAST + 1; func < N_FUNCS; func++) {
+    if (atomic_load_explicit(&seat->asks[func].group, memory_order_relaxed) == group) return true;
+  }
+  return false;
 }
 
 uint64_t dccl_note_call(struct dccl_seat* seat, const struct dccl_call* call) {
@@ -171,7 +187,9 @@ uint64_t dccl_note_call(struct dccl_seat* seat, const struct dccl_call* call) {
     atomic_store_explicit(&seat->n_groups, n_groups + 1, memory_order_relaxed);
   }
   if (call->captured) return 0;
-  const uint64_t n = atomic_load_explicit(&seat->n_colls, memory_order_relaxed) + n_called + 1;
+  const uint64_t before = atomic_load_explicit(&seat->n_colls, memory_order_relaxed),
+                 n = before + n_called + 1;
+  if (is_broadcast(call->func)) return n_called > 0 ? n - 1 : n;
   uint64_t hash = atomic_load_explicit(first ? &seat->hash : &seat->called_hash, memory_order_relaxed);
   const uint64_t func = word_of(call->func), type = word_of(call->datatype);
   hash = mixed(hash, call->count, func ^ (type << 24 | type >> 40), n_called == 0);
@@ -185,6 +203,7 @@ void dccl_note_launch(struct dccl_seat* seat, uint64_t group_of_calls) {
   if (seat == NULL) return;
   const uint64_t n_called = atomic_load_explicit(&seat->n_called, memory_order_relaxed);
   if (n_called == 0 || atomic_load_explicit(&seat->group, memory_order_relaxed) != group_of_calls) return;
+  if (atomic_load_explicit(&seat->has_tuner, memory_order_relaxed) && !has_asked_about_group(seat)) return;
   const uint64_t before = atomic_load_explicit(&seat->n_colls, memory_order_relaxed), n = before + n_called;
   const uint64_t generation = dccl_generation(seat);
   for (uint64_t call = n_called > MADE ? n - MADE + 1 : before + 1; call <= n; call++) {

@@ -49,7 +49,10 @@ struct dccl_seat* dccl_sit(uint64_t comm_id, uint32_t n_ranks, uint32_t n_nodes,
     seat->n_users++;
     seat->n_ranks = n_ranks;
     seat->n_nodes = n_nodes;
-    if (told != DCCL_TOLD_NOTHING) atomic_store(&seat->told, told);
+    if (told != DCCL_TOLD_NOTHING)
+      atomic_store(&seat->told, told);
+    else
+      atomic_store(&seat->has_tuner, true);
   }
   pthread_mutex_unlock(&dccl_seating);
   return seat;

@@ -278,7 +278,6 @@ extern _Atomic uint32_t dccl_latest;  // generation of the switch decided last
 void dccl_begin_steps(void);          // the steps of a job are counted from here
 void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes);
 void dccl_note_answer(void);  // the table has had its word
-
 // A call as the program makes it; names as NCCL gives them.
 struct dccl_call {
   const char *func, *datatype;
@@ -286,7 +285,8 @@ struct dccl_call {
   bool captured;  // it goes into a CUDA graph
 };
 uint64_t dccl_note_group(void);  // this thread begins another group of calls: its number, of 56 bits
-// The call's number on its communicator, from 1 on, should its group be launched; 0: it never counts.
+// The call's number on its communicator, from 1 on, should its group be launched; of a broadcast, which never
+// counts, that of a call which the same table answers; 0: it is captured.
 uint64_t dccl_note_call(struct dccl_seat* seat, const struct dccl_call* call);
 void dccl_note_launch(struct dccl_seat* seat, uint64_t group_of_calls);  // its calls count
 // Fills in which table answered the collective, and the size that NCCL asked about before it: its own, or of

@@ -26,6 +26,7 @@ struct dccl_seat {
   int n_users;       // contexts of tuner and profiler; guarded by `dccl_seating`, as comm_id is
   uint32_t n_ranks, n_nodes;
   _Atomic uint32_t told;       // how NCCL tells of its collectives
+  _Atomic bool has_tuner;      // NCCL asks us about its collectives
   _Atomic bool is_captured;    // its last call goes into a CUDA graph
   _Atomic bool is_asked;       // since the last collective, where those are told late
   _Atomic bool is_first;       // the next collective begins a group

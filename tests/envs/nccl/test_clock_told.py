@@ -9,6 +9,7 @@ from dynamiccl.envs.nccl.plugin.build import HERE, SOURCES, compiler, plugin_pat
 
 SHORT, LONG = 30, 200
 OF_GROUP = "atomic_load_explicit(&seat->group, memory_order_relaxed)"
+ASKED = ("clock.c", "memory_order_relaxed) && !has_asked_about_group(seat)", "memory_order_relaxed) && false")
 #: Mutations of the plugin's sources: file, what stands there, what stands there instead.
 MUTATIONS = {
     "a group counts when its collectives are told": [
@@ -24,7 +25,8 @@ MUTATIONS = {
             "clock.c",
             "  return n;\n}\n\nvoid dccl_note_launch",
             "  dccl_note_launch(seat, this_group);\n  return n;\n}\n\nvoid dccl_note_launch",
-        )
+        ),
+        ASKED,
     ],
     "calls that were priced alone count with the next group": [
         (
@@ -64,6 +66,8 @@ MUTATIONS = {
             "atomic_store(&seat->is_heard_late, false);",
         ),
     ],
+    "broadcasts count": [("clock.c", "if (is_broadcast(call->func)) return", "if (false) return")],
+    "a launch counts whether or not NCCL asked": [ASKED],
     "a mark is there before its call counts": [("clock.c", "is_whole && at <= view->count", "is_whole")],
 }
 
