@@ -28,6 +28,7 @@ test: setup $(VENV)/frameworks
 SLOW := -m pytest -vv -n 2 --dist loadfile --no-loadscope-reorder
 test-slow: setup $(VENV)/frameworks
 	$(BIN)/python $(SLOW) -m "slow and not timing"
+	$(MAKE) test-random
 test-ci: setup $(VENV)/frameworks
 	$(BIN)/python $(SLOW) -m "slow and not long and not timing"
 

@@ -103,9 +103,9 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
      "NCCL 2.24 and newer end a job at words that they do not know ({found})",
      "write functions as allgather, reducescatter, algorithms as ring, nvls, collnetdirect, pat, without spaces", NOTE),
     ("launch blocking", lambda f: f.env.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"),
-     "CUDA_LAUNCH_BLOCKING={CUDA_LAUNCH_BLOCKING}: NCCL reports collectives late and from another thread, so the ranks "
-     "have no call count in common at which they could switch tables",
-     "unset CUDA_LAUNCH_BLOCKING: it is for debugging, and slows every step", CHANGE),
+     "CUDA_LAUNCH_BLOCKING={CUDA_LAUNCH_BLOCKING} slows every step. With NCCL 2.27 over nodes, NCCL also reports "
+     "collectives late and from another thread: the ranks then share no call count at which they could switch tables",
+     "unset CUDA_LAUNCH_BLOCKING: it is for debugging", CHANGE),
     ("NCCL_TUNER_PLUGIN", lambda f: "dynamiccl" not in f.env.get("NCCL_TUNER_PLUGIN", "dynamiccl"),
      "NCCL_TUNER_PLUGIN={NCCL_TUNER_PLUGIN}: NCCL loads one tuner only; ours takes its place and asks it first, so "
      "that the default stays what the job had", "nothing if that is wanted", NOTE),
@@ -138,7 +138,7 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
      "unset NCCL_CTA_POLICY, so that default and tuned job are alike", CHANGE),
     ("ranks on a GPU", lambda f: 0 < (f.n_gpus or 0) < (f.ranks_per_node or 0) and f.release((0,), (2, 30, 3)),
      "{ranks_per_node} ranks share {n_gpus} GPUs: NCCL refuses",
-     "use NCCL 2.30.3, or one NCCL_HOSTID a rank and --force", CHANGE),
+     "use NCCL 2.30.4 or newer, or one NCCL_HOSTID a rank and --force", CHANGE),
     ("ranks on a GPU", lambda f: 0 < (f.n_gpus or 0) < (f.ranks_per_node or 0) and not f.release((0,), (2, 30, 3))
      and f.env.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1",
      "{ranks_per_node} ranks share {n_gpus} GPUs: NCCL refuses", "set NCCL_MULTI_RANK_GPU_ENABLE=1", CHANGE),

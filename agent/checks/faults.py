@@ -68,7 +68,7 @@ FAULTS = (
         (2, 31),
         (2, 32),
         "NCCL {nccl}: kernel times cost small collectives 4 to 13 %",
-        "set DYNAMICCL_SAMPLE_EVERY=0, or use NCCL 2.30",
+        "set DYNAMICCL_SAMPLE_EVERY=0, or use NCCL 2.30.4 or a newer 2.30",
         "NVIDIA/nccl#2355",
         must_change=True,
         unless=("DYNAMICCL_SAMPLE_EVERY", "0"),
@@ -88,7 +88,8 @@ FAULTS = (
         (2, 27),
         _NEWEST,
         "NCCL {nccl} can corrupt data over nodes with LL128 where Grace's C2C link joins network and GPU, as on GH200 "
-        "(NVIDIA/nccl#2001, #2053); no table has LL128 over nodes here, but NCCL itself may choose it",
+        "(NVIDIA/nccl#2001, #2053); no table replaces another protocol by LL128 over nodes here, but NCCL itself may "
+        "choose it",
         "set NCCL_LL128_C2C=0, or NCCL_PROTO=^LL128: tuning goes on with the other protocols",
         "NVIDIA/nccl#2001 (data corruption on GH200 from 2.27.3 on), #2053 (cause; closed, in no release that we know)",
         machine="aarch64",
@@ -100,7 +101,7 @@ FAULTS = (
         (2, 24),
         (2, 33),
         "NCCL {nccl} can hang over nodes for good where buffers are registered with the network and LL is followed by "
-        "Simple (NVIDIA/nccl#2389); no table has LL over nodes here",
+        "Simple (NVIDIA/nccl#2389); no table replaces another protocol by LL over nodes here",
         "nothing, unless ranks hang at 100 %: register no buffers then (NCCL_LOCAL_REGISTER=0, "
         "NCCL_GRAPH_REGISTER=0), or use a release that has the fix",
         "NVIDIA/nccl#2389",

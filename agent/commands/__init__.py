@@ -55,8 +55,8 @@ Headroom = Annotated[
         min=1,
         max=64,
         help="Make NCCL prepare this many channels (NCCL_MIN_CTAS), so that a table may use up to as many. NCCL "
-        "allocates memory for them. NCCL 2.31 and newer need it: there a table cannot use more channels than the "
-        "communicator has.",
+        "allocates memory for them. A table cannot use more channels than the communicator has. With NCCL 2.31 and "
+        "newer it can only lower NCCL's own count, so more channels need this option.",
     ),
 ]
 # An emulated cluster for a job without GPUs; see :func:`emulation`.

@@ -58,7 +58,7 @@ def bench(
     20 windows, or three per slot; 250 trial windows after the verdict; and the budget, as in tune.
 
     One policy plays a job in 1.2 to 3 s of a core. Without --policy and --jobs all eight known policies play all
-    1,000 jobs: 2 to 6 hours of a core. The board on file has 120 jobs of standard, 60 of held-out and 60 of unseen.
+    1,000 jobs: 3 to 7 hours of a core. The board on file has 120 jobs of standard, 60 of held-out and 60 of unseen.
 
     \b
     dynamiccl bench --policy my_module:MyPolicy --jobs 40

@@ -339,7 +339,9 @@ def _check(call: Call) -> None:
     if asked["command"]:
         _check_command(call)
     elif asked["steps"] < FEWEST_STEPS:
-        fail(f"{asked['steps']} steps are too few for a verdict: give --steps {FEWEST_STEPS} or more")
+        fail(
+            f"{asked['steps']} steps are too few, and seldom reach a verdict: give --steps {FEWEST_STEPS} or more"
+        )
 
 
 def _check_command(call: Call) -> None:

@@ -34,7 +34,7 @@ _CURES = {
     "other-backend": "Run the job on NCCL, or try it on the emulated cluster: dynamiccl tune --cluster dgx-h100-2x8",
     "nothing": "DDP reduces gradients by all_reduce, which no table changes. Shard the model to make it tunable: FSDP2 "
     "(fully_shard), DeepSpeed ZeRO, or FSDP of Accelerate or Lightning.",
-    "too-few-steps": f"A verdict takes at least {FEWEST_STEPS} steps.",
+    "too-few-steps": f"Give the job at least {FEWEST_STEPS} steps: fewer seldom reach a verdict.",
     "no-step": "A step is a step of a PyTorch optimizer. A job without one, such as inference, is not tuned.",
 }
 #: Columns of a line without a terminal, and seconds between its progress lines.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: Fewest steps in which a search can come to a verdict: a job of fewer is told so, here and at the command line.
+#: Fewer steps than these seldom reach a verdict: such a job is told so, here and at the command line.
 FEWEST_STEPS = 100
 
 

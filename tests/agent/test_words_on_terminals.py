@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 import time
@@ -94,7 +95,32 @@ def test_one_number_of_fewest_steps_is_told_everywhere():
         reasons={"ended": ["job-status"]}, job_status=0, windows=3
     )
     page = Path(__file__).resolve().parents[2] / "OPERATING.md"
-    assert f"at least {FEWEST_STEPS} steps" in page.read_text(encoding="utf-8")
+    assert f"at least {FEWEST_STEPS} steps. Fewer seldom reach a verdict" in page.read_text(encoding="utf-8")
+    # Before: "a verdict takes at least 100 steps", which half of the jobs of `unseen` do not need.
+    assert "seldom reach a verdict" in refused.stderr
+
+
+def help_of(command):
+    return " ".join(invoke([command, "--help"]).stdout.split())
+
+
+def test_the_board_takes_as_long_as_its_jobs():
+    """Before: 2 to 6 hours of a core for 8,000 plays of 1.2 to 3 s."""
+    path = Path(__file__).resolve().parents[2] / "docs" / "leaderboard.md"
+    page, told = " ".join(path.read_text(encoding="utf-8").split()), help_of("bench")
+    low, high = map(float, re.search(r"One policy plays a job in ([\d.]+) to (\d+) s", told).groups())
+    assert f"one job in {low} s on average. A busy core needs about {high:.0f} s" in page
+    hours = f"1,000 jobs: {round(low * 8000 / 3600)} to {round(high * 8000 / 3600)} hours of a core"
+    assert hours in told and hours in page
+
+
+@pytest.mark.parametrize("command", ["tune", "apply", "env"])
+def test_more_channels_than_the_communicators_need_headroom_with_every_release(command):
+    """Before: "NCCL 2.31 and newer need it: there a table cannot use more channels"."""
+    assert (
+        "NCCL allocates memory for them. A table cannot use more channels than the communicator has."
+        in help_of(command)
+    )
 
 
 @pytest.fixture

@@ -200,6 +200,25 @@ def test_the_fault_matrix_has_every_part_of_a_job_with_its_test(part):
     assert experience and NAMED.search(test)
 
 
+MARKS = ("real NCCL", "stand-in", "model", "records", "no NCCL", "none")
+
+
+def test_each_row_of_the_fault_matrix_says_what_shows_it():
+    """Before: two rows had words of their own in the place of a mark."""
+    text = DEPLOYMENT.read_text(encoding="utf-8")
+    matrix, _, legend = text.partition("## When something breaks")[2].partition("### Evidence")
+    kinds = re.findall(r"(?m)^\| ([\w -]+) \|", legend.partition("\n## ")[0])
+    assert kinds == ["mark", *MARKS]
+    shown_by = [
+        line.strip(" |").rpartition(" | ")[2] for line in matrix.splitlines() if line.startswith("| ")
+    ]
+    evidence = [cell for cell in shown_by if "::" in cell or cell.startswith("none")]
+    heads_and_waits = 2 + 7  # those of the table of waits have no mark
+    assert len(evidence) == len(shown_by) - heads_and_waits > 40
+    begins = re.compile("(" + "|".join(MARKS) + r")\b[^`]*: ")
+    assert [cell for cell in evidence if not begins.match(cell)] == []
+
+
 def test_the_deployment_page_has_every_variable_of_ours_and_no_other():
     page = DEPLOYMENT.read_text(encoding="utf-8")
     sources = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".c", ".h")]

@@ -258,13 +258,7 @@ _SMALL = {}
 
 
 @pytest.mark.parametrize("name", ["kineto", "nsys", "inspector", "log of names", "pickle", "flight json"])
-@settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     places=st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=6)), min_size=1, max_size=4),
     cut=st.one_of(st.none(), st.floats(0, 1)),
@@ -298,7 +292,7 @@ BAD = {
 
 
 @settings(
-    max_examples=30, deadline=None, derandomize=True, database=None,
+    max_examples=30, deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(

@@ -29,7 +29,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train the LSTM policy by RecurrentPPO on whole simulated jobs. The reward is measured step time.
-    It takes 20 to 60 minutes.
+    The shipped weights took 33 minutes of a shared core.
 
     It starts as the rule. The reward of an episode is the gain over the rule on the same job, clipped to 200 default
     steps gained or lost. The .json record has all hyperparameters. With --runs it learns from your own recorded jobs.

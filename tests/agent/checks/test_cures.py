@@ -1,0 +1,47 @@
+"""What ``doctor`` says to do: it must not lead into the next refusal."""
+
+import re
+
+from dynamiccl.agent.checks.doctor import TRAPS, examine
+from dynamiccl.agent.checks.facts import Facts
+from dynamiccl.agent.checks.faults import FAULTS
+
+
+def refused_releases():
+    return [fault for fault in FAULTS if fault.must_change and not fault.machine and fault.first > (2, 27)]
+
+
+def named(cure):
+    """Releases of NCCL that a cure names."""
+    return [tuple(map(int, found.split("."))) for found in re.findall(r"\b2\.\d+(?:\.\d+)?\b", cure)]
+
+
+def is_refused(release):
+    """Whether ``doctor`` refuses it, or one of the patches of a release without a patch."""
+    return any(
+        fault.first <= release < fault.below or fault.first[: len(release)] == release
+        for fault in refused_releases()
+    )
+
+
+def test_no_cure_names_a_release_that_is_refused():
+    """Before: "use NCCL 2.30.3" and "use NCCL 2.30", whose first release can crash under a profiler."""
+    assert is_refused((2, 30, 3)) and is_refused((2, 30)) and not is_refused((2, 30, 4))
+    cures = [cure for _, _, _, cure, _ in TRAPS] + [fault.cure for fault in FAULTS]
+    first_words = [cure.replace("a newer 2.30", "") for cure in cures]
+    assert [cure for cure in first_words if any(map(is_refused, named(cure)))] == []
+    assert any(map(named, cures))
+
+
+def test_launch_blocking_costs_the_count_with_one_release_only():
+    """Before: no call count with any release; from 2.28 on NCCL tells of a call where it is made."""
+    (found,) = [one for one in examine(Facts({"CUDA_LAUNCH_BLOCKING": "1"})) if one.name == "launch blocking"]
+    assert (
+        "slows every step" in found.what and "With NCCL 2.27 over nodes" in found.what and found.must_change
+    )
+
+
+def test_what_no_table_does_over_nodes_is_said_of_replacing():
+    """Before: "no table has LL over nodes", though one may set the channels where NCCL itself runs LL."""
+    words = " ".join(fault.what for fault in FAULTS)
+    assert words.count("no table replaces another protocol by LL") == 2 and "no table has" not in words
