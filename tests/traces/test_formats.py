@@ -258,13 +258,7 @@ _SMALL = {}
 
 
 @pytest.mark.parametrize("name", ["kineto", "nsys", "inspector", "log of names", "pickle", "flight json"])
-@settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     places=st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=6)), min_size=1, max_size=4),
     cut=st.one_of(st.none(), st.floats(0, 1)),
@@ -297,10 +291,7 @@ BAD = {
 }
 
 
-@settings(
-    max_examples=30, deadline=None, derandomize=True, database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)  # fmt: skip
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     bad=st.lists(st.tuples(st.sampled_from(sorted(BAD)), st.integers(0, 27)), min_size=1, max_size=4),
     block=st.sampled_from([700, 4096, 1 << 21]),

@@ -51,13 +51,13 @@ PLAIN |= st.floats(allow_nan=False, allow_infinity=False)
 VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(VALUES)
 def test_what_is_within_the_limits_is_read_as_json_reads_it(value):
     assert outside.parse_json(json.dumps(value)) == value
 
 
-@settings(derandomize=True, max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.binary() | st.text())
 def test_any_text_is_a_value_or_a_value_error(text):
     with contextlib.suppress(ValueError):
