@@ -23,8 +23,9 @@ demo: setup
 test: setup $(VENV)/frameworks
 	$(BIN)/python -m pytest -m "not slow and not timing" -n 4 --dist loadfile --no-loadscope-reorder
 
-# The rest: whole tuned jobs, restarts, killed and frozen processes, wheels on every Python; an hour. It names each test, so
-# that a run that is cut short says how far it came and what failed. CI runs those that take up to 25 seconds each.
+# The rest: whole tuned jobs, restarts, killed and frozen processes, wheels on every Python; an hour, and then test-random.
+# It names each test, so that a run that is cut short says how far it came and what failed. CI runs those that take up to
+# 25 seconds each.
 SLOW := -m pytest -vv -n 2 --dist loadfile --no-loadscope-reorder
 test-slow: setup $(VENV)/frameworks
 	$(BIN)/python $(SLOW) -m "slow and not timing"
@@ -32,7 +33,8 @@ test-slow: setup $(VENV)/frameworks
 test-ci: setup $(VENV)/frameworks
 	$(BIN)/python $(SLOW) -m "slow and not long and not timing"
 
-# The property tests, on examples that are drawn anew.
+# The property tests, on examples that are drawn anew: `make test` draws the same ones each time. The seed that is printed
+# draws these again.
 test-random: setup
 	seed=$$(date +%s); echo "property tests on random examples, --hypothesis-seed=$$seed"; \
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m "hypothesis and not slow" -n 2 --hypothesis-seed=$$seed
@@ -44,12 +46,14 @@ test-timing: setup $(VENV)/frameworks
 # Everything, as long as it takes, hours, and 45 minutes of them for all but every state of the protocol; two soaks of the
 # daemon of ten minutes each in place of 20 seconds, 200 jobs with a fault at random in place of 12, and sanitizers.
 test-all: setup $(VENV)/frameworks
-	@echo "1/3 every state of the protocol"
+	@echo "1/4 every state of the protocol"
 	$(BIN)/python tests/tools/protocol_model.py
-	@echo "2/3 soaks of ten minutes, 200 jobs with a fault"
+	@echo "2/4 soaks of ten minutes, 200 jobs with a fault"
 	SOAK_S=600 FAULTS=200 $(BIN)/python -m pytest -v tests/envs/live/test_event_path.py tests/envs/nccl/test_agreement.py
-	@echo "3/3 all other tests"
+	@echo "3/4 all other tests"
 	$(BIN)/python -m pytest --ignore tests/envs/live/test_event_path.py --ignore tests/envs/nccl/test_agreement.py
+	@echo "4/4 property tests on random examples"
+	$(MAKE) test-random
 
 # The next PyTorch, in an environment of its own: the probe, the launcher, the frameworks and the emulation, with both
 # backends that may be behind the name "nccl". 2.14.1 has both; 2.15 makes the second one the default.

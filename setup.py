@@ -66,9 +66,9 @@ class WithPlugin(build_py):
     """Compiles the plugin into the package that is being built."""
 
     def find_package_modules(self, package, package_dir):
-        """As the base class, but what lies beside the package at the root is not in it."""
+        """As the base class, but what else lies beside the package at the root is not in it."""
         found = super().find_package_modules(package, package_dir)
-        return [module for module in found if package != "dynamiccl" or module[1] == "__init__"]
+        return [m for m in found if package != "dynamiccl" or m[1] in ("__init__", "__main__")]
 
     def run(self):
         """As the base class, then the plugin.

@@ -21,7 +21,7 @@ from ...traces.here import configured, machine
 from ...traces.names import PAIRS, TUNED_FUNCS
 from .facts import Facts
 from .faults import FAULTS, Fault
-from .profiler import no_room_for_kernel_times, whose_profiler
+from .profiler import little_room_for_rings, whose_profiler
 
 if TYPE_CHECKING:  # numpy with it, which a job that is to be started does not wait for
     from ...traces.records import Table
@@ -73,13 +73,6 @@ def _removed(facts: Facts) -> tuple[str, str] | None:
         pairs = [f"{algo}/{proto}" for algo, proto in PAIRS if (func, algo, proto) in cells]
         texts += [f"{', '.join(pairs)} of {func}"] if pairs else []
     return (_set_of(facts), " and ".join(texts)) if texts else None
-
-
-def _little_shared_memory(facts: Facts) -> tuple[int, int, int] | None:
-    ranks = facts.ranks_per_node or facts.n_gpus or 1
-    if facts.shm_free is None or facts.shm_free >= ranks * 9 * 2**20:
-        return None
-    return facts.shm_free // 2**20, ranks, ranks * 9
 
 
 #: Algorithms that a variable of their own switches off.
@@ -152,13 +145,9 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
      "the plugin cannot be loaded here: {found}",
      "build the wheel in the image of the jobs, or in one with an older C library; unset DYNAMICCL_PLUGIN if it is "
      "set; remove the file if it is in the cache", CHANGE),
-    ("shared memory", _little_shared_memory,
+    ("shared memory", little_room_for_rings,
      "shared memory has {found[0]} MiB free; {found[1]} ranks need {found[2]} for whole rings: smaller ones lose "
      "records when the tuner is late", "give the container more (docker run --shm-size=1g)", NOTE),
-    ("kernel times", no_room_for_kernel_times,
-     "shared memory has {found[0]} MiB free, and NCCL takes {found[2]} for the kernel times of {found[1]} ranks; where "
-     "it is short a rank crashes (NVIDIA/nccl#2326): kernel times stay off, step times do not",
-     "give the container more (docker run --shm-size=1g), or use NCCL 2.32", NOTE),
     ("switched off", lambda f: f.switched_off,
      "the tuner is switched off here ({found}): jobs run without it", "ask the operators of this cluster", NOTE),
     ("fixed table", lambda f: f.env.get("DYNAMICCL_TABLE") and f.env.get("DYNAMICCL_RUN"),
@@ -177,20 +166,23 @@ def examine(facts: Facts) -> list[Finding]:
         if found := condition(facts):
             said, cured = (text.format_map({**known, "found": found}) for text in (words, cure))
             findings.append(Finding(name, said, cured, must_change))
-    findings += [
-        Finding(fault.name, fault.what.format_map(known), fault.cure, fault.must_change)
-        for fault in FAULTS
-        if _has(facts, fault)
-    ]
+    for fault in FAULTS:
+        if found := _meets(facts, fault):
+            said = fault.what.format_map({**known, "found": found})
+            findings.append(Finding(fault.name, said, fault.cure, fault.must_change))
     return sorted(findings, key=lambda finding: not finding.must_change)
 
 
-def _has(facts: Facts, fault: Fault) -> bool:
-    """Whether the job is known to meet the fault."""
+def _meets(facts: Facts, fault: Fault) -> Any:
+    """What the job is known to meet the fault by; False, None where it is not known to."""
     variable, value = fault.unless
     spared = bool(variable) and facts.env.get(variable) == value
     here = fault.machine in ("", facts.machine) and not facts.narrowing.removed.issuperset(fault.cells)
-    return here and not spared and facts.release(fault.first, fault.below)
+    if not here or spared:
+        return False
+    if fault.where is None:
+        return facts.release(fault.first, fault.below)
+    return (facts.nccl is None or facts.release(fault.first, fault.below)) and fault.where(facts)
 
 
 def checked(facts: Facts) -> dict[str, str]:

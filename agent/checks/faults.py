@@ -1,13 +1,17 @@
 """Known faults of NCCL releases that a tuner must know of, each with its source: the one table of them.
 
-The plugin masks some of them (``hazards`` in ``envs/nccl/plugin/tuner.c``); the rest is for people.
+The plugin masks some of them (``hazards`` in ``envs/nccl/plugin/tuner.c``, ``room.c`` there); the rest is for people.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ...envs.nccl.variables import CELLS, Cell
+from .facts import Facts
+from .profiler import little_room_for_kernel_times
 
 Release = tuple[int, ...]
 _NEWEST = (99,)
@@ -18,8 +22,9 @@ class Fault:
     """One fault. It is in the releases from ``first`` on and below ``below``, on ``machine``, '' for every one.
 
     ``must_change``: the job is at risk, or loses time, until it is cured. ``unless``: a variable of the environment and
-    the value that avoids the fault. ``cells``: those that have it, of which one must be offered. ``{nccl}`` in ``what``
-    stands for the release.
+    the value that avoids the fault. ``cells``: those that have it, of which one must be offered. ``where``: what of the
+    machine brings it on; then a release that is not known counts as one of these. ``{nccl}`` in ``what`` stands for the
+    release, ``{found}`` for what ``where`` returns.
     """
 
     name: str
@@ -32,6 +37,7 @@ class Fault:
     machine: str = ""
     unless: tuple[str, str] = ("", "")
     cells: frozenset[Cell] = CELLS
+    where: Callable[[Facts], Any] | None = None
 
 
 FAULTS = (
@@ -105,6 +111,17 @@ FAULTS = (
         "nothing, unless ranks hang at 100 %: register no buffers then (NCCL_LOCAL_REGISTER=0, "
         "NCCL_GRAPH_REGISTER=0), or use a release that has the fix",
         "NVIDIA/nccl#2389",
+    ),
+    Fault(
+        "kernel times",
+        (2, 27),
+        (2, 32),
+        "shared memory has {found[0]} MiB free, and NCCL takes {found[2]} for the kernel times of {found[1]} ranks, "
+        "for each communicator: there is room for {found[3]}. Where it is short a rank would crash (NVIDIA/nccl#2326), "
+        "so a job with more communicators a rank has step times alone",
+        "give the container more (docker run --shm-size=1g), or use NCCL 2.32",
+        "NVIDIA/nccl#2326; read in 2.27.7, 2.28.9, 2.29.7 and 2.30.7, see envs/nccl/plugin/room.c",
+        where=little_room_for_kernel_times,
     ),
     Fault(
         "CUDA graphs",

@@ -1,4 +1,4 @@
-"""What our profiler needs from the machine, and who else wants its place: facts that doctor.py says."""
+"""What our profiler needs from the machine, and who else wants its place: facts that doctor.py and faults.py say."""
 
 from __future__ import annotations
 
@@ -7,15 +7,35 @@ from .facts import Facts
 
 #: What NCCL takes of shared memory for kernel times, a rank and communicator; see envs/nccl/plugin/room.c.
 POOL_MIB = 34
-WITHOUT_CRASH = (2, 32)  # the first releases that go on where it is short
+#: So many communicators a rank are nothing unusual: of all ranks, of the shards of a model, of their copies.
+_USUAL = 3
+#: Bytes of a whole ring (its records and those that are told once, 128 each), and the share of the free space that all
+#: rings together take at most, one of so many; see envs/nccl/plugin/ring.c.
+RING_BYTES, RINGS_PART = 128 + (65_536 + 1_024) * 128, 8
 
 
-def no_room_for_kernel_times(facts: Facts) -> tuple[int, int, int] | None:
-    """(MiB of shared memory that are free, ranks, MiB that NCCL takes); None where there is room, or nothing known."""
-    ranks = facts.ranks_per_node or facts.n_gpus or 1
-    if facts.shm_free is None or facts.release(WITHOUT_CRASH) or facts.shm_free >= ranks * POOL_MIB * 2**20:
+def _ranks(facts: Facts) -> int:
+    return facts.ranks_per_node or facts.n_gpus or 1
+
+
+def little_room_for_kernel_times(facts: Facts) -> tuple[int, int, int, int] | None:
+    """(MiB of shared memory that are free, ranks, MiB that NCCL takes for a communicator of theirs, for how many there
+    is room); None where there is room for a usual job, or nothing is known."""
+    ranks = _ranks(facts)
+    if facts.shm_free is None:
         return None
-    return facts.shm_free // 2**20, ranks, ranks * POOL_MIB
+    free_mib, needed_mib = facts.shm_free // 2**20, ranks * POOL_MIB
+    n_comms = free_mib // needed_mib
+    return (free_mib, ranks, needed_mib, n_comms) if n_comms < _USUAL else None
+
+
+def little_room_for_rings(facts: Facts) -> tuple[int, int, int] | None:
+    """(MiB of shared memory that are free, ranks, MiB that whole rings need); None where they have it, or not known."""
+    ranks = _ranks(facts)
+    needed = ranks * RING_BYTES * RINGS_PART
+    if facts.shm_free is None or facts.shm_free >= needed:
+        return None
+    return facts.shm_free // 2**20, ranks, -(-needed // 2**20)
 
 
 #: Part of a library's name -> whose it is, and who names it.

@@ -15,6 +15,8 @@ import numpy as np
 
 from ...envs.search.interfaces import LEAVE, WHAT, actions_of
 from ...envs.search.observation import FIGURES, N_CONTEXT, N_PER_CONFIG, decode, expand
+from ...traces.header import plain
+from ...traces.outside import parse_json
 from ...traces.spaces import N_CONFIGS
 from .rule import ExpectedImprovement
 
@@ -131,22 +133,20 @@ class LstmPolicy:
         try:
             with source.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 weights = {key: arrays[key] for key in arrays.files}
-            meta = json.loads(str(weights.pop("meta")))
+            meta = parse_json(str(weights.pop("meta")))
             if meta["format"] != FORMAT:
                 raise ValueError(f"format {meta['format']}, this version reads {FORMAT}")
             return cls(weights, meta, seed)
-        except (OSError, ValueError) as error:  # these say all by themselves
-            raise ValueError(f"cannot use {source} as policy weights: {error}") from error
         except Exception as error:  # a damaged file, or one of another program, may raise anything
             raise ValueError(
                 f"cannot use {source} as policy weights ({type(error).__name__}: {error}): "
-                "give a whole file of `dynamiccl lab train`"
+                "give a whole file of this version's `dynamiccl lab train`"
             ) from error
 
     def save(self, path: str | Path) -> None:
         """Write the weights and the record to ``path`` (.npz)."""
         record = {**self.record, "format": FORMAT}
-        meta = json.dumps(record)
+        meta = json.dumps(plain(record))  # a NaN among its figures would be no JSON
         arrays = {"meta": np.array(meta), **self.weights}
         with open(path, "wb") as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ class MemoryStore:
 
     def compare_set(self, key, expected, desired):
         with self._lock:
-            if self.values.get(key, b"").decode() == expected:
+            if self.values.get(key, b"") == expected.encode():
                 self.set(key, desired)
             return self.values.get(key, expected.encode())
 

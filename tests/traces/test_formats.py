@@ -291,10 +291,7 @@ BAD = {
 }
 
 
-@settings(
-    max_examples=30, deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)  # fmt: skip
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     bad=st.lists(st.tuples(st.sampled_from(sorted(BAD)), st.integers(0, 27)), min_size=1, max_size=4),
     block=st.sampled_from([700, 4096, 1 << 21]),

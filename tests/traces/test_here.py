@@ -15,7 +15,10 @@ from types import SimpleNamespace
 import pytest
 from command import invoke, start
 from dynamiccl.agent.daemon.launcher import Plan
+from dynamiccl.agent.daemon.memory import FACTS, Memory
+from dynamiccl.agent.report.outputs import default_url
 from dynamiccl.envs.nccl.plugin import build, installed
+from dynamiccl.envs.nccl.steps import nvml
 from dynamiccl.traces import header, here
 
 
@@ -38,6 +41,22 @@ def told_of(package, version):
         return version(name) if name == package else plain(name)
 
     return call
+
+
+OWN_FOLDERS = (str(Path.home() / ".cache"), str(Path.home() / ".local"))
+READ_ONLY = OSError(errno.EROFS, "Read-only file system")
+DENIED = PermissionError(errno.EACCES, "Permission denied")
+
+
+def fails_in_own_folders(call, error):
+    """``call``, which fails for the user's folders of caches and data."""
+
+    def or_fail(path, *args, **options):
+        if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(OWN_FOLDERS):
+            raise error
+        return call(path, *args, **options)
+
+    return or_fail
 
 
 NO_ENTRY = RuntimeError("Could not determine home directory.")
@@ -69,6 +88,12 @@ SOURCES = {
     "links of pathlib": (Path, "symlink_to", fails(OSError(errno.EOPNOTSUPP, "no links"))),
     "locks": (fcntl, "flock", fails(OSError(errno.ENOLCK, "No locks available"))),
     "git": (subprocess, "run", fails(FileNotFoundError(errno.ENOENT, "git"))),
+    "folders on a read-only file system": (os, "mkdir", fails_in_own_folders(os.mkdir, READ_ONLY)),
+    "folders of another user": (os, "mkdir", fails_in_own_folders(os.mkdir, DENIED)),
+    "files on a read-only file system": (os, "open", fails_in_own_folders(os.open, READ_ONLY)),
+    "files of another user": (os, "open", fails_in_own_folders(os.open, DENIED)),
+    "GPUs": (nvml, "_nvml", fails(RuntimeError("Driver/library version mismatch"))),
+    "GPUs, by another library's error": (nvml, "_nvml", fails(SystemError("no"))),
 }
 
 
@@ -235,6 +260,54 @@ def test_a_build_folder_is_found_or_the_cure_is_named(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     with pytest.raises(build.PluginBuildError, match="XDG_CACHE_HOME"):
         build.cache_folder()
+
+
+@pytest.mark.parametrize("error", [READ_ONLY, DENIED], ids=["read-only", "denied"])
+def test_folders_that_cannot_be_made_are_done_without(monkeypatch, tmp_path, error):
+    """Of built files: those of the temp folder. Of the memory: the run begins from nothing, leaves nothing, says so."""
+    home, temp, said = tmp_path / "home", tmp_path / "temp", []
+    home.mkdir()
+    temp.mkdir()
+    plain = os.mkdir
+
+    def mkdir(path, *args, **options):
+        if os.fspath(path).startswith(str(home)):
+            raise error
+        plain(path, *args, **options)
+
+    for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, str(home / name))
+    monkeypatch.delenv("DYNAMICCL_MEMORY", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(temp))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", mkdir)
+        assert build.cache_folder().is_relative_to(temp)
+        memory = Memory(default_url(), "job", said.append)
+        assert memory.url.startswith(str(home)) and memory.recall(dict.fromkeys(FACTS, "x"), []) == {}
+        windows = SimpleNamespace(profiles=[])
+        outcome = SimpleNamespace(failure="", kept=False, speedup=None, speedup_ci95=None)
+        memory.leave(SimpleNamespace(outcome=outcome, decisions={}, windows=windows))
+    assert (
+        len(said) == 1 and said[0].startswith("the table could not be left in") and error.strerror in said[0]
+    )
+
+
+@pytest.mark.parametrize("error", [READ_ONLY, DENIED], ids=["read-only", "denied"])
+def test_results_that_cannot_be_left_are_refused_in_one_line(job, monkeypatch, error):
+    """Or the job runs untuned: see test_or_untuned.py."""
+    plain = os.mkdir
+
+    def mkdir(path, *args, **options):
+        if os.fspath(path).startswith(str(job.out)):
+            raise error
+        plain(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", mkdir)
+        done = invoke(["tune", "--out", job.out / "inner", "--", sys.executable, "-c", "pass"])
+    assert done.exit_code == 2 and not job.plans
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error:") and error.strerror in line
 
 
 NO_LINKS_C = """#include <errno.h>

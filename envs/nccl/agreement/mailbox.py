@@ -9,7 +9,7 @@ import secrets
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ....traces.outside import TraceError, atomically
+from ....traces.outside import TraceError, atomically, read_json
 from ....traces.reasons import NotAgreeing
 from ..run_folder import CONFIRMED, TRIED
 from ..shm import TableFile, decode_table, message_of, row_digest, trial_of
@@ -104,8 +104,8 @@ class TableMailbox:
     def _read_note(self) -> Note:
         """An empty one if there is none, or it is damaged."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            found = json.loads((self._path.parent / TRIED).read_text())
-            rows, fatal = tuple(found["rows"]), tuple(found["fatal"])
+            found = read_json(self._path.parent / TRIED)
+            rows, fatal = (tuple(map(str, found[name])) for name in ("rows", "fatal"))
             return Note(str(found["process"]), int(found["generation"]), rows, fatal)
         return Note()
 

@@ -17,9 +17,11 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from operator import index
 from typing import Any, NamedTuple
 
+from ....traces.outside import parse_json
 from ....traces.reasons import NotAgreeing
 from ..plugin.bindings import Span
 from ..steps.words import say
@@ -34,6 +36,9 @@ _AGAIN_S = 0.1
 _PAUSE_S, _A_RANK_S = 0.02, 1e-4  # between two looks of rank 0 for the votes, with many ranks longer
 _LOOKS = 3  # more for those that vote after who was not expected
 _BEGUN, _NOW, _NEWS = "begun", "now", "news"
+_NO_ROUND = -1  # of what is no vote
+#: What reading a text of another rank may raise: each of them may have other code, or none of ours.
+_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError)
 
 
 class Proposal(NamedTuple):
@@ -146,14 +151,17 @@ class RoundStore:
             self._store.set(self._key(vote.round, "all"), "yes")
 
     def proposal(self, number: int) -> Proposal | None:
-        """Round ``number``; None where it is not, or no longer, there."""
+        """Round ``number``; None where it is not, or no longer, there, or cannot be read."""
         key = self._key(number, "table")
         began = time.monotonic()
         if not self._has(key):
             return None
         self.answer_s = time.monotonic() - began
-        n_votes, message = json.loads(bytes(self._store.get(key)))
-        return Proposal(number, base64.b64decode(message), n_votes)
+        raw = bytes(self._store.get(key))
+        with contextlib.suppress(*_UNREADABLE):
+            n_votes, message = parse_json(raw)
+            return Proposal(number, base64.b64decode(message), int(n_votes))
+        return None
 
     def decision(self, number: int) -> Decision | None:
         """What was decided in a round; None if nothing is by now."""
@@ -278,7 +286,7 @@ class RoundStore:
         if not keys:
             return {}
         raws = self._store.multi_get(keys) if several else map(self._store.get, keys)
-        return dict(zip(ranks, (_vote(bytes(raw)) for raw in raws), strict=True))
+        return {rank: _vote(rank, bytes(raw)) for rank, raw in zip(ranks, raws, strict=True)}
 
     def forget(self, number: int) -> None:
         """Drop a round that every rank is past."""
@@ -290,20 +298,38 @@ def _closed() -> Any:
     raise ConnectionAbortedError("this rank has left the job's store")
 
 
-def _vote(raw: bytes) -> Vote:
-    """A rank of another release may know other fields: its identity says that, and the rest is left out."""
-    found = json.loads(raw)
-    comms = {}
-    try:
-        for comm, one in found.pop("comms").items():
-            one["marks"] = {int(at): mark for at, mark in one["marks"].items()}
-            comms[int(comm)] = CommVote(**one)
-        return Vote(**found, comms=comms)
-    except (KeyError, TypeError):
-        return Vote(found["rank"], found["round"], found["identity"])
+def _vote(rank: int, raw: bytes) -> Vote:
+    """The last vote of a rank. What cannot be read is one of no round: the rank counts as silent.
+
+    A rank of another release may know other fields: its identity says that, and the rest is left out.
+    """
+    vote = Vote(rank, _NO_ROUND, "")
+    with contextlib.suppress(*_UNREADABLE):
+        found = parse_json(raw)
+        vote = Vote(rank, index(found["round"]), _text(found["identity"]))
+        comms = {int(comm): _comm_vote(one) for comm, one in found["comms"].items()}
+        return replace(vote, comms=comms, refusal=_text(found["refusal"]), no_room=_text(found["no_room"]))
+    return vote
+
+
+def _comm_vote(found: dict[str, Any]) -> CommVote:
+    """Raises what reading may raise."""
+    marks = {int(at): index(mark) for at, mark in found.pop("marks").items()}
+    why, pace = _text(found.pop("no_clock")), float(found.pop("calls_a_step"))
+    wholes = {name: index(value) for name, value in found.items()}
+    return CommVote(marks=marks, no_clock=why, calls_a_step=pace, **wholes)
 
 
 def _decision(raw: bytes) -> Decision:
-    generation, switches = json.loads(raw)
-    spans = {int(comm, 16): Span(*span) for comm, span in switches.items()}
-    return Decision(generation, spans)
+    """What stands in the register of a round. All ranks read the same: what they cannot read is lost for all."""
+    with contextlib.suppress(*_UNREADABLE):
+        generation, switches = parse_json(raw)
+        spans = {int(comm, 16): Span(*map(index, span)) for comm, span in switches.items()}
+        return Decision(index(generation), spans)
+    return ABORT
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("not a text")
+    return value

@@ -41,6 +41,15 @@ def run(*words):
     return invoke(words)
 
 
+def test_the_package_itself_is_the_command_line():
+    """Before: "No module named dynamiccl.__main__", which users try where no script is on their PATH."""
+    done = subprocess.run(
+        [sys.executable, "-m", "dynamiccl", "doctor", "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.startswith("usage: dynamiccl doctor"), done.stderr
+    assert done.stdout == invoke(["doctor", "--help"]).stdout
+
+
 def test_names_and_options_are_those_on_record():
     assert interface() == json.loads(FROZEN.read_text()), (
         "meant? then say so in CHANGELOG.md and run PYTHONPATH=tests/helpers python tests/agent/commands/test_cli.py"

@@ -160,9 +160,10 @@ def test_the_shipped_policy_plays_jobs_and_respects_masks(observed):
 
 
 def test_weights_of_another_kind_are_refused(tmp_path):
-    light = LstmPolicy(shaken().export(), {"note": "x"})
+    light = LstmPolicy(shaken().export(), {"note": "x", "curve": [float("nan"), 0.5]})
     light.save(tmp_path / "w.npz")
-    assert LstmPolicy.load(tmp_path / "w.npz").record == {"note": "x", "format": FORMAT}
+    record = {"note": "x", "curve": [None, 0.5], "format": FORMAT}
+    assert LstmPolicy.load(tmp_path / "w.npz").record == record
     light.weights["lstm_x"] = light.weights["lstm_x"][:-1]
     light.save(tmp_path / "w.npz")
     with pytest.raises(ValueError, match=r"train anew \(dynamiccl lab train\)"):
@@ -185,7 +186,9 @@ def test_damaged_weights_are_refused_before_a_job_runs(tmp_path):
             LstmPolicy.load(path)
     with path.open("wb") as file:
         np.save(file, np.zeros(3))
-    with pytest.raises(ValueError, match=r"\(.*Error: .*\): give a whole file of `dynamiccl lab train`"):
+    with pytest.raises(
+        ValueError, match=r"\(.*Error: .*\): give a whole file of this version's `dynamiccl lab train`"
+    ):
         LstmPolicy.load(path)
     for name, wrong in (
         ("body_w", light.weights["body_w"][:-2]),
@@ -201,6 +204,18 @@ def test_damaged_weights_are_refused_before_a_job_runs(tmp_path):
         LstmPolicy.load(path)
     with pytest.raises(ValueError, match="as policy weights"):  # `tune` ends with status 2 for it
         check_chooser(str(path))
+
+
+@pytest.mark.parametrize("meta", ["[" * 100_000 + "]" * 100_000, '{"format": 7', '{"format": NaN}', "[]", ""])
+def test_a_damaged_record_of_weights_is_told_with_its_file_and_cure(tmp_path, meta):
+    """Before: of a record that is nested deep only "RecursionError"."""
+    path = tmp_path / "w.npz"
+    np.savez(path, meta=np.array(meta))
+    with pytest.raises(
+        ValueError, match=r"cannot use .*w\.npz .* give a whole file of this version"
+    ) as raised:
+        LstmPolicy.load(path)
+    assert "Recursion" not in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_run_time_needs_no_torch():

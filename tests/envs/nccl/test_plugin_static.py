@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 from command import start as run
 from dynamiccl.agent.checks.doctor import TRAPS, Facts, checked, examine, gather
 from dynamiccl.agent.checks.faults import FAULTS
+from dynamiccl.agent.checks.profiler import POOL_MIB, RING_BYTES
 from dynamiccl.envs.nccl.plugin import build
 from dynamiccl.envs.nccl.tables import MAX_BYTES, load_table, to_json
 from dynamiccl.traces.records import PAIRS, Decision, Rule, Table
@@ -161,18 +163,53 @@ def test_slow_kernel_times_matter_only_where_they_are_asked_for(every, must):
 
 
 @pytest.mark.parametrize(
-    ("free_mib", "nccl", "said"),
+    ("free_mib", "nccl", "room"),
     [
-        (64, None, "64 MiB free, and NCCL takes 272 for the kernel times of 8 ranks"),
-        (272, None, ""),
-        (64, (2, 32, 3), ""),
+        (64, None, 0),
+        (271, (2, 29, 7), 0),
+        (300, (2, 31, 2), 1),
+        (3 * 272 - 1, None, 2),
+        (3 * 272, None, None),
+        (64, (2, 32, 3), None),
     ],
 )
-def test_the_sum_that_nccl_takes_for_kernel_times_is_said(free_mib, nccl, said):
-    """Before: "0 traps" in a container in which our kernel times made a rank die."""
+def test_the_sum_that_nccl_takes_for_kernel_times_is_said(free_mib, nccl, room):
+    """Before: "0 traps" in a container in which our kernel times made a rank die, then the sum of one communicator."""
     found = examine(Facts(ranks_per_node=8, shm_free=free_mib * 2**20, nccl=nccl))
-    (words,) = [one.what for one in found if one.name == "kernel times"] or [""]
-    assert said in words and bool(said) == bool(words)
+    words = [one.what for one in found if one.name == "kernel times"]
+    if room is None:
+        assert words == []
+        return
+    assert not any(one.must_change for one in found if one.name == "kernel times")
+    needs = f"{free_mib} MiB free, and NCCL takes 272 for the kernel times of 8 ranks, for each communicator"
+    assert needs in words[0] and f"there is room for {room}." in words[0]
+
+
+def number_in_c(file, name):
+    """A constant of the plugin's sources."""
+    (found,) = re.findall(rf"\b{name} = ([\d< ]+)", (build.HERE / file).read_text())
+    return eval(found)
+
+
+def test_the_plugin_and_the_table_of_faults_name_the_same_releases_and_memory():
+    (fault,) = (fault for fault in FAULTS if fault.name == "kernel times")
+    major, minor = fault.below
+    assert number_in_c("room.c", "FIRST_RELEASE_WITHOUT_CRASH") == 10_000 * major + 100 * minor
+    assert number_in_c("room.c", "POOL_BYTES") == POOL_MIB << 20
+    records = [number_in_c("plugin.h", f"DCCL_{name}_RECORDS") for name in ("RING", "KNOWN")]
+    assert 128 + sum(records) * 128 == RING_BYTES
+
+
+@pytest.mark.parametrize(("free_mib", "is_said"), [(80, True), (520, True), (521, False)])
+def test_rings_are_whole_where_an_eighth_of_the_free_space_holds_them(free_mib, is_said):
+    """Before: 72 MiB were enough for 8 ranks."""
+    found = [
+        one
+        for one in examine(Facts(ranks_per_node=8, shm_free=free_mib * 2**20))
+        if one.name == "shared memory"
+    ]
+    assert bool(found) == is_said
+    assert not found or f"{free_mib} MiB free; 8 ranks need 521" in found[0].what
 
 
 @pytest.mark.parametrize(

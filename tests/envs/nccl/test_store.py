@@ -11,10 +11,11 @@ import pytest
 from dynamiccl.envs.nccl.agreement import lookout as lookouts
 from dynamiccl.envs.nccl.agreement import store as stores
 from dynamiccl.envs.nccl.agreement.lookout import BUSY_S, IDLE_S, Lookout
-from dynamiccl.envs.nccl.agreement.protocol import ABORT, Decision
+from dynamiccl.envs.nccl.agreement.protocol import ABORT, CommVote, Decision
 from dynamiccl.envs.nccl.agreement.store import Proposal, RoundStore
 from dynamiccl.envs.nccl.plugin.bindings import Span
 from dynamiccl.envs.nccl.probe.connection import StoreConnections
+from memory_store import MemoryStore
 from paths import TOOLS
 
 RATES = TOOLS / "store_rates.py"
@@ -74,6 +75,81 @@ def test_a_store_that_is_closed_keeps_no_connection():
     kept = weakref.ref(store._store), weakref.ref(store._make)
     store.close()
     assert [one() for one in kept] == [None, None]
+
+
+# -- what other ranks have written -------------------------------------------------------------------------------------
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+NO_VOTES = {
+    "deep": DEEP,
+    "cut off": '{"rank": 1, "round": 1',
+    "no object": "[1, 1]",
+    "no identity": '{"rank": 1, "round": 1}',
+    "text for a number": '{"rank": 1, "round": "1", "identity": "x"}',
+    "bytes": "\udcff",
+    "nothing": "",
+}
+
+
+@pytest.fixture
+def pair():
+    """Rank 0 and rank 1 of a job, and the store between them."""
+    shared = MemoryStore()
+    first, second = (RoundStore(lambda: shared, rank, 2) for rank in (0, 1))
+    first.connect()
+    second.connect()
+    assert second.has_changed() and second.now() == (True, 0)
+    yield first, second, shared
+    first.close()
+    second.close()
+
+
+def put(shared, key, text):
+    shared.values[key] = text.encode("utf-8", "surrogateescape")
+
+
+@pytest.mark.parametrize("name", list(NO_VOTES))
+def test_what_is_no_vote_counts_as_none(pair, name):
+    """Before: an error that made rank 0 connect anew; a deep one was a RecursionError."""
+    first, second, shared = pair
+    put(shared, second._key("vote", 1), NO_VOTES[name])
+    (found,) = first.votes(1, [1], 0.0)
+    assert found.rank == 1 and found.round != 1 and not found.comms
+    vote = stores.Vote(1, 1, "x", {7: CommVote(2, 1, 90, 2.5, {24: 2**64 - 1}, a_step=3, offset=-4)})
+    second.cast(vote, 1)
+    assert first.votes(1, [1], 0.0) == [vote]
+
+
+@pytest.mark.parametrize(
+    "comms",
+    ["[]", '{"7": {}}', '{"7": {"n_ranks": "2"}}', '{"x": {}}', f'{{"7": {DEEP}}}', '{"7": {"marks": [1]}}'],
+)
+def test_of_a_vote_whose_words_cannot_be_read_at_most_the_identity_is_heard(pair, comms):
+    first, second, shared = pair
+    told = f'{{"rank": 1, "round": 1, "identity": "x", "refusal": "", "no_room": "", "comms": {comms}}}'
+    put(shared, second._key("vote", 1), told)
+    (found,) = first.votes(1, [1], 0.0)
+    assert not found.comms and (found.round, found.identity) in ((1, "x"), (-1, ""))
+
+
+@pytest.mark.parametrize(
+    "text", [DEEP, "[1]", "[1, []]", '["1", {}]', '[1, {"7": ["x"]}]', '[1, {"7": [1.5]}]', "\udcff"]
+)
+def test_what_stands_in_a_register_and_cannot_be_read_is_a_lost_round(pair, text):
+    """Before: a rank that was held at its limit asked for ten minutes."""
+    first, second, shared = pair
+    put(shared, second._key(1, "decision"), text)
+    assert second.settle(1, DECIDED) is ABORT and first.decision(1) is ABORT
+
+
+@pytest.mark.parametrize("text", [DEEP, "[1]", '["x", "eA=="]', '[1, "x"]', "[1, 2]"])
+def test_what_cannot_be_read_is_no_proposal(pair, text):
+    first, second, shared = pair
+    first.propose(Proposal(1, b"table", 1))
+    assert second.proposal(1) == Proposal(1, b"table", 1)
+    put(shared, second._key(1, "table"), text)
+    assert second.proposal(1) is None
 
 
 # -- who asks --------------------------------------------------------------------------------------------------------

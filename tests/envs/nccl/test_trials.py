@@ -10,6 +10,7 @@ from dynamiccl.envs.nccl.agreement.leader import Leader
 from dynamiccl.envs.nccl.agreement.mailbox import TableMailbox
 from dynamiccl.envs.nccl.agreement.protocol import ABORT, Decision
 from dynamiccl.envs.nccl.plugin.bindings import Span
+from dynamiccl.envs.nccl.run_folder import TRIED
 from dynamiccl.envs.nccl.shm import TableFile, encode_table
 from dynamiccl.traces.reasons import NotAgreeing
 from dynamiccl.traces.records import Decision as Choice
@@ -136,3 +137,21 @@ def test_a_trial_is_begun_in_one_life_only(tmp_path):
     job.publish(2, (FATAL,))
     after = job.begin()
     assert after.look() == (0, "") and after.next(dict)[0] == 2, "it is there to stay"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000 + "]" * 100_000,
+        '{"process": "x"',
+        "[]",
+        '{"process": "x", "generation": 1, "rows": 1, "fatal": []}',
+        '{"process": "x", "generation": 1, "rows": [[1]], "fatal": [{}]}',
+    ],
+)
+def test_a_damaged_note_of_trials_ends_no_agreement(tmp_path, text):
+    """Before: a RecursionError, or a TypeError at the first trial, and no rank changed its table."""
+    (tmp_path / TRIED).write_text(text)
+    job = Lives(tmp_path)
+    leader = job.begin()
+    assert job.tries(leader, 2, (OTHER,), UNTIL) == ""
