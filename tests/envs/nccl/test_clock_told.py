@@ -5,11 +5,13 @@ import subprocess
 
 import pytest
 from clock_jobs import Job, run_job
-from dynamiccl.envs.nccl.plugin.build import HERE, SOURCES, compiler, plugin_path
+from dynamiccl.envs.nccl.plugin.build import FLAGS, HERE, SOURCES, compile_once, compiler, plugin_path
+from paths import TOOLS
 
 SHORT, LONG, UNSAID = 30, 200, 4
 OF_GROUP = "atomic_load_explicit(&seat->group, memory_order_relaxed)"
 HEARD = "2.27 counts though another thread tells than the one that asked"
+TICK = "a tick is a load and a store"
 #: Mutations of the plugin's sources: file, what stands there, what stands there instead.
 MUTATIONS = {
     "a group counts when its collectives are told": [
@@ -62,6 +64,14 @@ MUTATIONS = {
     ],
     HEARD: [
         ("clock.c", "atomic_store(&seat->is_heard_late, true);", "atomic_store(&seat->is_heard_late, false);")
+    ],
+    TICK: [
+        (
+            "clock.c",
+            "  atomic_fetch_add(&seat->n_colls, 1);",
+            "  extern int sched_yield(void);\n  const uint64_t was = atomic_load(&seat->n_colls);\n  sched_yield();\n"
+            "  atomic_store(&seat->n_colls, was + 1);",
+        )
     ],
     "a mark is there before its call counts": [("clock.c", "is_whole && at <= view->count", "is_whole")],
 }
@@ -133,9 +143,31 @@ RARE = ("2.27 counts on where calls were captured",)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in MUTATIONS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in RARE else ())
+        for name in MUTATIONS
+        if name != TICK  # the jobs have one thread: see the test of two
+    ],
 )
 def test_a_mutation_of_the_clock_is_found(mutant, tmp_path, name):
     jobs = map(Job.unsaid if name == HEARD else Job.of, range(LONG))
-    assert (seed := found_within(mutant(name), tmp_path, jobs)) is not None
+    seed = found_within(mutant(name), tmp_path, jobs)
+    assert seed is not None
     print(f"found by job {seed}")
+
+
+def counted(library, n):
+    """How many collectives the plugin counts of 2 n that two threads tell on one communicator at once."""
+    program = compile_once("two-tell", (str(TOOLS / "two_tell.c"),), (*FLAGS, f"-I{HERE}"))
+    told = subprocess.run([program, library, str(n)], capture_output=True, text=True, check=True)
+    return int(told.stdout)
+
+
+def test_two_threads_that_tell_at_once_are_both_counted(mutant):
+    """With 2.27 these are the caller and a thread of CUDA's. Before: a tick was a load and a store, and some were lost.
+
+    From 2.28 on a communicator's group under way is its caller's alone. The mutant's ticks are met at any load.
+    """
+    assert counted(plugin_path(), 200_000) == 400_000
+    assert counted(mutant(TICK), 20_000) < 40_000
