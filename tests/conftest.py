@@ -52,6 +52,7 @@ FIRST = (
     "test_variables",
     "test_protocol",
     "test_job_suites",
+    "test_store",
     "test_agreement",
     "test_rl_examples",
     "test_daemon",
