@@ -36,6 +36,7 @@ LACKS = (
     "no Python",
     "two nodes cannot be made",
     "does not let us mount",
+    "no IPv6",
     "could not import",
 )
 

@@ -26,6 +26,7 @@ from dynamiccl.traces.records import Decision, Rule, Table
 from torch.distributed import PrefixStore, TCPStore
 
 EVERY_S = 1.0  # a table, in the search
+_WATCHES = ("add begun", "add news")  # what is asked where no round runs
 _SAME_BEGIN_S = 2.0  # until the phases begin: every node has read by then when that is
 
 
@@ -186,18 +187,22 @@ def often(times: list[float]) -> float:
 
 
 def rates(found: list[dict[str, Any]], per_node: int) -> dict[str, Any]:
-    """Requests a second in both phases."""
+    """Requests a second in both phases. It is not quiet before the last round has ended, late on a busy machine."""
     phases = Phases(*found[0]["phases"])
     told: dict[str, Any] = {"rounds": found[0]["rounds"]}
-    spans = {"search": phases[:2], "quiet": phases[2:]}
+    asked_all = [one for node in found for one in node["asked"] if one[0] < phases.ends_s]
+    last_s = max((at for at, what in asked_all if what not in _WATCHES), default=0.0)
+    quiet_s = max(phases.quiet_s, last_s + lookout.QUIET_S + EVERY_S)
+    spans = {"search": phases[:2], "quiet": (quiet_s, phases.ends_s)}
     n_ranks = per_node * len(found)
     for name, (begin, end) in spans.items():
-        seconds = end - begin
+        seconds = max(end - begin, 1e-3)
         asked = [[(at, what) for at, what in one["asked"] if begin <= at < end] for one in found]
         of_nodes = [Counter(what for _, what in one) for one in asked]
         total = sum(len(one) for one in asked)
         looks = [[at for at, what in one if what == "add begun"] for one in asked]
         told[name] = {
+            "seconds": round(seconds, 1),
             "requests_a_second": round(total / seconds, 2),
             "a_rank_and_second": round(total / n_ranks / seconds, 3),
             "of_the_busiest_node_a_second": round(max(often([at for at, _ in one]) for one in asked), 3),

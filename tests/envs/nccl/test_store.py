@@ -1,6 +1,9 @@
 """What the agreement asks of the job's store, and what it makes of a store that is silent, refuses or is gone."""
 
+import contextlib
+import gc
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -215,11 +218,44 @@ def test_requests_to_a_real_store(n_ranks, capsys):
     found = json.loads(done.stdout)
     with capsys.disabled():
         print(f"\n{json.dumps(found)}")
+    assert found["quiet"]["seconds"] >= 5
     assert found["quiet"]["of_the_busiest_node_a_second"] <= 1.0, "and so no rank asks more often"
     assert found["search"]["looks_a_node_and_second"] <= 4.0
     # A machine that cannot look up its own name in time has PyTorch say so of any connection, the job's too.
     said = [line for line in done.stderr.splitlines() if "hostname of the client socket" not in line]
     assert found["rounds"] >= 1 and said == []
+
+
+@pytest.fixture
+def ipv6():
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return
+    pytest.skip("this machine does not let us listen on ::1 (no IPv6)")
+
+
+@pytest.mark.usefixtures("ipv6")
+def test_a_store_with_an_address_of_ipv6_is_as_any_other():
+    import torch.distributed as dist
+
+    server = dist.TCPStore("::1", 0, is_master=True, wait_for_workers=False)
+    jobs_own = dist.TCPStore("::1", server.port)
+    job = SimpleNamespace(_get_default_store=lambda: jobs_own, PrefixStore=dist.PrefixStore)
+    first, second = RoundStore(StoreConnections(job), 0, 2), RoundStore(StoreConnections(job), 1, 2)
+    first.connect()
+    second.connect()
+    assert second.has_changed() and second.now() == (True, 0)
+    first.propose(Proposal(1, b"table", 1))
+    assert second.has_changed() and second.now() == (False, 1)
+    assert second.proposal(1) == Proposal(1, b"table", 1)
+    assert first.settle(1, DECIDED) == second.settle(1, ABORT) == DECIDED
+    del server
+    gc.collect()
+    with pytest.raises(
+        ConnectionAbortedError, match="store is gone"
+    ):  # its connection was found among those of IPv6
+        second.is_over()
+    first.close()
+    second.close()
 
 
 def test_a_store_in_a_file_does_not_grow_while_nothing_happens(tmp_path):
