@@ -8,6 +8,7 @@ search), then none does (quiet). Every call on a connection counts as one reques
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import tempfile
@@ -102,6 +103,21 @@ class Tables:
     def trial_is_over(self) -> None: ...
 
 
+class ThreadLocks:
+    """In place of ``fcntl`` in the lookout: ranks are threads here, and a lock of fcntl's is a process's."""
+
+    LOCK_EX, LOCK_NB, LOCK_UN = fcntl.LOCK_EX, fcntl.LOCK_NB, fcntl.LOCK_UN
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def lockf(self, file: int, what: int) -> None:
+        if what == self.LOCK_UN:
+            self._lock.release()
+        elif not self._lock.acquire(blocking=False):
+            raise BlockingIOError
+
+
 class Counted:
     """A connection that notes what is asked, and when."""
 
@@ -159,6 +175,7 @@ def run_node(node: int, folder: str, args: argparse.Namespace) -> dict[str, Any]
     own = Path(folder) / str(node)
     own.mkdir()
     lookout.shared_roots = lambda: iter([own])
+    lookout.fcntl = ThreadLocks()  # type: ignore[assignment]
     plugin = Still(n_ranks, n_ranks // per_node)
     asked: list[tuple[float, str]] = []
     parts, tables = [], Tables()
