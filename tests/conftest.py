@@ -37,6 +37,7 @@ LACKS = (
     "no Python",
     "two nodes cannot be made",
     "does not let us mount",
+    "no IPv6",
     "could not import",
 )
 
@@ -51,6 +52,7 @@ FIRST = (
     "test_variables",
     "test_protocol",
     "test_job_suites",
+    "test_store",
     "test_agreement",
     "test_daemon",
     "test_clock_told",

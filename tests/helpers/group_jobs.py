@@ -6,7 +6,7 @@ import time
 
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.records import Table
-from light_jobs import Found, found, tries
+from light_jobs import Found, found
 from light_ranks import LightRank, Program, Publisher, run
 from light_store import StoreServer
 
@@ -75,13 +75,26 @@ def _until_stopped(rank: LightRank, steps: int) -> None:
 
 
 def far_apart(folder: RunFolder) -> Found:
-    """1,500 calls in a step, and hosts that are a step apart."""
+    """1,500 calls in a step, and hosts that are a step apart, until eleven tables have had their time.
+
+    ``asked``: all but the first, which comes before the ranks meet.
+    """
+    n_tables, over = 11, "over"
 
     def program(rank: LightRank) -> None:
-        for i in range(160):
+        for i in range(2000):
+            if rank.work.get("ends at") == str(i).encode():
+                break
+            if rank.rank == 0 and rank.work.check([over]) and rank.work.get("ends at") == b"None":
+                rank.work.set("ends at", str(i + 3))
             time.sleep(0.5 * (rank.rank == 1 and i == 0))
             rank.call(7, 1500)
             time.sleep(0.2)
             rank.step(i, 0)
 
-    return tries(folder, 2, program, trial_steps=3, every_s=1.0)
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        daemon = Publisher(folder, server, 1.0, 3, most=n_tables)
+        daemon.thread.join()
+        server.values[over] = "yes"
+
+    return found(*run(2, program, folder, beside), asked=list(range(2, n_tables + 1)))

@@ -12,6 +12,7 @@ import os
 import random
 import resource
 import signal
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -138,7 +139,7 @@ class Publisher:
     """A daemon that tries one table after the other: when one has been in force for some steps, or has not come.
 
     ``patience_s``: for how long it waits for a table, as the tuner does for as long as the job runs; by default some
-    five times as long as a table is in force.
+    five times as long as a table is in force. ``most``: so many tables, or as many as come while it lives.
     """
 
     def __init__(
@@ -148,16 +149,18 @@ class Publisher:
         every_s: float,
         trial_steps: int = 0,
         patience_s: float = 0.0,
+        most: int = sys.maxsize,
     ) -> None:
         self.generation, self.alive = 0, True
         self.published: dict[int, float] = {}  # when, by generation
         self.in_force: dict[int, float] = {}
         self._folder, self._server, self._every_s, self._trial_steps = folder, server, every_s, trial_steps
-        self._patience_s = patience_s or max(1.0, 5 * every_s)
-        threading.Thread(target=self._run, daemon=True).start()
+        self._patience_s, self._most = patience_s or max(1.0, 5 * every_s), most
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
-        while self.alive:
+        while self.alive and self.generation < self._most:
             self.generation += 1
             self._folder.table.publish(table(self.generation, self._trial_steps))
             self.published[self.generation] = time.monotonic()

@@ -63,7 +63,7 @@ class Communicator:
         self.comm_id, self.n_ranks, self.rank, self.release = comm_id, n_ranks, rank, number(release)
         self.profiler = Profiler(library, profilers, comm_id, (n_nodes, n_ranks, rank), name)
         self.tuner = Tuner(library, release, comm_id, n_ranks, n_nodes)
-        self.host_stream = HostStream.of((comm_id, rank)) if self.profiler.version > 4 else None
+        self.host_stream = HostStream.of((comm_id, rank))
         self._is_late = False  # the group under way is told later
         self.group_handle: int | None = (
             None  # handles of the group under way, and of the program's calls in it

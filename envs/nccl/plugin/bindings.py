@@ -129,7 +129,11 @@ _SLOW = ("activate", "stage", "open", "build")
 
 
 class NoRoom(ValueError):
-    """No buffer is left for another table. The message says so."""
+    """No buffer is left for another table. The message says so.
+
+    A destroyed communicator holds none. One that rests holds two: its table that stays, and that of a trial that it has
+    not ended. It holds more only if each of its last limits lay farther ahead than the one before, and eight at most.
+    """
 
 
 class Plugin:

@@ -171,6 +171,28 @@ def test_a_job_on_gloo_is_attached_to_and_keeps_every_bit_of_its_loss(tmp_path):
     assert len(losses(tmp_path / "a")) == 60 and losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("joint", ["&&", "&"], ids=["one after the other", "at once"])
+def test_two_torchruns_in_one_command_are_each_a_whole_job(tmp_path, joint):
+    """Both attach to one run, and their ranks have the same numbers. They are the same job, with the same losses."""
+    words = job(15, "LOG")[2:]  # the module first, as the program's name
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import runpy, sys\nsys.argv = [sys.argv[1] if word == 'LOG' else word for word in {words}]\n"
+        "runpy.run_module('dynamiccl.zero_workload', run_name='__main__', alter_sys=True)\n"
+    )
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 {script}"
+    both = f"{torchrun} {tmp_path / 'a'} {joint} {torchrun} {tmp_path / 'b'} && wait $!"
+    out = tmp_path / "out"
+    done = subprocess.run(
+        [*options(out), "--", "sh", "-c", both], env=ENV, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert len(losses(tmp_path / "a")) == 15 and losses(tmp_path / "a") == losses(tmp_path / "b")
+    audit = json.loads((out / "summary.json").read_text())["consistency"]
+    assert audit["calls_checked"] > 20 and audit["mismatches"] == 0, audit
+
+
 def start(out, log, steps, *more):
     """A tuner on a job, returned once both are at work."""
     launcher = subprocess.Popen(

@@ -31,9 +31,11 @@ def truth(decisions):
     return STEP_MS - 10 * (decisions.get(GATHER) == LL128)
 
 
-def test_gymnasium_accepts_it():
+def test_gymnasium_and_stable_baselines3_accept_it():
     env = gym.make("dynamiccl/Live-v0", job=FakeJob(truth, noise=0.01))
     check_env(env.unwrapped, skip_render_check=True)
+    checker = pytest.importorskip("stable_baselines3.common.env_checker")
+    checker.check_env(env.unwrapped, skip_render_check=True)
 
 
 def play(env, after=None):

@@ -28,7 +28,49 @@ def test_communicators_that_are_destroyed_hold_no_buffer(plugin):
         comm.finalize()
 
 
-def test_communicators_that_rest_hold_the_table_that_they_stand_in_alone(plugin):
+def changes(plugin, comm, generation, distance, length):
+    """A table of its own from the limit on: for a trial of so many collectives, or to stay (0)."""
+    plugin.stage(OWNER, table(generation))
+    limit = plugin.limit(OWNER, comm.comm_id, distance)
+    plugin.switch(OWNER, comm.comm_id, limit, limit + length if length else 0)
+    plugin.lift(OWNER, generation)
+
+
+def test_250_communicators_that_rest_in_a_trial_hold_two_tables_each_and_the_next_is_tuned(plugin):
+    """That of the trial, and the one that holds once it goes on."""
+    comms = [Communicator(plugin.path, 1000 + i, 8, 1, 0) for i in range(251)]
+    *resting, last = comms
+    for i, comm in enumerate(resting):
+        changes(plugin, comm, 2 * i, 1, 0)
+        assert calls(comm, 2)[-1] == 1 + 2 * i % 60
+        changes(plugin, comm, 2 * i + 1, 1, 10)
+        assert calls(comm, 2)[-1] == 1 + (2 * i + 1) % 60
+    for generation in range(1000, 1030):
+        changes(plugin, last, generation, 1, 2)
+        assert calls(last, 4) == [0, 1 + generation % 60, 1 + generation % 60, 0]
+    for i, comm in enumerate(resting):
+        assert calls(comm, 10)[-1] == 1 + 2 * i % 60
+    for comm in comms:
+        comm.finalize()
+
+
+def test_a_communicator_that_rests_holds_eight_tables_at_most(plugin):
+    """So many where each of its limits lay farther ahead than the one before, until no change has a place there."""
+    comms, n_changed = [], 0
+    for group in range(BUFFERS // 8 - 1):
+        comms.append(Communicator(plugin.path, 1000 + group, 8, 1, 0))
+        for distance in range(1, 40):
+            if plugin.limit(OWNER, comms[-1].comm_id, distance) == 0:
+                continue  # full
+            changes(plugin, comms[-1], 40 * group + distance, distance, 100)
+            n_changed += 1
+        plugin.stage(OWNER, table(group))  # there is room
+    assert n_changed == 7 * len(comms)
+    for comm in comms:
+        comm.finalize()
+
+
+def test_communicators_that_rest_hold_no_table_that_never_holds_there(plugin):
     """Each rests in the midst of a trial of its own, while 20 further ones come, of which none ever holds there."""
     comms, generation = [], 0
     for group in range(60):

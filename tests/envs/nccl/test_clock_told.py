@@ -5,11 +5,14 @@ import subprocess
 
 import pytest
 from clock_jobs import Job, run_job
-from dynamiccl.envs.nccl.plugin.build import HERE, SOURCES, compiler, plugin_path
+from dynamiccl.envs.nccl.plugin.build import FLAGS, HERE, SOURCES, compile_once, compiler, plugin_path
+from paths import TOOLS
 
-SHORT, LONG = 30, 200
+SHORT, LONG, UNSAID = 30, 200, 4
 OF_GROUP = "atomic_load_explicit(&seat->group, memory_order_relaxed)"
 ASKED = ("clock.c", "memory_order_relaxed) && !has_asked_about_group(seat)", "memory_order_relaxed) && false")
+HEARD = "2.27 counts though another thread tells than the one that asked"
+TICK = "a tick is a load and a store"
 #: Mutations of the plugin's sources: file, what stands there, what stands there instead.
 MUTATIONS = {
     "a group counts when its collectives are told": [
@@ -59,12 +62,18 @@ MUTATIONS = {
         ("clock.c", "&& !atomic_load(&seat->is_frozen)) dccl_freeze(seat);", "&& false) dccl_freeze(seat);")
     ],
     "2.27 counts where launches block": [
-        ("clock.c", "atomic_store(&is_blocked, true);", "atomic_store(&is_blocked, false);"),
+        ("clock.c", "atomic_store(&is_blocked, true);", "atomic_store(&is_blocked, false);")
+    ],
+    HEARD: [
+        ("clock.c", "atomic_store(&seat->is_heard_late, true);", "atomic_store(&seat->is_heard_late, false);")
+    ],
+    TICK: [
         (
             "clock.c",
-            "atomic_store(&seat->is_heard_late, true);",
-            "atomic_store(&seat->is_heard_late, false);",
-        ),
+            "  atomic_fetch_add(&seat->n_colls, 1);",
+            "  extern int sched_yield(void);\n  const uint64_t was = atomic_load(&seat->n_colls);\n  sched_yield();\n"
+            "  atomic_store(&seat->n_colls, was + 1);",
+        )
     ],
     "broadcasts count": [("clock.c", "if (is_broadcast(call->func)) return", "if (false) return")],
     "a launch counts whether or not NCCL asked": [ASKED],
@@ -74,12 +83,12 @@ MUTATIONS = {
 
 def wrong(outcome):
     """What a job shows to be wrong with the clock."""
-    return outcome.two_ways or outcome.accused
+    return outcome.two_ways or outcome.accused or (outcome.job.is_said and outcome.under_a_trial)
 
 
-def found_within(library, copies, seeds):
-    """The first job that shows something, of those with a seed among these; None if none does."""
-    return next((job.seed for job in map(Job.of, seeds) if wrong(run_job(job, library, copies))), None)
+def found_within(library, copies, jobs):
+    """The seed of the first job that shows something; None if none does."""
+    return next((job.seed for job in jobs if wrong(run_job(job, library, copies))), None)
 
 
 def holds(copies, seeds):
@@ -88,10 +97,8 @@ def holds(copies, seeds):
     assert [outcome.accused for outcome in outcomes if outcome.accused] == []
     tried = [outcome for outcome in outcomes if outcome.under_a_trial > 20]
     assert len(tried) > 0.6 * len(outcomes), "most jobs are tuned all the same"
-    late = [
-        outcome for outcome in outcomes if outcome.job.release == "2.27.7" and outcome.job.blocks[0] == "1"
-    ]
-    assert all(outcome.no_clock for outcome in late if outcome.job.n_nodes > 1)
+    late = [outcome for outcome in outcomes if outcome.job.is_said]
+    assert late and all(outcome.no_clock and not outcome.under_a_trial for outcome in late)
     compared = sum(outcome.compared for outcome in outcomes)
     print(f"{len(outcomes)} jobs, {compared} calls compared, none in two ways, none accused")
 
@@ -104,6 +111,13 @@ def test_no_call_runs_in_two_ways_however_nccl_tells(tmp_path):
 def test_no_call_of_200_jobs_runs_in_two_ways_however_nccl_tells(tmp_path):
     """Captured beside eager; launches that block, do not, or are switched; two nodes; releases 2.27 to 2.32."""
     holds(tmp_path, range(LONG))
+
+
+def test_a_thread_that_had_not_asked_ends_the_clock_and_accuses_nobody(tmp_path):
+    """No variable and no capture says that NCCL tells late: the thread alone does, and that ends the clock in time."""
+    for seed in range(UNSAID):
+        outcome = run_job(Job.unsaid(seed), plugin_path(), tmp_path)
+        assert not wrong(outcome) and "another thread than the caller's" in outcome.no_clock
 
 
 @pytest.fixture(scope="module")
@@ -129,11 +143,35 @@ def mutant(tmp_path_factory):
 
 
 #: Found after many jobs.
-RARE = ("2.27 counts on where calls were captured", "a mark is there before its call counts")
+RARE = ("2.27 counts on where calls were captured",)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in MUTATIONS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in RARE else ())
+        for name in MUTATIONS
+        if name != TICK  # the jobs have one thread: see the test of two
+    ],
 )
 def test_a_mutation_of_the_clock_is_found(mutant, tmp_path, name):
-    assert found_within(mutant(name), tmp_path, range(LONG)) is not None
+    jobs = map(Job.unsaid if name == HEARD else Job.of, range(LONG))
+    seed = found_within(mutant(name), tmp_path, jobs)
+    assert seed is not None
+    print(f"found by job {seed}")
+
+
+def counted(library, n):
+    """How many collectives the plugin counts of 2 n that two threads tell on one communicator at once."""
+    program = compile_once("two-tell", (str(TOOLS / "two_tell.c"),), (*FLAGS, f"-I{HERE}"))
+    told = subprocess.run([program, library, str(n)], capture_output=True, text=True, check=True)
+    return int(told.stdout)
+
+
+def test_two_threads_that_tell_at_once_are_both_counted(mutant):
+    """With 2.27 these are the caller and a thread of CUDA's. Before: a tick was a load and a store, and some were lost.
+
+    From 2.28 on a communicator's group under way is its caller's alone. The mutant's ticks are met at any load.
+    """
+    assert counted(plugin_path(), 200_000) == 400_000
+    assert counted(mutant(TICK), 20_000) < 40_000

@@ -14,6 +14,7 @@ from dynamiccl.agent.checks.profiler import POOL_MIB, RING_BYTES
 from dynamiccl.envs.nccl.plugin import build
 from dynamiccl.envs.nccl.tables import MAX_BYTES, load_table, to_json
 from dynamiccl.traces.records import PAIRS, Decision, Rule, Table
+from nccl_late import TELLS_LATE
 from nccl_releases import REACH
 
 
@@ -62,9 +63,12 @@ import numpy as np, os
 from dynamiccl.envs.nccl.plugin.build import plugin_path
 from nccl_releases import Communicator, choose
 comm = Communicator(plugin_path(), 5, 8, 1, 0, os.environ["RELEASE"])
-cost = np.full((7, 3), -1, np.float32)
-cost[1] = 10, 20, 30
-print(comm.get_coll_info("all_gather", 4096, cost), *choose(cost))
+for seq in range(4):
+    cost = np.full((7, 3), -1, np.float32)
+    cost[1] = 10, 20, 30
+    print(comm.get_coll_info("all_gather", 4096, cost), *choose(cost))
+    comm.stop(comm.start_coll("all_gather", seq, 128, "float32", 1, 16, "ring", "simple"))
+comm.finalize()
 """
 
 
@@ -75,11 +79,13 @@ def small_gathers(folder):
     return path
 
 
-def test_apply_runs_a_job_under_the_table(tmp_path):
+@pytest.mark.parametrize("told", [{}, {TELLS_LATE: "3"}], ids=["at once", "later"])
+def test_apply_runs_a_job_under_the_table(tmp_path, told):
     path = small_gathers(tmp_path)
-    for release in ("2.22.3", "2.29.7"):
-        done = run("apply", str(path), "--no-gate", "--", sys.executable, "-c", REACH + JOB, RELEASE=release)
-        assert done.stdout.split() == ["4", "1", "2"], done.stderr
+    command = ["apply", str(path), "--no-gate", "--", sys.executable, "-c", REACH + JOB]
+    for release in ("2.22.3", "2.27.7", "2.29.7"):
+        done = run(*command, RELEASE=release, **told)
+        assert done.stdout.split() == ["4", "1", "2"] * 4, done.stderr
 
 
 def test_apply_says_what_is_wrong(tmp_path):

@@ -49,14 +49,14 @@ def in_narrow(command, shm_mib, prepare="true"):
     return ["unshare", "--mount", "sh", "-c", mount, "sh", *command]
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def mounts():
     if subprocess.run(in_narrow(["true"], 1), capture_output=True).returncode:
         pytest.skip("this machine does not let us mount a small /dev/shm (needs root and mount namespaces)")
 
 
 @pytest.fixture
-def asks(tmp_path):
+def asks(tmp_path, mounts):
     """asks(MiB, shapes, ...) -> the mask while kernel times are sampled, and after.
 
     ``used``: so many communicators run a collective with times. Then ``fill_mib`` fills /dev/shm, and times are asked
@@ -133,6 +133,35 @@ def test_a_communicator_that_comes_to_its_first_times_late_still_needs_room(asks
         assert [one & ~launched for one in found] == mask, used
 
 
+#: Loaded before the C library: what is free in /dev/shm is what the environment says, in MiB.
+FREE = """
+#include <stdlib.h>
+#include <string.h>
+#include <sys/statvfs.h>
+int statvfs(const char* path, struct statvfs* found) {
+  if (strcmp(path, "/dev/shm") != 0) abort();
+  *found = (struct statvfs){.f_frsize = 1 << 20, .f_bavail = (fsblkcnt_t)atoi(getenv("FREE_MIB"))};
+  return 0;
+}
+"""
+
+
+@pytest.mark.parametrize(("free_mib", "mask"), [(8 * 34, ON), (8 * 34 - 1, OFF)])
+def test_without_root_the_mask_follows_what_is_free(tmp_path, free_mib, mask):
+    """The tests above mount a small /dev/shm: an ordinary user has none of them."""
+    source, library = tmp_path / "free.c", tmp_path / "free.so"
+    source.write_text(FREE)
+    subprocess.run([*compiler(), "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    (run := tmp_path / "run").mkdir(mode=0o700)
+    told = json.dumps([str(plugin_path()), "", [EIGHT], 0, 0, 0])
+    env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_WORLD_SIZE", "DYNAMICCL_CLUSTER")}
+    env |= {"DYNAMICCL_RUN": str(run), "PYTHONPATH": f"{HELPERS}{os.pathsep}{env.get('PYTHONPATH', '')}"}
+    env |= {"LD_PRELOAD": str(library), "FREE_MIB": str(free_mib)}
+    done = subprocess.run([sys.executable, "-c", ASKS, told], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [found & ~2048 for found in json.loads(done.stdout)] == mask
+
+
 # -- whole jobs --------------------------------------------------------------------------------------------------------
 
 
@@ -142,6 +171,7 @@ JOB = ["--stage", "3", *SIZE, "--backend", "gloo", "--log"]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("mounts")
 @pytest.mark.parametrize(
     ("shm_mib", "prepare"), [(64, "true"), (256, "true"), (64, "ulimit -n 64"), (64, LITTLE_MEMORY)]
 )

@@ -1,6 +1,9 @@
 """What the agreement asks of the job's store, and what it makes of a store that is silent, refuses or is gone."""
 
+import contextlib
+import gc
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -29,38 +32,62 @@ class Register:
         return b'[3, {"7": [100, 0]}]'
 
 
-def refuses_for(seconds):
-    """A connection that was cut, and a network that refuses new ones for so long."""
-    end = time.monotonic() + seconds
+class Clock:
+    """In place of a module's ``time``."""
 
-    def make():
-        if time.monotonic() < end:
-            raise ConnectionRefusedError("refused")
-        return Register()
+    def __init__(self):
+        self.now = 1000.0
 
-    store = RoundStore(make, 1, 2)
-    store._store = None  # the old connection is of no use
-    return store
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def time(self):
+        return time.time()
 
 
-def test_a_refused_connection_is_silence():
+@pytest.fixture
+def refuses_for(monkeypatch):
+    """refuses_for(seconds) -> a store whose connection was cut, and a network that refuses new ones for so long; the
+    clock that it is read by."""
+    clock = Clock()
+    monkeypatch.setattr(stores, "time", clock)
+
+    def refuses(seconds):
+        end = clock.now + seconds
+
+        def make():
+            if clock.now < end:
+                raise ConnectionRefusedError("refused")
+            return Register()
+
+        store = RoundStore(make, 1, 2)
+        store._store = None  # the old connection is of no use
+        return store, clock
+
+    return refuses
+
+
+def test_a_refused_connection_is_silence(refuses_for):
     """Before: who was refused once took its round for lost, while the others switched: 81 of 640 under two tables."""
-    store = refuses_for(0.5)
+    store, _ = refuses_for(9.8)
     assert store.settle(1, ABORT) == DECIDED
 
 
-def test_where_it_is_refused_for_long_nobody_serves_the_store(monkeypatch, capfd):
-    monkeypatch.setattr(stores, "_REFUSED_S", 0.4)
-    began = time.monotonic()
-    assert refuses_for(60.0).settle(1, DECIDED) is ABORT
-    assert time.monotonic() - began >= 0.4
+def test_where_it_is_refused_for_ten_seconds_nobody_serves_the_store(refuses_for, capfd):
+    store, clock = refuses_for(60.0)
+    began = clock.now
+    assert store.settle(1, DECIDED) is ABORT
+    assert 10.0 <= clock.now - began <= 10.3
     assert "store is gone (refused)" in capfd.readouterr().err
 
 
-def test_a_job_that_closes_waits_for_no_store(capfd):
-    store = refuses_for(60.0)
-    store.closing = True
-    assert store.settle(1, DECIDED) is ABORT
+def test_a_job_that_closes_waits_for_no_store(refuses_for):
+    store, clock = refuses_for(60.0)
+    store.closing, began = True, clock.now
+    assert store.settle(1, DECIDED) is ABORT and clock.now == began
 
 
 def test_a_store_that_is_closed_keeps_no_connection():
@@ -153,17 +180,6 @@ def test_what_cannot_be_read_is_no_proposal(pair, text):
 
 
 # -- who asks --------------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def monotonic(self):
-        return self.now
-
-    def time(self):
-        return time.time()
 
 
 @pytest.fixture
@@ -266,22 +282,56 @@ def test_no_wait_of_ours_writes_into_the_jobs_output(capfd):
     "n_ranks", [8, pytest.param(64, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
 )
 def test_requests_to_a_real_store(n_ranks, capsys):
-    """Before: an idle rank asked 51 times a second at 8 ranks, 16.7 times at 512."""
-    seconds, per_node = 5 if n_ranks == 8 else 10, 8
-    spans = ["--search-s", str(seconds), "--quiet-s", str(seconds)]
+    """Before: an idle rank asked 51 times a second at 8 ranks, 16.7 times at 512.
+
+    From a node's first request to its last, so there is no slack for edges. The search is so long that one request more
+    is within the limit: a rank that was held up for 0.25 s in its turn, and another that took it.
+    """
+    per_node, search_s, quiet_s = (4, 15, 12) if n_ranks == 8 else (8, 20, 20)
+    spans = ["--search-s", str(search_s), "--quiet-s", str(quiet_s)]
     command = [sys.executable, str(RATES), "--ranks", str(n_ranks), "--per-node", str(per_node), *spans]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
     found = json.loads(done.stdout)
     with capsys.disabled():
         print(f"\n{json.dumps(found)}")
-    # One at the edge; on a busy machine a rank that took its turn just before the phase may ask in it.
-    late = (1 + per_node) / seconds
-    assert found["quiet"]["a_rank_and_second"] <= 1.0
-    assert found["quiet"]["of_the_busiest_node_a_second"] <= 1.0 + late
-    assert found["search"]["looks_a_node_and_second"] <= 4.0 + late
+    assert found["quiet"]["seconds"] >= 5
+    assert found["quiet"]["of_the_busiest_node_a_second"] <= 1.0, "and so no rank asks more often"
+    assert found["search"]["looks_a_node_and_second"] <= 4.0
     # A machine that cannot look up its own name in time has PyTorch say so of any connection, the job's too.
     said = [line for line in done.stderr.splitlines() if "hostname of the client socket" not in line]
     assert found["rounds"] >= 1 and said == []
+
+
+@pytest.fixture
+def ipv6():
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return
+    pytest.skip("this machine does not let us listen on ::1 (no IPv6)")
+
+
+@pytest.mark.usefixtures("ipv6")
+def test_a_store_with_an_address_of_ipv6_is_as_any_other():
+    import torch.distributed as dist
+
+    server = dist.TCPStore("::1", 0, is_master=True, wait_for_workers=False)
+    jobs_own = dist.TCPStore("::1", server.port)
+    job = SimpleNamespace(_get_default_store=lambda: jobs_own, PrefixStore=dist.PrefixStore)
+    first, second = RoundStore(StoreConnections(job), 0, 2), RoundStore(StoreConnections(job), 1, 2)
+    first.connect()
+    second.connect()
+    assert second.has_changed() and second.now() == (True, 0)
+    first.propose(Proposal(1, b"table", 1))
+    assert second.has_changed() and second.now() == (False, 1)
+    assert second.proposal(1) == Proposal(1, b"table", 1)
+    assert first.settle(1, DECIDED) == second.settle(1, ABORT) == DECIDED
+    del server
+    gc.collect()
+    with pytest.raises(
+        ConnectionAbortedError, match="store is gone"
+    ):  # its connection was found among those of IPv6
+        second.is_over()
+    first.close()
+    second.close()
 
 
 def test_a_store_in_a_file_does_not_grow_while_nothing_happens(tmp_path):

@@ -15,11 +15,11 @@ from dynamiccl.envs.nccl.plugin.build import job_env, plugin_path
 from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.traces.records import MIXED, Decision, Rule, Table
 from nccl_groups import Groups
-from nccl_late import tells
+from nccl_late import needs_a_clock, tells
 from nccl_releases import Call, Communicator
 from plugin_run import MB, fixed, offer
 
-__all__ = ["tells"]  # a fixture: each test runs in both modes
+__all__ = ["needs_a_clock", "tells"]  # a fixture: each test runs in both modes
 
 
 @pytest.fixture
@@ -272,6 +272,7 @@ def test_ranks_that_issue_the_same_have_the_same_marks(plugin, join, release):
     assert sorted(plugin.comms()[1].marks) == sorted({*fine, *coarse})
 
 
+@pytest.mark.usefixtures("needs_a_clock")
 @pytest.mark.parametrize("release", ["2.27.7", "2.28.9", "2.29.7", "2.30.7", "2.32.3"])
 def test_ranks_that_group_their_collectives_otherwise_have_other_marks(plugin, join, release):
     """NCCL cuts the channels of a group's collectives to their shares: such ranks would not run one call alike."""
@@ -292,6 +293,7 @@ def test_ranks_that_group_their_collectives_otherwise_have_other_marks(plugin, j
     assert set(marks[0]) == {16, 32} and marks[0] == marks[1] and marks[0][16] != marks[2][16]
 
 
+@pytest.mark.usefixtures("needs_a_clock")
 @pytest.mark.parametrize("release", ["2.27.7", "2.28.9", "2.29.7", "2.30.7", "2.32.3"])
 def test_all_collectives_of_a_group_run_under_one_table(plugin, release):
     """All its questions come at one count, however many a release asks: a switch within a group waits for its end."""

@@ -4,14 +4,14 @@ import pytest
 from dynamiccl.envs.nccl.plugin.bindings import Plugin, Span
 from dynamiccl.traces.records import MIXED
 from nccl_groups import Groups
-from nccl_late import tells
+from nccl_late import needs_a_clock, tells
 from nccl_releases import Call, Communicator
 from plugin_run import offer
 from test_switch import calls, message, timed_call
 from test_switch import join as join
 from test_switch import plugin as plugin
 
-__all__ = ["tells"]  # a fixture: each test runs in both modes
+__all__ = ["needs_a_clock", "tells"]  # a fixture: each test runs in both modes
 
 
 def test_a_trial_of_few_calls_holds_at_one_of_so_many_and_what_stays_at_the_others(plugin, join):
@@ -31,6 +31,7 @@ def test_a_trial_of_few_calls_holds_at_one_of_so_many_and_what_stays_at_the_othe
     ranks[1].finalize()
 
 
+@pytest.mark.usefixtures("needs_a_clock")
 @pytest.mark.parametrize("release", ["2.27.7", "2.29.7", "2.32.3"])
 def test_few_calls_of_a_job_that_groups_its_calls_are_tried_as_often(plugin, release):
     """Before: a group was tried only if the call that begins it was the one in eight, which some never are."""

@@ -36,9 +36,11 @@ def expected_saving(recorded, slot, decision):
     return (before - after) / before
 
 
-def test_gymnasium_accepts_it(trace):
+def test_gymnasium_and_stable_baselines3_accept_it(trace):
     env = gym.make("dynamiccl/Replay-v0", trace=trace)
     check_env(env.unwrapped, skip_render_check=True)
+    checker = pytest.importorskip("stable_baselines3.common.env_checker")
+    checker.check_env(env.unwrapped, skip_render_check=True)
 
 
 def test_what_was_measured_comes_back_as_measured(recorded):

@@ -33,9 +33,11 @@ from dynamiccl.traces.spaces import N_CONFIGS
 from gymnasium.utils.env_checker import check_env
 
 
-def test_gymnasium_accepts_it():
+def test_gymnasium_and_stable_baselines3_accept_it():
     env = gym.make("dynamiccl/Sim-v0")
     check_env(gym.make("dynamiccl/Sim-v0", render_mode="rgb_array").unwrapped)
+    checker = pytest.importorskip("stable_baselines3.common.env_checker")
+    checker.check_env(gym.make("dynamiccl/Sim-v0", render_mode="rgb_array").unwrapped)
     obs, info = env.reset(seed=5)
     again, _ = env.reset(seed=5)
     assert (obs == again).all()
