@@ -313,9 +313,9 @@ class Run:
     def _compare(self) -> None:
         for place in range(len(self.job.script)):
             found = [rank.answers[place] for rank in self.ranks if place in rank.answers]
-            if not found:
+            together = set.union(set(), *found)
+            if not together:  # nothing that a table decides
                 continue
-            together = set.union(*found)
             self.outcome.compared += 1
             self.outcome.two_ways += len(together) > 1
             self.outcome.under_a_trial += together != {0}
