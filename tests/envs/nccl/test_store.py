@@ -278,9 +278,8 @@ def test_no_wait_of_ours_writes_into_the_jobs_output(capfd):
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    "n_ranks", [8, pytest.param(64, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("n_ranks", [8, 64, 256])
 def test_requests_to_a_real_store(n_ranks, capsys):
     """Before: an idle rank asked 51 times a second at 8 ranks, 16.7 times at 512.
 
