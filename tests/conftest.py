@@ -52,7 +52,6 @@ FIRST = (
     "test_variables",
     "test_protocol",
     "test_job_suites",
-    "test_store",
     "test_agreement",
     "test_daemon",
     "test_clock_told",

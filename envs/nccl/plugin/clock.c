@@ -276,6 +276,7 @@ void dccl_note_coll(struct dccl_seat* seat, struct dccl_record* coll, uint64_t n
   bool is_asked_about = coll->func < N_FUNCS;
   if (is_late(seat)) {
     note_late_coll(seat, coll);
+    is_asked_about = is_asked_about && (coll->flags & DCCL_FLAG_LATE) == 0;
   } else if (number != 0) {
     note_call_of(seat, number, coll);
     is_asked_about = is_asked_about && is_of_the_last(seat, number);

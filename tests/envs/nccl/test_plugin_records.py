@@ -61,7 +61,7 @@ def test_what_ran_is_in_the_ring(run, plugin, release):
 
 @pytest.mark.parametrize("tells", ["at once"], indirect=True)  # here the test says who tells
 def test_who_tells_without_having_asked_is_flagged_and_ends_the_clock(run, plugin, tells):
-    """Of NCCL 2.27 that is a thread of CUDA's, which may come after later questions."""
+    """Of NCCL 2.27 that is a thread of CUDA's, which may come after later questions. Before: it had the last one's size."""
     drained(run)
     comm = Communicator(plugin.path, 96, 8, 1, 0, "2.27.7")
     said = []
@@ -73,7 +73,9 @@ def test_who_tells_without_having_asked_is_flagged_and_ends_the_clock(run, plugi
             said.append(plugin.comms()[96].no_clock)
     comm.finalize()
     got = drained(run)
-    assert list(got[got["kind"] == rec.COLL]["flags"] & rec.FLAG_LATE) == [0, rec.FLAG_LATE]
+    colls = got[got["kind"] == rec.COLL]
+    assert list(colls["flags"] & rec.FLAG_LATE) == [0, rec.FLAG_LATE]
+    assert list(colls["asked_bytes"]) == [4096, 0]
     assert said == ["", "another thread than the caller's has told of one"]
 
 
