@@ -61,7 +61,10 @@ def test_what_ran_is_in_the_ring(run, plugin, release):
 
 @pytest.mark.parametrize("tells", ["at once"], indirect=True)  # here the test says who tells
 def test_who_tells_without_having_asked_is_flagged_and_ends_the_clock(run, plugin, tells):
-    """Of NCCL 2.27 that is a thread of CUDA's, which may come after later questions. Before: it had the last one's size."""
+    """Of NCCL 2.27 that is a thread of CUDA's, which may come after later questions.
+
+    Before: such a collective had the size that NCCL had asked about last.
+    """
     drained(run)
     comm = Communicator(plugin.path, 96, 8, 1, 0, "2.27.7")
     said = []
