@@ -164,7 +164,7 @@ class RoundStore:
         return None
 
     def decision(self, number: int) -> Decision | None:
-        """What was decided in a round; None if nothing is by now."""
+        """What was decided in a round; None if nothing is by now, or it cannot be read: the register is asked then."""
         key = self._key(number, "decision")
         if not self._has(key):
             return None
@@ -175,18 +175,22 @@ class RoundStore:
 
         A refused connection is silence, too, as a firewall or a proxy may refuse for a second what it lets through
         later. Where it is refused for ten seconds nobody serves the store any more: its job is at its end, and no rank
-        waits for a decision there.
+        waits for a decision there. What cannot be read is asked for again by a new connection. Where it is the same
+        then, it stands in the register, and the round is lost for all ranks.
         """
         word = json.dumps(
             [decision.generation, {f"{comm:x}": span for comm, span in decision.switches.items()}]
         )
         lost, refused_until = time.monotonic() + LOST_S, 0.0
-        again = False
+        again, unread = False, None
         while True:
             try:
                 if again:
                     self._store = self._make()
-                return _decision(bytes(self._store.compare_set(self._key(number, "decision"), "", word)))
+                raw = bytes(self._store.compare_set(self._key(number, "decision"), "", word))
+                if (found := _decision(raw, unread)) is not None:
+                    return found
+                again, unread = True, raw
             except Exception as error:
                 now, again = time.monotonic(), True
                 is_refused = isinstance(error, ConnectionRefusedError)
@@ -315,18 +319,20 @@ def _vote(rank: int, raw: bytes) -> Vote:
 def _comm_vote(found: dict[str, Any]) -> CommVote:
     """Raises what reading may raise."""
     marks = {int(at): index(mark) for at, mark in found.pop("marks").items()}
-    why, pace = _text(found.pop("no_clock")), float(found.pop("calls_a_step"))
+    why, pace = _text(found.pop("no_clock")), found.pop("calls_a_step")
+    if not isinstance(pace, int | float):
+        raise TypeError("no number")
     wholes = {name: index(value) for name, value in found.items()}
     return CommVote(marks=marks, no_clock=why, calls_a_step=pace, **wholes)
 
 
-def _decision(raw: bytes) -> Decision:
-    """What stands in the register of a round. All ranks read the same: what they cannot read is lost for all."""
+def _decision(raw: bytes, unread: bytes | None = None) -> Decision | None:
+    """What stands in the register of a round; None if it cannot be read. It is lost if it was as ``unread`` before."""
     with contextlib.suppress(*_UNREADABLE):
         generation, switches = parse_json(raw)
         spans = {int(comm, 16): Span(*map(index, span)) for comm, span in switches.items()}
         return Decision(index(generation), spans)
-    return ABORT
+    return ABORT if raw == unread else None
 
 
 def _text(value: Any) -> str:

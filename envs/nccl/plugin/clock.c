@@ -9,7 +9,8 @@
 // counts only if NCCL asked about another collective in it: about one on memory windows it does not ask. In
 // such a group with sends of some ranks, two cases are left (read in 2.29.7 and 2.30.7): with one of two
 // buffers in a window NCCL may ask and then run another kernel; for broadcasts from several ranks it asks
-// about an all-gather.
+// about an all-gather. A trial of few calls answers such broadcasts as often as they come before the next
+// call.
 //
 // NCCL 2.27 tells of a collective itself only, and not always where it is issued: with CUDA_LAUNCH_BLOCKING,
 // or where its communicator has been captured, one that goes over the network is told by a thread of CUDA,
@@ -206,6 +207,7 @@ void dccl_note_launch(struct dccl_seat* seat, uint64_t group_of_calls) {
   if (atomic_load_explicit(&seat->has_tuner, memory_order_relaxed) && !has_asked_about_group(seat)) return;
   const uint64_t before = atomic_load_explicit(&seat->n_colls, memory_order_relaxed), n = before + n_called;
   const uint64_t generation = dccl_generation(seat);
+  dccl_note_step(seat);
   for (uint64_t call = n_called > MADE ? n - MADE + 1 : before + 1; call <= n; call++) {
     atomic_store_explicit(&seat->made[call % MADE], call << 32 | generation, memory_order_relaxed);
     atomic_store_explicit(&seat->firsts[call % MADE], before + 1, memory_order_relaxed);

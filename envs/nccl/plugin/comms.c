@@ -175,8 +175,13 @@ void dccl_begin_steps(void) {
 
 void dccl_note_table(struct dccl_seat* seat, dccl_table table) {
   if (seat == NULL) return;
-  const uint32_t generation = dccl_generation_of(table);
-  atomic_store_explicit(&seat->generation, generation, memory_order_relaxed);
+  atomic_store_explicit(&seat->generation, dccl_generation_of(table), memory_order_relaxed);
+  // Else once the group counts: a broadcast at the end of a step is answered by the table of the next turn.
+  if (atomic_load_explicit(&seat->told, memory_order_relaxed) != DCCL_TOLD_AT_CALLS) dccl_note_step(seat);
+}
+
+void dccl_note_step(const struct dccl_seat* seat) {
+  const uint32_t generation = atomic_load_explicit(&seat->generation, memory_order_relaxed);
   // Left out of the last switch: no part of what is tried, unless a lease before it is not over.
   const uint32_t decided = atomic_load_explicit(&seat->decided, memory_order_relaxed);
   if (decided != atomic_load_explicit(&dccl_latest, memory_order_relaxed) &&

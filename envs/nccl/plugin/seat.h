@@ -74,6 +74,8 @@ bool dccl_may_try_few(const struct dccl_seat* seat);
 // Fills in what its steps have in common, see dccl_comm_view. Holding `dccl_seating`.
 void dccl_copy_rhythm(const struct dccl_seat* seat, struct dccl_comm_view* view);
 void dccl_rhythm_after_fork(void);
+// The step under way is one of the table that answered last.
+void dccl_note_step(const struct dccl_seat* seat);
 // Why its count is no clock, see dccl_comm_view.
 uint32_t dccl_clock_of(const struct dccl_seat* seat);
 // Marks of its count that are there.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import weakref
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -150,7 +151,17 @@ def test_what_is_no_vote_counts_as_none(pair, name):
 
 @pytest.mark.parametrize(
     "comms",
-    ["[]", '{"7": {}}', '{"7": {"n_ranks": "2"}}', '{"x": {}}', f'{{"7": {DEEP}}}', '{"7": {"marks": [1]}}'],
+    [
+        *(
+            "[]",
+            '{"7": {}}',
+            '{"7": {"n_ranks": "2"}}',
+            '{"x": {}}',
+            f'{{"7": {DEEP}}}',
+            '{"7": {"marks": [1]}}',
+        ),
+        json.dumps({"7": asdict(CommVote(2, 1, 90, "inf", {}))}),  # a text is no pace
+    ],
 )
 def test_of_a_vote_whose_words_cannot_be_read_at_most_the_identity_is_heard(pair, comms):
     first, second, shared = pair
@@ -167,7 +178,15 @@ def test_what_stands_in_a_register_and_cannot_be_read_is_a_lost_round(pair, text
     """Before: a rank that was held at its limit asked for ten minutes."""
     first, second, shared = pair
     put(shared, second._key(1, "decision"), text)
-    assert second.settle(1, DECIDED) is ABORT and first.decision(1) is ABORT
+    assert second.settle(1, DECIDED) is ABORT and first.decision(1) is None
+    assert first.settle(1, DECIDED) is ABORT
+
+
+def test_an_answer_that_one_rank_cannot_read_is_asked_for_again(pair):
+    """Before: that rank lost the round, and the other had the decision."""
+    first, second, _ = pair
+    second._store = SimpleNamespace(compare_set=lambda *words: b"", delete_key=print)
+    assert first.settle(1, DECIDED) == second.settle(1, ABORT) == DECIDED
 
 
 @pytest.mark.parametrize("text", [DEEP, "[1]", '["x", "eA=="]', '[1, "x"]', "[1, 2]"])

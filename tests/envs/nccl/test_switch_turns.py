@@ -99,6 +99,29 @@ def test_steps_of_another_length_belong_to_no_table(plugin, join):
     assert said[4:] == [(1, 2, True), (1, 2, False), (2, 2, True)], "five calls in two turns of one table"
 
 
+@pytest.mark.usefixtures("needs_a_clock")
+@pytest.mark.parametrize("release", ["2.27.7", "2.28.9", "2.32.3"])
+@pytest.mark.parametrize("step", ["ag b", "b ag", "ag bb", "ag"])
+def test_broadcasts_around_a_step_leave_it_whole(plugin, step, release):
+    """Before: the last of a step was answered by the next turn's table where they do not count: no step was whole."""
+    comm = Groups(plugin.path, 7, 8, 1, 0, release)
+    names = {"a": "all_gather", "g": "all_gather", "b": "broadcast"}
+
+    def label():
+        for group in step.split():
+            comm.group([Call(names[one], 2**18) for one in group], offer(ring_ll=10, ring_simple=30))
+        return plugin.ended()[:3]
+
+    plugin.activate(message(1))
+    assert {label() for _ in range(6)} == {(1, 0, False)}
+    a_step, made = plugin.comms()[7].a_step, plugin.comms()[7].made
+    plugin.stage(1, message(2))
+    plugin.switch(1, 7, *Span(made + a_step, made + 9 * a_step, a_step, a_step, 2))
+    plugin.lift(1, 2)
+    assert [label() for _ in range(9)] == [(1, 0, False), *((int(table), 2, True) for table in "21122112")]
+    comm.finalize()
+
+
 def test_few_calls_are_no_steps_of_a_table(plugin, join):
     """Before: all steps of such a trial were called its own, 14 of 16 of which another table had answered."""
     comm = join()
