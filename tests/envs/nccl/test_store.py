@@ -93,12 +93,7 @@ def test_a_job_that_closes_waits_for_no_store(refuses_for):
 
 def test_a_store_that_is_closed_keeps_no_connection():
     """Before: a job that makes its group anew again and again kept one a life, and the old group's own store."""
-
-    class Connections:
-        def __call__(self):
-            return Register()
-
-    store = RoundStore(Connections(), 1, 2)
+    store = RoundStore(lambda: Register(), 1, 2)
     store.connect()
     kept = weakref.ref(store._store), weakref.ref(store._make)
     store.close()
