@@ -27,7 +27,9 @@ def little_room_for_kernel_times(facts: Facts) -> tuple[int, int, int, int] | No
     if facts.shm_free is None:
         return None
     free_mib, needed_mib = facts.shm_free // 2**20, ranks * POOL_MIB
-    rings = min(ranks * RING_BYTES, facts.shm_free // RINGS_PART)  # they lie there before the first kernel time
+    rings = min(
+        ranks * RING_BYTES, facts.shm_free // RINGS_PART
+    )  # they lie there before the first kernel time
     n_comms = (facts.shm_free - rings) // (needed_mib * 2**20)
     return (free_mib, ranks, needed_mib, n_comms) if n_comms < _USUAL else None
 
@@ -35,7 +37,9 @@ def little_room_for_kernel_times(facts: Facts) -> tuple[int, int, int, int] | No
 def little_room_for_rings(facts: Facts) -> tuple[int, int, int] | None:
     """(MiB of shared memory that are free, ranks, MiB that whole rings need); None where they have it, or not known."""
     ranks = _ranks(facts)
-    needed = (ranks * RINGS_PART + ranks - 1) * RING_BYTES  # the last rank finds the rings of the others there
+    needed = (
+        ranks * RINGS_PART + ranks - 1
+    ) * RING_BYTES  # the last rank finds the rings of the others there
     if facts.shm_free is None or facts.shm_free >= needed:
         return None
     return facts.shm_free // 2**20, ranks, -(-needed // 2**20)
