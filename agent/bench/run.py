@@ -170,4 +170,4 @@ def _attempt(name: str, suite: str, rows: Sequence[int], limit_s: float) -> Play
         return f"{type(error).__name__}: {error} ({where})"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)  # None: C code had set it

@@ -21,7 +21,7 @@ from ...traces.here import configured, machine
 from ...traces.names import PAIRS, TUNED_FUNCS
 from .facts import Facts
 from .faults import FAULTS, Fault
-from .profiler import little_room_for_rings, whose_profiler
+from .profiler import MORE_MEMORY, little_room_for_rings, whose_profiler
 
 if TYPE_CHECKING:  # numpy with it, which a job that is to be started does not wait for
     from ...traces.records import Table
@@ -131,7 +131,7 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
      "unset NCCL_CTA_POLICY, so that default and tuned job are alike", CHANGE),
     ("ranks on a GPU", lambda f: 0 < (f.n_gpus or 0) < (f.ranks_per_node or 0) and f.release((0,), (2, 30, 3)),
      "{ranks_per_node} ranks share {n_gpus} GPUs: NCCL refuses",
-     "use NCCL 2.30.4 or newer, or one NCCL_HOSTID a rank and --force", CHANGE),
+     "use NCCL 2.30.4 or newer with NCCL_MULTI_RANK_GPU_ENABLE=1, or one NCCL_HOSTID a rank and --force", CHANGE),
     ("ranks on a GPU", lambda f: 0 < (f.n_gpus or 0) < (f.ranks_per_node or 0) and not f.release((0,), (2, 30, 3))
      and f.env.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1",
      "{ranks_per_node} ranks share {n_gpus} GPUs: NCCL refuses", "set NCCL_MULTI_RANK_GPU_ENABLE=1", CHANGE),
@@ -147,7 +147,7 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
      "set; remove the file if it is in the cache", CHANGE),
     ("shared memory", little_room_for_rings,
      "shared memory has {found[0]} MiB free; {found[1]} ranks need {found[2]} for whole rings: smaller ones lose "
-     "records when the tuner is late", "give the container more (docker run --shm-size=1g)", NOTE),
+     "records when the tuner is late", f"give the container more ({MORE_MEMORY})", NOTE),
     ("switched off", lambda f: f.switched_off,
      "the tuner is switched off here ({found}): jobs run without it", "ask the operators of this cluster", NOTE),
     ("fixed table", lambda f: f.env.get("DYNAMICCL_TABLE") and f.env.get("DYNAMICCL_RUN"),
@@ -182,6 +182,8 @@ def _meets(facts: Facts, fault: Fault) -> Any:
         return False
     if fault.where is None:
         return facts.release(fault.first, fault.below)
+    if facts.env.get("DYNAMICCL_CLUSTER") or (facts.nccl is None and not facts.n_gpus):  # no NCCL runs here
+        return False
     return (facts.nccl is None or facts.release(fault.first, fault.below)) and fault.where(facts)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...envs.nccl.variables import CELLS, Cell
 from .facts import Facts
-from .profiler import little_room_for_kernel_times
+from .profiler import MORE_MEMORY, little_room_for_kernel_times
 
 Release = tuple[int, ...]
 _NEWEST = (99,)
@@ -116,10 +116,10 @@ FAULTS = (
         "kernel times",
         (2, 27),
         (2, 32),
-        "shared memory has {found[0]} MiB free, and NCCL takes {found[2]} for the kernel times of {found[1]} ranks, "
-        "for each communicator: there is room for {found[3]}. Where it is short a rank would crash (NVIDIA/nccl#2326), "
-        "so a job with more communicators a rank has step times alone",
-        "give the container more (docker run --shm-size=1g), or use NCCL 2.32",
+        "shared memory has {found[0]} MiB free. NCCL takes {found[2]} MiB for the kernel times of {found[1]} ranks, "
+        "for each communicator, so beside our rings there is room for {found[3]}. Where it is short a rank would crash "
+        "(NVIDIA/nccl#2326), so a job with more communicators a rank has step times alone",
+        f"give the container more ({MORE_MEMORY}), or use NCCL 2.32",
         "NVIDIA/nccl#2326; read in 2.27.7, 2.28.9, 2.29.7 and 2.30.7, see envs/nccl/plugin/room.c",
         where=little_room_for_kernel_times,
     ),

@@ -9,9 +9,11 @@ from .facts import Facts
 POOL_MIB = 34
 #: So many communicators a rank are nothing unusual: of all ranks, of the shards of a model, of their copies.
 _USUAL = 3
-#: Bytes of a whole ring (its records and those that are told once, 128 each), and the share of the free space that all
-#: rings together take at most, one of so many; see envs/nccl/plugin/ring.c.
+#: Bytes of a whole ring (its records and those that are told once, 128 each). A rank's ring takes at most its part of
+#: one of so many parts of the space that this rank finds free; see envs/nccl/plugin/ring.c.
 RING_BYTES, RINGS_PART = 128 + (65_536 + 1_024) * 128, 8
+#: How a container gets the memory for rings and kernel times of three communicators a rank.
+MORE_MEMORY = "docker run --shm-size=1g for up to 8 ranks, 2g for 16"
 
 
 def _ranks(facts: Facts) -> int:
@@ -20,19 +22,24 @@ def _ranks(facts: Facts) -> int:
 
 def little_room_for_kernel_times(facts: Facts) -> tuple[int, int, int, int] | None:
     """(MiB of shared memory that are free, ranks, MiB that NCCL takes for a communicator of theirs, for how many there
-    is room); None where there is room for a usual job, or nothing is known."""
+    is room beside our rings); None where there is room for a usual job, or nothing is known."""
     ranks = _ranks(facts)
     if facts.shm_free is None:
         return None
     free_mib, needed_mib = facts.shm_free // 2**20, ranks * POOL_MIB
-    n_comms = free_mib // needed_mib
+    rings = min(
+        ranks * RING_BYTES, facts.shm_free // RINGS_PART
+    )  # they lie there before the first kernel time
+    n_comms = (facts.shm_free - rings) // (needed_mib * 2**20)
     return (free_mib, ranks, needed_mib, n_comms) if n_comms < _USUAL else None
 
 
 def little_room_for_rings(facts: Facts) -> tuple[int, int, int] | None:
     """(MiB of shared memory that are free, ranks, MiB that whole rings need); None where they have it, or not known."""
     ranks = _ranks(facts)
-    needed = ranks * RING_BYTES * RINGS_PART
+    needed = (
+        ranks * RINGS_PART + ranks - 1
+    ) * RING_BYTES  # the last rank finds the rings of the others there
     if facts.shm_free is None or facts.shm_free >= needed:
         return None
     return facts.shm_free // 2**20, ranks, -(-needed // 2**20)

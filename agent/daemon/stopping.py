@@ -227,4 +227,4 @@ def ended_politely() -> Iterator[Signals]:
         yield signals
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: C code had set it

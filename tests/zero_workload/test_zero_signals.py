@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dynamiccl.zero_workload.job import launch, train
+from handlers import hide_handler_of_c_code
 from torch.distributed.elastic.multiprocessing import api
 
 
@@ -58,6 +59,21 @@ def test_the_launcher_tells_a_second_signal_from_the_first_again(
         signal.signal(signal.SIGTERM, before)
     said = capfd.readouterr().err
     assert said.startswith(says) and bool(said) == bool(says)
+
+
+def test_a_handler_that_c_code_had_set_stops_no_launcher(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: TypeError as Python's None was to be set again, in place of the exit status."""
+    monkeypatch.setattr(launch, "_Ranks", Ranks)
+    before = signal.getsignal(signal.SIGTERM)
+    clock += [10.0, 10.004]
+    try:
+        hide_handler_of_c_code(monkeypatch, signal.SIGTERM)
+        assert launch.launch(2, [], -1) == 128 + signal.SIGTERM
+    finally:
+        monkeypatch.undo()
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_what_was_ignored_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def launch(n_ranks: int, arguments: Sequence[str], patience: float) -> int:
         finally:
             ranks.close(signal.SIGKILL)
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, handler or signal.SIG_DFL)  # None: C code had set it
         return _say_why(ended, 0) if ended and ended.failures else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from dynamiccl.agent.bench.board import Board
 from dynamiccl.agent.bench.run import _attempt, enter_one
 from dynamiccl.envs.bench.job_suites import JobSuite
 from dynamiccl.envs.sim.jobs import STANDARD
+from handlers import hide_handler_of_c_code
 from make_job_suites import draw_suite, save
 
 
@@ -33,6 +35,15 @@ def test_a_policy_that_ends_python_is_refused(suite: JobSuite, tmp_path: Path) -
     assert isinstance(found, str) and found.startswith(
         "SystemExit: bye ("
     )  # a hook of a library may be its place
+
+
+def test_a_handler_that_c_code_had_set_does_not_end_the_bench(
+    suite: JobSuite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: TypeError as Python's None was to be set again."""
+    save(suite, tmp_path / "s.json")
+    hide_handler_of_c_code(monkeypatch, signal.SIGALRM)
+    assert "SystemExit" in str(_attempt("test_refusals:Quits", str(tmp_path / "s.json"), [0], 600))
 
 
 def test_a_submission_names_neither_its_rank_nor_its_name_among_its_figures(suite: JobSuite) -> None:

@@ -10,6 +10,7 @@ from dynamiccl.agent.daemon.launcher import STATUS, Plan
 from dynamiccl.agent.daemon.stopping import ended_politely
 from dynamiccl.envs.nccl.plugin import build
 from dynamiccl.zero_workload.job.launch import launch
+from handlers import hide_handler_of_c_code
 
 #: Tells what became of SIGCHLD, and fails.
 PROGRAM = "import signal, sys; sys.{}.write(signal.getsignal(signal.SIGCHLD).name); sys.exit(3)"
@@ -52,6 +53,18 @@ def test_a_rank_of_the_workload_that_fails_fails_the_workload(ignored, capfd):
     """Before: its exit status was 0."""
     assert launch(2, ["--no-such-option"], patience=1) == 2
     assert "--no-such-option" in capfd.readouterr().err
+
+
+def test_a_handler_that_c_code_had_set_stops_no_tuner(monkeypatch):
+    """Before: TypeError as Python's None was to be set again."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        hide_handler_of_c_code(monkeypatch, signal.SIGTERM)
+        with ended_politely():
+            pass
+    finally:
+        monkeypatch.undo()
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_tuner_that_joins_sees_how_its_children_end(ignored):

@@ -124,7 +124,7 @@ SEEDED = {
     "profiler overhead": Facts(nccl=(2, 31, 2)),
     "channels": Facts(nccl=(2, 32, 3)),
     "channel limit": Facts({"NCCL_MAX_NCHANNELS": "4"}, table=table(Decision("ring", "ll", 8))),
-    "kernel times": Facts(ranks_per_node=8, shm_free=2**26),
+    "kernel times": Facts(n_gpus=8, shm_free=2**26),
     "never offered": Facts(table=table(Decision("ring", "ll"), Decision("tree", "ll"))),
     "bypass": Facts({"NCCL_CTA_POLICY": "2"}),
     "CTA policy": Facts({"NCCL_CTA_POLICY": "1"}),
@@ -156,6 +156,7 @@ def test_words_are_filled_from_what_was_found():
     found = [*examine(SEEDED["never offered"]), *examine(SEEDED["ranks on a GPU"])]
     assert "rule 2 of the table wants tree/ll" in found[0].what and "ring/ll" in found[0].cure
     assert found[1].what == "2 ranks share 1 GPUs: NCCL refuses" and "NCCL_HOSTID" in found[1].cure
+    assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in found[1].cure  # else the next release is refused without it
     (protocol,) = examine(SEEDED["narrowed offer"])
     assert protocol.what.startswith(
         "NCCL_PROTO=^LL128 takes ring/ll128 of all_gather and ring/ll128 of reduce_scatter"
@@ -172,23 +173,45 @@ def test_slow_kernel_times_matter_only_where_they_are_asked_for(every, must):
     ("free_mib", "nccl", "room"),
     [
         (64, None, 0),
-        (271, (2, 29, 7), 0),
-        (300, (2, 31, 2), 1),
-        (3 * 272 - 1, None, 2),
-        (3 * 272, None, None),
+        (310, (2, 29, 7), 0),
+        (311, (2, 31, 2), 1),
+        (3 * 272 + 65, None, 2),
+        (3 * 272 + 66, None, None),
         (64, (2, 32, 3), None),
     ],
 )
 def test_the_sum_that_nccl_takes_for_kernel_times_is_said(free_mib, nccl, room):
-    """Before: "0 traps" in a container in which our kernel times made a rank die, then the sum of one communicator."""
-    found = examine(Facts(ranks_per_node=8, shm_free=free_mib * 2**20, nccl=nccl))
+    """Before: "0 traps" in a container in which our kernel times made a rank die, then the sum of one communicator.
+    Seen at 449abf1a, the rings of the tuner itself are left out: 272 MiB are said to be enough for one."""
+    found = examine(Facts(n_gpus=8, shm_free=free_mib * 2**20, nccl=nccl))
     words = [one.what for one in found if one.name == "kernel times"]
     if room is None:
         assert words == []
         return
     assert not any(one.must_change for one in found if one.name == "kernel times")
-    needs = f"{free_mib} MiB free, and NCCL takes 272 for the kernel times of 8 ranks, for each communicator"
-    assert needs in words[0] and f"there is room for {room}." in words[0]
+    needs = f"{free_mib} MiB free. NCCL takes 272 MiB for the kernel times of 8 ranks, for each communicator"
+    assert needs in words[0] and f"beside our rings there is room for {room}." in words[0]
+
+
+@pytest.mark.parametrize(
+    "facts", [Facts(), Facts({"DYNAMICCL_CLUSTER": "2 x 8 h100"}, (2, 29, 7))], ids=["no GPU", "emulated"]
+)
+def test_no_crash_of_nccl_is_told_where_none_runs(facts):
+    """Before: a note about NCCL's crash in each CPU-only container, and on the emulated cluster."""
+    small = replace(facts, shm_free=2**26)
+    assert "kernel times" not in {one.name for one in examine(small)}
+    assert "kernel times" in {one.name for one in examine(replace(small, env={}, n_gpus=8))}
+
+
+@pytest.mark.parametrize(("gib", "n_ranks"), [(1, 8), (2, 16)])
+def test_the_memory_that_a_cure_names_is_enough(gib, n_ranks):
+    """Before: one GiB for 16 ranks, which need 1,762 MiB."""
+    names = {"kernel times", "shared memory"}
+    found = [one for one in examine(Facts(n_gpus=n_ranks, shm_free=2**26)) if one.name in names]
+    assert {one.name for one in found} == names
+    assert all(f"{gib}g" in one.cure and str(n_ranks) in one.cure for one in found)
+    assert not names & {one.name for one in examine(Facts(n_gpus=n_ranks, shm_free=gib * 2**30))}
+    assert names & {one.name for one in examine(Facts(n_gpus=2 * n_ranks, shm_free=gib * 2**30))}
 
 
 def number_in_c(file, name):
@@ -206,16 +229,16 @@ def test_the_plugin_and_the_table_of_faults_name_the_same_releases_and_memory():
     assert 128 + sum(records) * 128 == RING_BYTES
 
 
-@pytest.mark.parametrize(("free_mib", "is_said"), [(80, True), (520, True), (521, False)])
+@pytest.mark.parametrize(("free_mib", "is_said"), [(80, True), (576, True), (577, False)])
 def test_rings_are_whole_where_an_eighth_of_the_free_space_holds_them(free_mib, is_said):
-    """Before: 72 MiB were enough for 8 ranks."""
+    """Before: 72 MiB were enough for 8 ranks, then 521, with which the last seven have half a ring."""
     found = [
         one
         for one in examine(Facts(ranks_per_node=8, shm_free=free_mib * 2**20))
         if one.name == "shared memory"
     ]
     assert bool(found) == is_said
-    assert not found or f"{free_mib} MiB free; 8 ranks need 521" in found[0].what
+    assert not found or f"{free_mib} MiB free; 8 ranks need 577" in found[0].what
 
 
 @pytest.mark.parametrize(
