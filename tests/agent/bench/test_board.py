@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import zlib
@@ -279,6 +280,7 @@ def test_a_board_is_the_same_for_any_split(
     save(suite, tmp_path / "s.json")
     if backend == "ray":
         ray = pytest.importorskip("ray", reason="Ray is not installed")
+        before = signal.getsignal(signal.SIGTERM)
         ray.init(num_cpus=2, include_dashboard=False)
     try:
         told, parts = [], []
@@ -296,6 +298,7 @@ def test_a_board_is_the_same_for_any_split(
     finally:
         if backend == "ray":
             ray.shutdown()
+            signal.signal(signal.SIGTERM, before)  # it leaves its own
 
 
 def test_a_guest_is_found_where_the_command_is_called(suite: JobSuite, tmp_path: Path) -> None:
