@@ -1,6 +1,7 @@
 // What NCCL waits for in each collective: `path_speed RUN_FOLDER LIBRARY...` times the tuner's answer under a
 // table of 64 rows, and the profiler's note, in builds of the plugin, round by round in turn. A note is all
-// that NCCL 2.29 tells of one collective: its group, its call, its launch and itself. Prints a line a build:
+// that NCCL 2.29 tells of one collective: its group, its call, its launch and itself. Between call and launch
+// NCCL asks, or the group would not count: that answer is not in the note's time. Prints a line a build:
 // nanoseconds of an answer and of a note, medians of the rounds. With `ROUNDS` in the environment so many
 // rounds.
 #include <dlfcn.h>
@@ -86,20 +87,23 @@ static void load(struct build* b, const char* path) {
   exit(2);
 }
 
-static double time_answers(const struct build* b, double* forced) {
-  const float offer[N_ALGOS][N_PROTOS] = {{-1, -1, -1}, {30, 20, 10}, {-1, -1, -1}, {-1, -1, -1},
-                                          {-1, -1, 40}, {-1, -1, -1}, {-1, -1, 50}};
+// One question, of a build or of none.
+static void ask(const struct build* b, int i, double* forced) {
+  static const float offer[N_ALGOS][N_PROTOS] = {{-1, -1, -1}, {30, 20, 10}, {-1, -1, -1}, {-1, -1, -1},
+                                                 {-1, -1, 40}, {-1, -1, -1}, {-1, -1, 50}};
   float cost[N_ALGOS][N_PROTOS];
+  int n_channels = 24;
+  memcpy(cost, offer, sizeof cost);
+  __asm__ volatile("" : : "r"(cost) : "memory");
+  if (b != NULL)
+    b->tuner->get_coll_info(b->context, FUNC_ALL_GATHER, (size_t)(4 * (i % N_SIZES)) << 16, 1,
+                            (float**)(void*)cost, N_ALGOS, N_PROTOS, 0, &n_channels);
+  *forced += n_channels == 16;
+}
+
+static double time_answers(const struct build* b, double* forced) {
   const double began = now_ns();
-  for (int i = 0; i < N_CALLS; i++) {
-    int n_channels = 24;
-    memcpy(cost, offer, sizeof cost);
-    __asm__ volatile("" : : "r"(cost) : "memory");
-    if (b != NULL)
-      b->tuner->get_coll_info(b->context, FUNC_ALL_GATHER, (size_t)(4 * (i % N_SIZES)) << 16, 1,
-                              (float**)(void*)cost, N_ALGOS, N_PROTOS, 0, &n_channels);
-    *forced += n_channels == 16;
-  }
+  for (int i = 0; i < N_CALLS; i++) ask(b, i, forced);
   return (now_ns() - began) / N_CALLS;
 }
 
@@ -109,7 +113,7 @@ static void tell(const struct build* b, struct nccl_event_v5* e, void** handle) 
   if (*handle != NULL) b->profiler->stop_event(*handle);
 }
 
-static double time_notes(const struct build* b) {
+static double time_notes(const struct build* b, double* forced) {
   struct nccl_event_v5 group = {.type = EVENT_GROUP_API}, call = {.type = EVENT_COLL_API};
   struct nccl_event_v5 launch = {.type = EVENT_KERNEL_LAUNCH}, e = {.type = EVENT_COLL};
   call.coll_api = (struct nccl_coll_api_event){.func = "AllGather", .count = 2048, .datatype = "ncclFloat32"};
@@ -125,6 +129,7 @@ static double time_notes(const struct build* b) {
     void* handle = NULL;
     tell(b, &group, &launch.parent);
     tell(b, &call, &e.parent);
+    ask(b, i, forced);
     if (tells_launches) tell(b, &launch, &handle);
     tell(b, &e, &handle);
   }
@@ -153,11 +158,12 @@ int main(int argc, char** argv) {
   for (int round = 0; round < n_rounds; round++) {
     const double loop = time_answers(NULL, &forced);
     for (int i = 0; i < n; i++) {
-      builds[i].answer[round] = time_answers(&builds[i], &forced) - loop;
-      builds[i].note[round] = time_notes(&builds[i]);
+      const double asked = time_answers(&builds[i], &forced);
+      builds[i].answer[round] = asked - loop;
+      builds[i].note[round] = time_notes(&builds[i], &forced) - asked;
     }
   }
-  if (forced != (double)n * n_rounds * N_CALLS) return 1;  // each answer was the table's
+  if (forced != 2.0 * n * n_rounds * N_CALLS) return 1;  // each answer was the table's
   for (int i = 0; i < n; i++)
     printf("%.1f %.1f\n", median(builds[i].answer, n_rounds), median(builds[i].note, n_rounds));
   return 0;
