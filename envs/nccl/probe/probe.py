@@ -216,9 +216,11 @@ class Probe:
 
 
 def _note(path: Path, text: str) -> None:
-    """Leave a word for the tuner; on other nodes than its own there is nobody to read it."""
+    """Leave a word for the tuner, which never finds it half written; on other nodes than its own nobody reads it."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")  # ranks of a node may leave the same word
     with contextlib.suppress(OSError):
-        path.write_text(text)
+        draft.write_text(text)
+        os.replace(draft, path)
 
 
 def _nccl(torch: Any) -> str:

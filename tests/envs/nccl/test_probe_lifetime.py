@@ -225,3 +225,14 @@ for _ in range(2):
     found = [ring.drain() for ring in run.rings()]
     ranks = [list(rows[rows["kind"] == STEP].view(STEP_DTYPE)["rank"]) for rows in found]
     assert sorted(ranks) == [[first, first, 0, 0] for first in (0, 5)]
+
+
+def test_a_word_of_the_probe_is_never_found_half_written(tmp_path, monkeypatch):
+    """Before: who looked as it was written found none."""
+    word, found, rename = tmp_path / "agreement", [], os.replace
+    probe = Probe(str(tmp_path))
+    monkeypatch.setattr("dynamiccl.envs.nccl.probe.probe._default_group", lambda: probe)
+    probe._tell(None, "one")
+    monkeypatch.setattr(os, "replace", lambda *names: found.append(word.read_text()) or rename(*names))
+    probe._tell(None, "two")
+    assert found == ["one"] and word.read_text() == "two" and list(tmp_path.iterdir()) == [word]
