@@ -19,9 +19,9 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: setup
 	$(RUN) demo --steps $(DEMO_STEPS)
 
-# What takes seconds, six at a time: half of the tests wait for processes of theirs.
+# What takes seconds, four at a time.
 test: setup $(VENV)/frameworks
-	$(BIN)/python -m pytest -m "not slow and not timing" -n 6 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not slow and not timing" -n 4 --dist loadfile --no-loadscope-reorder
 
 # The rest: whole tuned jobs, restarts, killed and frozen processes, wheels on every Python; an hour, and then test-random.
 # It names each test, so that a run that is cut short says how far it came and what failed. CI runs those that take up to
