@@ -83,8 +83,8 @@ def _check_depth(value: Any, most: int) -> None:
 
 
 def atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` write a file under another name, and rename it. Raises TraceError."""
-    draft = path.with_name(path.name + ".tmp")
+    """Let ``write`` write a file under another name, which no other process has, and rename it. Raises TraceError."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         write(draft)
         os.replace(draft, path)

@@ -9,8 +9,8 @@ from .facts import Facts
 POOL_MIB = 34
 #: So many communicators a rank are nothing unusual: of all ranks, of the shards of a model, of their copies.
 _USUAL = 3
-#: Bytes of a whole ring (its records and those that are told once, 128 each). A rank's ring takes at most its part of
-#: one of so many parts of the space that this rank finds free; see envs/nccl/plugin/ring.c.
+#: Bytes of a whole ring: its records, and those that are told once, 128 each. And the share of the free space that the
+#: rings of a node take at most, an eighth; each rank looks anew. See envs/nccl/plugin/ring.c.
 RING_BYTES, RINGS_PART = 128 + (65_536 + 1_024) * 128, 8
 #: How a container gets the memory for rings and kernel times of three communicators a rank.
 MORE_MEMORY = "docker run --shm-size=1g for up to 8 ranks, 2g for 16"
@@ -27,9 +27,8 @@ def little_room_for_kernel_times(facts: Facts) -> tuple[int, int, int, int] | No
     if facts.shm_free is None:
         return None
     free_mib, needed_mib = facts.shm_free // 2**20, ranks * POOL_MIB
-    rings = min(
-        ranks * RING_BYTES, facts.shm_free // RINGS_PART
-    )  # they lie there before the first kernel time
+    # They lie there before the first kernel time.
+    rings = min(ranks * RING_BYTES, facts.shm_free // RINGS_PART)
     n_comms = (facts.shm_free - rings) // (needed_mib * 2**20)
     return (free_mib, ranks, needed_mib, n_comms) if n_comms < _USUAL else None
 
@@ -37,9 +36,8 @@ def little_room_for_kernel_times(facts: Facts) -> tuple[int, int, int, int] | No
 def little_room_for_rings(facts: Facts) -> tuple[int, int, int] | None:
     """(MiB of shared memory that are free, ranks, MiB that whole rings need); None where they have it, or not known."""
     ranks = _ranks(facts)
-    needed = (
-        ranks * RINGS_PART + ranks - 1
-    ) * RING_BYTES  # the last rank finds the rings of the others there
+    # The last rank finds the rings of the others there.
+    needed = (ranks * RINGS_PART + ranks - 1) * RING_BYTES
     if facts.shm_free is None or facts.shm_free >= needed:
         return None
     return facts.shm_free // 2**20, ranks, -(-needed // 2**20)

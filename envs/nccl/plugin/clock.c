@@ -188,8 +188,7 @@ uint64_t dccl_note_call(struct dccl_seat* seat, const struct dccl_call* call) {
     atomic_store_explicit(&seat->n_groups, n_groups + 1, memory_order_relaxed);
   }
   if (call->captured) return 0;
-  const uint64_t before = atomic_load_explicit(&seat->n_colls, memory_order_relaxed),
-                 n = before + n_called + 1;
+  const uint64_t n = atomic_load_explicit(&seat->n_colls, memory_order_relaxed) + n_called + 1;
   if (is_broadcast(call->func)) return n_called > 0 ? n - 1 : n;
   uint64_t hash = atomic_load_explicit(first ? &seat->hash : &seat->called_hash, memory_order_relaxed);
   const uint64_t func = word_of(call->func), type = word_of(call->datatype);

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ....traces.here import machine
+from ....traces.outside import TraceError, atomically
 from ....traces.reasons import NotAgreeing, NotTuning
 from ....traces.records import RECORD_BYTES, STATE, UNSET, AgreementState
 from ..agreement.agreement import Agreement
@@ -217,10 +218,8 @@ class Probe:
 
 def _note(path: Path, text: str) -> None:
     """Leave a word for the tuner, which never finds it half written; on other nodes than its own nobody reads it."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}")  # ranks of a node may leave the same word
-    with contextlib.suppress(OSError):
-        draft.write_text(text)
-        os.replace(draft, path)
+    with contextlib.suppress(TraceError):
+        atomically(path, lambda draft: draft.write_text(text))
 
 
 def _nccl(torch: Any) -> str:

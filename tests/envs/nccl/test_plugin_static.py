@@ -181,8 +181,8 @@ def test_slow_kernel_times_matter_only_where_they_are_asked_for(every, must):
     ],
 )
 def test_the_sum_that_nccl_takes_for_kernel_times_is_said(free_mib, nccl, room):
-    """Before: "0 traps" in a container in which our kernel times made a rank die, then the sum of one communicator.
-    Seen at 449abf1a, the rings of the tuner itself are left out: 272 MiB are said to be enough for one."""
+    """Before: "0 traps" in a container in which our kernel times made a rank die, then the sum of one communicator,
+    and then none of our rings: 272 MiB were said to be enough for one."""
     found = examine(Facts(n_gpus=8, shm_free=free_mib * 2**20, nccl=nccl))
     words = [one.what for one in found if one.name == "kernel times"]
     if room is None:

@@ -147,14 +147,12 @@ def test_what_is_no_vote_counts_as_none(pair, name):
 @pytest.mark.parametrize(
     "comms",
     [
-        *(
-            "[]",
-            '{"7": {}}',
-            '{"7": {"n_ranks": "2"}}',
-            '{"x": {}}',
-            f'{{"7": {DEEP}}}',
-            '{"7": {"marks": [1]}}',
-        ),
+        "[]",
+        '{"7": {}}',
+        '{"7": {"n_ranks": "2"}}',
+        '{"x": {}}',
+        f'{{"7": {DEEP}}}',
+        '{"7": {"marks": [1]}}',
         json.dumps({"7": asdict(CommVote(2, 1, 90, "inf", {}))}),  # a text is no pace
     ],
 )
@@ -339,9 +337,8 @@ def test_a_store_with_an_address_of_ipv6_is_as_any_other():
     assert first.settle(1, DECIDED) == second.settle(1, ABORT) == DECIDED
     del server
     gc.collect()
-    with pytest.raises(
-        ConnectionAbortedError, match="store is gone"
-    ):  # its connection was found among those of IPv6
+    # Its connection was found among those of IPv6.
+    with pytest.raises(ConnectionAbortedError, match="store is gone"):
         second.is_over()
     first.close()
     second.close()
