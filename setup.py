@@ -5,6 +5,7 @@ torch`` of the environment would fail. So it gets a copy, beside the other insta
 not editable has the C plugin in it, where there is a compiler; otherwise it is compiled when first needed.
 """
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -77,11 +78,19 @@ class WithPlugin(build_py):
         """
         shutil.rmtree(Path(self.build_lib) / "dynamiccl", ignore_errors=True)
         super().run()
+        self._note_commit()
         build = plugin_build()
         try:
             build.install_into(Path(self.build_lib) / "dynamiccl/envs/nccl/plugin/lib")
         except (build.PluginBuildError, OSError) as error:
             print(f"dynamiccl: {error}; it will be compiled when first needed", file=sys.stderr)
+
+    def _note_commit(self):
+        """``dynamiccl --version`` names it; a source archive without a history has none."""
+        git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            head = subprocess.check_output(git, text=True, stderr=subprocess.DEVNULL)
+            (Path(self.build_lib) / "dynamiccl/commit.txt").write_text(head)
 
 
 if "editable_wheel" in sys.argv:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from ..traces.here import pip_install
-from .commands import Argument, Call, Option
+from .commands import Argument, Call, Option, start_untuned
 
 #: What a command may lack, and the extra that brings it; all else is in `tuner`.
 _EXTRAS = {"torch": "train", "stable_baselines3": "train", "sb3_contrib": "train"}
@@ -234,13 +234,20 @@ def run(words: Sequence[str]) -> None:
     if name is not None:
         parser = Parser(name)
         said = parser.said(words[len(name.split()) :])
-        parser.call(said, _of_site(name))
+        try:
+            of_site = _of_site(name)
+        except ValueError as error:
+            why = " ".join(str(error).split())
+            start_untuned(said, f"{SITE_OPTIONS} has a mistake: {why}")
+        parser.call(_within_site(said, of_site), of_site)
     elif not words or words[0] in ("-h", "--help"):
         print(overview())
     elif words[0] == "--version":
         from importlib.metadata import version
 
-        print(f"dynamiccl {version('dynamiccl')}")
+        from ..traces.header import commit
+
+        print(f"dynamiccl {version('dynamiccl')} ({(commit() or 'commit not known')[:12]})")
     elif (inside := [name for name in NAMES if name.startswith(f"{words[0]} ")]) and words[1:2] in _HELP:
         print(overview(words[0]))
     else:
@@ -249,19 +256,18 @@ def run(words: Sequence[str]) -> None:
 
 
 def _of_site(name: str) -> dict[str, Any]:
-    """The site's options of `tune`.
-
-    A mistake in them must not keep the jobs of the whole site from starting: it is printed, and they are ignored.
-    """
+    """The site's options of `tune`. Raises ValueError for a mistake in them."""
     text = os.environ.get(SITE_OPTIONS, "")
-    if name != "tune" or not text:
-        return {}
-    try:
-        return _SiteParser(name).said(shlex.split(text))
-    except ValueError as error:
-        why = " ".join(str(error).split())
-        print(f"warning: {SITE_OPTIONS} is ignored: {why}", file=sys.stderr)
-        return {}
+    return _SiteParser(name).said(shlex.split(text)) if name == "tune" and text else {}
+
+
+def _within_site(said: dict[str, Any], of_site: Mapping[str, Any]) -> dict[str, Any]:
+    """What the user said, with at most the site's budget: no user spends more of a cluster than the site lets."""
+    most = of_site.get("budget")
+    if most is None or said.get("budget", most) <= most:
+        return said
+    print(f"warning: --budget {said['budget']:g} is above this site's {most:g}, which holds", file=sys.stderr)
+    return {**said, "budget": most}
 
 
 def _slip(word: str, inside: Sequence[str]) -> str:

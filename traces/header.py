@@ -46,7 +46,7 @@ def new_header() -> dict[str, Any]:
         "host": host(),
         "kernel": kernel(),
         "versions": versions,
-        "commit": git("rev-parse", "HEAD"),
+        "commit": commit(),
         "command": readable(masked(" ".join(sys.argv))),
     }
 
@@ -100,6 +100,16 @@ def git(*args: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+def commit() -> str | None:
+    """The commit of this code: the checkout's, else the one that the wheel was built of; None if neither tells."""
+    if found := git("rev-parse", "HEAD"):
+        return found
+    try:
+        return (Path(__file__).resolve().parents[1] / "commit.txt").read_text("ascii").strip() or None
+    except (OSError, ValueError):
+        return None
 
 
 def _plain_table(table: Table) -> dict[str, Any]:

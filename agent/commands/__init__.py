@@ -126,6 +126,18 @@ def run_alone_if_off(command: list[str] | None, headroom: int | None, json: bool
         _run_alone(command, headroom, off, json)
 
 
+def start_untuned(said: Mapping[str, Any], why: str) -> NoReturn:
+    """Become the job of a command line of `tune` (the values that were said), untuned: the site's options have a
+    mistake, so nobody knows what the site allows. Without a job to start, an error with status 2."""
+    from ...traces.reasons import RunEnds
+
+    command = said.get("command")
+    if not command:
+        fail(f"{why}: ask the operators of this cluster")
+    why = off_here() or RunEnds.NOT_STARTED(why=why)
+    _run_alone(command, said.get("headroom"), why, said.get("json", False))
+
+
 @contextmanager
 def untuned_if_refused(command: list[str] | None, headroom: int | None, json: bool = False) -> Iterator[None]:
     """In this context an error makes this process the job, without anything of ours but the channels of ``headroom``.

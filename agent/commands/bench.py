@@ -69,8 +69,16 @@ def bench(
     dynamiccl bench --backend ray --processes 64    # on a Ray cluster
     """
     suite = ":".join([suite, *([",".join(world)] if world else [])])
+    from ..policies.choosing import check_is_there
+
     if filed:
         _check_filed(suite)
+    with refusing(ValueError):
+        for name in policy or ():
+            check_is_there(name)
+    for path in submission or ():
+        if not path.is_file():
+            fail(f"there is no submission {path}")
     print(f"loading suite {suite} ...", file=sys.stderr, flush=True)
     one_thread()
     from ...envs.bench.job_suites import JobSuite

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json as json_module
 import os
+import shlex
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -258,7 +260,8 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     run = make_folder()
     left: dict[str, Any] = Request.among(asked)
     left |= {"out": out, "memory": memory, "emulated": emulated, "job_log": job_log, "launched": not own}
-    left |= {"facts": facts, "job": " ".join(command)}
+    typed = shlex.join(["dynamiccl", *sys.argv[1:]])
+    left |= {"facts": facts, "job": " ".join(command), "typed": typed}
     Request(**left).write(run)
     link(out, run)
     tuner = [*program(), "tune", "--attach", str(run)]

@@ -21,6 +21,7 @@ from ...envs.nccl.run_folder import LAUNCHER, STOP, TUNER
 from ...envs.nccl.shm import RunFolder
 from ...envs.nccl.tables import TABLE
 from ...envs.search.config import SearchConfig
+from ...traces.header import masked, readable
 from ...traces.outside import TraceError
 from ...traces.reasons import RunEnds
 from ...traces.records import TUNED_FUNCS, Decision, Slot
@@ -119,6 +120,8 @@ class Daemon:
         link(out, self.run.path)
         header = {"emulated": request.emulated is not None, "policy": request.policy, **request.facts}
         header |= asdict(request.emulated) if request.emulated else {}
+        if request.typed:  # the launcher started this process by words of its own
+            header["command"] = readable(masked(request.typed))
         header |= {"job": request.job, "run": str(self.run.path), "run_id": self.run.id}
         with contextlib.ExitStack() as stack:
             self._open(stack)

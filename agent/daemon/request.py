@@ -37,6 +37,7 @@ class Request:
     bitwise: bool = False  # only what keeps the order of sums
     facts: dict[str, Any] = field(default_factory=dict)  # of the job, for the summary: stage, n_processes
     job: str = ""  # its command
+    typed: str = ""  # the command line by which the run was started; "": it was joined
     job_log: Path | None = None  # JSON lines with the loss of each step, where the job writes them
     json: bool = False  # print the summary to stdout, and no text
     memory: str | None = None  # where what was learned of clusters is kept; None: nowhere

@@ -56,6 +56,12 @@ def check_chooser(name: str) -> None:
         make_chooser(name)
 
 
+def check_is_there(name: str) -> None:
+    """Refuse a file of weights or a model that is not there, before anything slow begins. Raises ValueError."""
+    if name.endswith((WEIGHTS, MODEL)) and not Path(name).is_file():
+        raise ValueError(f"there is no file {name}")
+
+
 def make_chooser(name: str, seed: int = 0, rounds: int | None = None) -> Policy:
     """A policy for :class:`envs.search.search.Search`.
 

@@ -121,7 +121,7 @@ def state(out: Path) -> dict[str, Any]:
         "phase": last.get("phase"),
         "window": last.get("index"),
         "in_force": _known(summary.in_force, last.get("in_force")),
-        "decisions": sum(decided(row) != "auto" for row in summary.decisions),
+        "decisions": sum(decided(row) != "auto" for row in summary.decisions) if summary.kept else 0,
         "kept": summary.kept,
         "verdict": verdict(summary) if summary else None,
         "gain": summary.saved and summary.saved[0],

@@ -262,8 +262,8 @@ class _AfterRollout(BaseCallback):
         saved = error = None
         if beyond:
             saved = round(float(np.mean(beyond)), 2)
-            deviation = np.std(beyond) / len(beyond) ** 0.5
-            error = round(float(deviation), 2)
+            if len(beyond) > 1:
+                error = round(float(np.std(beyond, ddof=1) / len(beyond) ** 0.5), 2)
         row = {
             "turns": self.num_timesteps,
             "jobs": len(beyond),
@@ -275,14 +275,16 @@ class _AfterRollout(BaseCallback):
         self.progress(self.num_timesteps, t.settings.played, row)
 
 
-def gained(policy: LstmPolicy, runs: Sequence[Path], times: int = 3) -> float:
-    """Default steps a job that a policy saves beyond the rule on recorded runs, each played so many times."""
+def gained(policy: LstmPolicy, runs: Sequence[Path], times: int = 3) -> tuple[float, float]:
+    """Default steps a job that a policy saves beyond the rule on recorded runs, each played so many times, and the
+    standard error over the runs; NaN for one run, whose scatter is not known."""
     means = []
     for run in runs:
         job = make_vec_env(partial(_against_rule, run), seed=0)
         mean, _ = evaluate_policy(cast(Any, policy), job, times)
-        means.append(mean)
-    return 100 * float(np.mean(means))
+        means.append(100 * float(np.mean(mean)))
+    error = np.std(means, ddof=1) / len(means) ** 0.5 if len(means) > 1 else math.nan
+    return float(np.mean(means)), float(error)
 
 
 def _against_rule(run: Path) -> AgainstBaseline:

@@ -323,7 +323,8 @@ class Job(Reader):
             lease = Lease(generation, steps, quad, self.rhythm, left_out)
             if cut := self._run(lease, give_up_ms):
                 lease.is_fatal = cut.is_fatal
-                self._say(f"the alternating steps are measured again: {cut.what}")
+                # The normal course of a job that evaluates now and then: for the log, no alarm on a terminal.
+                log.debug("the alternating steps are measured again: %s", cut.what)
             lease.is_given_up = lease.newest_ms > give_up_ms
             leases.append(lease)
             wanted, waited = wanted - lease.n_kept, lease.waited

@@ -1,5 +1,6 @@
 """``dynamiccl lab train``: train the weights of the LSTM policy."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +34,7 @@ def train(
 
     It starts as the rule. The reward of an episode is the gain over the rule on the same job, clipped to 200 default
     steps gained or lost. The .json record has all hyperparameters. With --runs it learns from your own recorded jobs.
-    Every fifth run is only used to judge: the last line gives the gain on these runs.
+    Every fifth run is only used to judge: the last line gives the gain on these runs, with its standard error.
     """
     one_thread()
     from ....traces.outside import TraceError
@@ -57,7 +58,11 @@ def train(
             training.begin_with(LstmPolicy.load())
 
     def show(done: int, total: int, row: dict[str, Any]) -> None:
-        said = "" if row["saved"] is None else f"{row['saved']:+.1f} default steps a job beyond the rule's"
+        said = (
+            ""
+            if row["saved"] is None
+            else f"{_beyond(row['saved'], row['error'])}, the last {row['jobs']} jobs"
+        )
         console.print(f"{done / total:4.0%} of {total} turns  {said}")
 
     training.run(show)
@@ -69,9 +74,15 @@ def train(
     console.print(f"{out}: trained in {training.seconds:.0f} s; judge it by: dynamiccl bench --policy {out}")
     console.print(f"record and learning curve: {record}")
     if told is not None:
-        console.print(
-            f"{told:+.1f} default steps a job beyond the rule's on {len(judges)} runs that it has not seen"
-        )
+        console.print(f"{_beyond(*told)} on {len(judges)} runs that it has not seen")
+
+
+def _beyond(saved: float, error: float | None) -> str:
+    """Default steps a job beyond the rule's, with the standard error; whether that is told apart from nothing."""
+    if error is None or math.isnan(error):
+        return f"{saved:+.1f} default steps a job beyond the rule's (one job: error not known)"
+    noise = "" if abs(saved) > 2 * error else ", not told apart from the rule"
+    return f"{saved:+.1f} (standard error {error:.1f}) default steps a job beyond the rule's{noise}"
 
 
 def _check(runs: Iterable[Path]) -> None:

@@ -21,6 +21,7 @@ from dynamiccl.agent.policies.rule import ROUNDS, ROUNDS_A_SLOT
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.envs.search.config import BUDGET_STEPS, SearchConfig
 from dynamiccl.envs.sim.emulated.settings import Emulated
+from dynamiccl.traces.header import commit
 from paths import DATA
 from rich.console import Console
 
@@ -135,8 +136,11 @@ def test_the_limits_of_a_search_are_told_as_they_are():
     assert own == (20, 3) and "policies of your own: 20, or three per slot" in said
 
 
-def test_the_version_is_the_packages():
-    assert run("--version").output.split() == ["dynamiccl", version("dynamiccl")]
+def test_the_version_is_the_packages_and_names_the_commit():
+    """Before: all commits since 26 November were 0.2.0, and nobody could say which one runs."""
+    name, number, of = run("--version").output.split()
+    assert (name, number) == ("dynamiccl", version("dynamiccl"))
+    assert of == f"({(commit() or 'commit not known')[:12]})"
 
 
 @pytest.mark.parametrize(
@@ -262,3 +266,10 @@ def test_a_reader_of_our_output_that_has_gone_is_no_fault_of_the_input() -> None
 if __name__ == "__main__":
     FROZEN.write_text(json.dumps(interface(), indent=1) + "\n")
     print(f"{len(interface())} commands on record", file=sys.stderr)
+
+
+def test_bench_looks_for_its_files_before_it_computes():
+    """Before: the suite was loaded for 20 s, then "there is no file"."""
+    for words in (["--policy", "model.zip"], ["--policy", "weights.npz"], ["--submission", "mine.json"]):
+        refused = run("bench", *words)
+        assert refused.exit_code == 2 and refused.stderr.count("\n") == 1 and words[1] in refused.stderr

@@ -150,7 +150,7 @@ def test_a_sites_options_stand_before_the_users(tmp_path):
     job = ("--", "true")
     assert "no policy 'alchemy'" in run("tune", *job, env=site).stderr
     assert "no policy 'magic'" in run("tune", "--policy", "magic", *job, env=site).stderr
-    joined = run("tune", "--attach", "/nonexistent", env={"DYNAMICCL_TUNE_OPTIONS": "--or-untuned --stage 4"})
+    joined = run("tune", "--attach", "/nonexistent", env={"DYNAMICCL_TUNE_OPTIONS": "--or-untuned --stage 2"})
     assert "no run here" in joined.stderr, (
         "the launcher starts the tuner in this way: the run has its options"
     )
@@ -172,15 +172,20 @@ def test_a_sites_options_stand_before_the_users(tmp_path):
         ("--help", "--help is for the command line"),
     ],
 )
-def test_a_mistake_in_the_sites_options_keeps_no_job_from_starting(options, why):
-    """Before: status 2 for every job of the site, also with the off switch; what followed ``--`` became the job."""
-    site = {"DYNAMICCL_TUNE_OPTIONS": options, "DYNAMICCL_OFF": "1"}
+@pytest.mark.parametrize("off", [False, True])
+def test_a_mistake_in_the_sites_options_means_untuned(options, why, off):
+    """Before: all options were ignored, so a job could spend five times the site's budget, or did not start."""
+    site = {"DYNAMICCL_TUNE_OPTIONS": options, **({"DYNAMICCL_OFF": "1"} if off else {})}
     done = run("tune", "--", sys.executable, "-S", "-c", "print('trained'); raise SystemExit(7)", env=site)
     assert (done.returncode, done.stdout) == (7, "trained\n"), done.stderr
-    assert done.stderr.startswith(f"warning: DYNAMICCL_TUNE_OPTIONS is ignored: {why}\n")
+    said = "DYNAMICCL_OFF=1" if off else f"DYNAMICCL_TUNE_OPTIONS has a mistake: {why}"
+    assert said in done.stderr and "the job runs without it" in done.stderr and done.stderr.count("\n") == 1
     refused = run("tune", "--stage", "5", env=site)
     assert refused.returncode == 2 and refused.stderr.startswith("error: --stage"), "the user's own mistake"
-    assert refused.stderr.count("\n") == 1
+    without = run("tune", "--attach", "/nonexistent", env=site)
+    assert without.returncode == 2 and "ask the operators" in without.stderr
+    for told in (refused, without):
+        assert told.stderr.count("\n") == 1
 
 
 def test_the_documented_options_of_a_site_are_for_jobs_with_and_without_a_command():
@@ -194,15 +199,17 @@ def test_the_documented_options_of_a_site_are_for_jobs_with_and_without_a_comman
 
 
 def test_a_value_of_the_user_overrides_the_sites(monkeypatch):
-    """Before: the site's options counted as given by the user. Its --steps refused each job with a COMMAND."""
+    """Before: the site's options counted as given by the user. Its --steps refused each job with a COMMAND. A site's
+    budget is the most that a user may ask for: before, users could raise it."""
     monkeypatch.setenv("DYNAMICCL_TUNE_OPTIONS", "--budget 0.01 --once --steps 500")
     asked = []
     monkeypatch.setattr("dynamiccl.agent.commands.tune._start", asked.append)
-    for user in ([], ["--budget", "0.02"]):
+    for user in ([], ["--budget", "0.02", "--seed", "4"], ["--budget", "0.005"]):
         assert invoke(["tune", *user, "--", "true"]).exit_code == 0
-    site, user = asked
+    site, more, less = asked
     assert (site["budget"], site["once"], site["seed"]) == (0.01, True, 0)
-    assert (user["budget"], user["once"]) == (0.02, True)
+    assert (more["budget"], more["once"], more["seed"]) == (0.01, True, 4)
+    assert less["budget"] == 0.005
 
 
 def begin_as(monkeypatch, folder, job_and_step):

@@ -39,6 +39,14 @@ def test_the_budget_of_a_run_stands_beside_its_cost(run, tmp_path):
     assert f'dynamiccl_search_budget_seconds{{run="{run}"}} 100.0' in text
 
 
+def test_a_table_that_was_dropped_has_no_rows_in_the_metrics(run):
+    """Before: 4 rows beside "table kept 0", so the dashboard showed a table where there is none."""
+    assert state(run)["decisions"] > 0
+    told = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(told | {"kept": False}))
+    assert state(run)["decisions"] == 0
+
+
 def test_the_dashboard_asks_for_metrics_that_there_are():
     board = json.loads(DASHBOARD.read_text())
     queries = [t["expr"] for p in board["panels"] for t in p["targets"]]

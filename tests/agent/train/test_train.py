@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from command import invoke
+from dynamiccl.agent.commands.lab.train import _beyond
 from dynamiccl.agent.policies.lstm import LstmPolicy
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.agent.train.against import AgainstBaseline
@@ -157,3 +158,20 @@ def test_every_update_learns_and_adam_sees_small_gradients(tmp_path):
     assert training.model.num_timesteps == 64
     assert rates == pytest.approx([1e-3, 5e-4])
     assert {group["eps"] for group in training.policy.optimizer.param_groups} == {1e-8}
+
+
+@pytest.mark.parametrize(
+    ("saved", "error", "said"),
+    [
+        (
+            14.3,
+            20.0,
+            "+14.3 (standard error 20.0) default steps a job beyond the rule's, not told apart from the rule",
+        ),
+        (-50.0, 20.0, "-50.0 (standard error 20.0) default steps a job beyond the rule's"),
+        (3.0, None, "+3.0 default steps a job beyond the rule's (one job: error not known)"),
+    ],
+)
+def test_a_figure_of_the_training_is_told_with_its_error(saved, error, said):
+    """Before: "+14.3 default steps a job beyond the rule's", of ten jobs with an error of 20."""
+    assert _beyond(saved, error) == said
