@@ -8,6 +8,7 @@ import difflib
 import importlib
 import inspect
 import io
+import math
 import os
 import shlex
 import shutil
@@ -262,12 +263,18 @@ def _of_site(name: str) -> dict[str, Any]:
 
 
 def _within_site(said: dict[str, Any], of_site: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user said, with at most the site's budget: no user spends more of a cluster than the site lets."""
-    most = of_site.get("budget")
-    if most is None or said.get("budget", most) <= most:
-        return said
-    print(f"warning: --budget {said['budget']:g} is above this site's {most:g}, which holds", file=sys.stderr)
-    return {**said, "budget": most}
+    """What the user said, with at most the site's budget and the site's slots: no user takes more of a cluster than
+    the site gives."""
+    said = dict(said)
+    if said.get("budget", 0) > (most := of_site.get("budget", math.inf)):
+        print(
+            f"warning: --budget {said['budget']:g} is above this site's {most:g}, which holds",
+            file=sys.stderr,
+        )
+        said["budget"] = most
+    if "search_slots" in of_site and said.pop("search_slots", None):
+        print("warning: this site's --search-slots holds", file=sys.stderr)
+    return said
 
 
 def _slip(word: str, inside: Sequence[str]) -> str:

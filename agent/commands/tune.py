@@ -74,6 +74,15 @@ def tune(
             "0: only watch.",
         ),
     ] = 0.05,
+    search_slots: Annotated[
+        str | None,
+        Option(
+            metavar="N:FOLDER",
+            group=SEARCH,
+            help="At most N of the tuners that name this FOLDER search at a time; one more only watches its job. On a "
+            "file system without locks all of them search.",
+        ),
+    ] = None,
     once: Annotated[
         bool, Option(group=SEARCH, help="Stop at the verdict: no later trials, no monitoring.")
     ] = False,
@@ -207,6 +216,7 @@ def _start(asked: dict[str, Any]) -> None:
     from ...envs.nccl.plugin.build import PluginBuildError
     from ...envs.nccl.steps.nvml import gpus
     from ...envs.sim.emulated.settings import Emulated
+    from ..daemon.search_slots import parsed
     from ..policies.choosing import check_chooser
 
     command, cluster = asked["command"], asked["cluster"]
@@ -221,6 +231,8 @@ def _start(asked: dict[str, Any]) -> None:
         facts |= {"stage": asked["stage"], "n_processes": n_processes}
     with refusing(PluginBuildError, Busy, ValueError, OSError):
         check_chooser(asked["policy"])
+        if asked["search_slots"]:
+            parsed(asked["search_slots"])
         if asked["log_to"]:
             from ..integrations.loggers import check_logger
 

@@ -35,6 +35,7 @@ from .following import start_follower
 from .log import LOG, log, open_log
 from .memory import Memory, facts_of
 from .request import Request
+from .search_slots import take
 from .stopping import Signals
 from .summarise import ReportPage, Results, error_of, is_asked_for, summarise
 from .tuner import Tuner, WindowLine
@@ -65,13 +66,16 @@ class Daemon:
         on_phase: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Raises ValueError for an unknown policy or a run that was stopped, Busy if the run has a tuner, OSError."""
-        self.request, self.run, self.on_window, self.on_phase = request, run, on_window, on_phase
+        self.run, self.on_window, self.on_phase = run, on_window, on_phase
         # Before anything is touched: a bad name costs nothing.
         policy = make_chooser(request.policy, request.seed, request.windows)
         if (run.path / STOP).exists() and not again:
             raise ValueError("tuning of this run was stopped by `dynamiccl stop`: --again begins once more")
         self._lock = lock(run.path / TUNER, f"{run.path} has a tuner already: stop that one first")
+        self.request = request
         self.out, self._out_lock = self._claim()
+        self.request, self._slot = self._as_slots_allow(request)
+        request = self.request
         self.job = Job(run, on_state=self._say)
         self.memory = Memory(request.memory, request.job, self._warn) if request.memory else None
         windows = LiveWindows(self.job, funcs=("all_gather",) if request.bitwise else TUNED_FUNCS)
@@ -87,6 +91,20 @@ class Daemon:
         self._go_on_from(earlier_summary(run, self.out))
         if again:  # last: one that is refused has undone nothing
             (run.path / STOP).unlink(missing_ok=True)
+
+    def _as_slots_allow(self, request: Request) -> tuple[Request, int | None]:
+        """The request, without a budget if as many tuners search as the site allows; the slot that this one holds."""
+        if not request.search_slots:
+            return request, None
+        try:
+            slot = take(request.search_slots)
+            why = "as many tuners search already as this site allows"
+        except OSError as error:
+            slot, why = None, f"{error.filename}: {error.strerror}"
+        if slot is None:
+            self._warn(f"this tuner only watches (--search-slots {request.search_slots}): {why}")
+            return replace(request, budget=0.0), None
+        return request, slot
 
     def _claim(self) -> tuple[Path, int]:
         out = self.request.out

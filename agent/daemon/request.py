@@ -28,6 +28,7 @@ class Request:
     verify: int = 10  # pairs after which a comparison ends unless it still promises a gain
     window_steps: int | None = None  # None: as the noise of the job asks for
     budget: float = 0.05  # share of the job's time that the search may lose against the default
+    search_slots: str | None = None  # N:FOLDER, see ``search_slots``
     out: Path | None = None  # None: a new folder, see ``outputs.claim``
     emulated: Emulated | None = None
     policy: str = DEFAULT

@@ -49,7 +49,14 @@ def test_options_of_a_site_that_mean_nothing_keep_no_job_from_starting(monkeypat
 def test_a_job_that_inherits_an_emulated_cluster_is_known_for_one(monkeypatch):
     """Before: its times were told and stored as those of the machine."""
     asked = {"command": ["true"], "cluster": None, "bytes_scale": None, "compute_scale": None, "seed": 0}
-    asked |= {"force": True, "policy": "lstm", "log_to": None, "ranks": None, "stage": 3}
+    asked |= {
+        "force": True,
+        "policy": "lstm",
+        "log_to": None,
+        "ranks": None,
+        "stage": 3,
+        "search_slots": None,
+    }
     for name, value in Emulated("dgx-a100-2x8", 2.0, 3.0, 4).env().items():
         monkeypatch.setenv(name, value)
     seen = []
