@@ -184,11 +184,16 @@ class SearchEnv(gym.Env[Array, np.int64]):
         return seen, self._info(False)
 
     def step(self, action: Any) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        """One turn, and the windows that come of it. Raises ValueError before the first :meth:`reset`."""
+        """One turn, and the windows that come of it. Raises ValueError before :meth:`reset`, and for no action."""
         search = self.search
         if search is None or self._is_over:
             raise ValueError("the episode is over or has not begun: call reset()")
-        config, what = choices_of(np.asarray(action).reshape(()))
+        chosen = np.asarray(action).reshape(())
+        if not 0 <= chosen < N_ACTIONS:
+            raise ValueError(
+                f"there is no action {chosen}: give one of 0 to {N_ACTIONS - 1}, see search.interfaces.actions_of"
+            )
+        config, what = choices_of(chosen)
         masked = not search.decide(int(config), int(what))
         self._n_masked += masked
         reward = -MASKED_PRICE if masked else 0.0

@@ -20,13 +20,13 @@ def run(name, turns, folder, timeout):
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
+    assert "the rule earns " in done.stdout and ("ep_rew_mean" in done.stdout or turns < 1000)
     return str(folder / "model.zip")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["maskable_ppo.py", "recurrent_ppo.py"])
-def test_an_example_has_twenty_lines_and_leaves_a_policy(name, tmp_path):
-    assert len((EXAMPLES / name).read_text().splitlines()) <= 20
+def test_an_example_leaves_a_policy_and_prints_what_the_rule_earns(name, tmp_path):
     policy = make_chooser(run(name, 64, tmp_path, 300))
     env = gym.make("dynamiccl/Sim-v0")
     observation, info = env.reset(seed=0)

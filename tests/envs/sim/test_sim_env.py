@@ -51,6 +51,17 @@ def test_gymnasium_and_stable_baselines3_accept_it():
         env.unwrapped.step(0)
 
 
+@pytest.mark.parametrize("action", [-1, 10**6])
+def test_an_action_that_there_is_not_is_refused_in_words(action):
+    """Before: a raw IndexError."""
+    env = gym.make("dynamiccl/Sim-v0").unwrapped
+    env.reset(seed=5)
+    with pytest.raises(
+        ValueError, match=f"there is no action {action}: give one of 0 to {env.action_space.n - 1}"
+    ):
+        env.step(action)
+
+
 @pytest.mark.parametrize("world", ["plain", "alternating"])
 def test_the_jobs_time_is_that_of_the_steps_it_took(world):
     """Before: a window that a slow step had cut took all steps that were planned, so that two policies met other noise
