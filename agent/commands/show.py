@@ -181,7 +181,7 @@ def _print_head(console: Console, story: dict[str, Any]) -> None:
     h, steps = story["header"], story["steps"]
     console.print(f"[bold]{story['folder']}[/]", soft_wrap=True)
     if h.get("emulated"):
-        say(console, f"{emulation_text(h)}: these are not GPU times", "yellow")
+        say(console, emulation_text(h), "yellow")
     facts = [h.get("date"), h.get("host"), h.get("nccl") and f"NCCL {h['nccl']}"]
     facts.append(h.get("job") or h.get("command"))
     say(console, "  ".join(str(fact) for fact in facts if fact))

@@ -213,7 +213,7 @@ def _evidence(s: RunSummary) -> list[tuple[str, str]]:
     """What stands below the verdict: texts, each with its style."""
     told = []
     if s.emulated:
-        told.append((f"{emulation_text(vars(s))}: these are not GPU times", "yellow"))
+        told.append((emulation_text(vars(s)), "yellow"))
     told += [(text, "") for text in result_lines(s)[1:]]
     if s.memory and s.memory.get("jobs"):
         told.append((f"memory: {s.memory['text']}", ""))

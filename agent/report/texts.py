@@ -44,9 +44,12 @@ def policy_text(name: str) -> str:
 
 
 def emulation_text(facts: Mapping[str, Any]) -> str:
-    """The emulated cluster of a run, from its summary or the header of its trace."""
+    """The emulated cluster of a run, from its summary or the header of its trace, and what its times are."""
     compute = facts.get("compute_scale") or 1
-    return f"emulated cluster {facts.get('cluster')}, bytes x {facts.get('bytes_scale') or 1:g}, compute x {compute:g}"
+    return (
+        f"emulated cluster {facts.get('cluster')}, bytes x {facts.get('bytes_scale') or 1:g}, compute x {compute:g}: "
+        "not GPU times; they are counted, not waited, so your own prints show this machine's speed"
+    )
 
 
 def window_parts(line: Mapping[str, Any]) -> list[str]:

@@ -88,7 +88,7 @@ def write_report(path: Path | str, summary: RunSummary, trace: Trace) -> Path:
 def _masthead(s: RunSummary, trace: Trace, place: str) -> str:
     words = [place, s.stage is not None and f"ZeRO stage {s.stage}", s.n_ranks and f"{s.n_ranks} ranks"]
     words.append(str(trace.header.get("date", ""))[:10])
-    badge = f'<p class="badge">{escape(emulation_text(vars(s)))}: not GPU times</p>' if s.emulated else ""
+    badge = f'<p class="badge">{escape(emulation_text(vars(s)))}</p>' if s.emulated else ""
     line = " · ".join(str(word) for word in words if word)
     return f'<header><h1>dynamiccl</h1><span class="quiet">{escape(line)}</span></header>{badge}'
 
