@@ -29,7 +29,10 @@ def run(tmp_path_factory):
 
 def test_people_are_told_what_happened(run):
     out = run_show(run).stdout
-    assert "emulated cluster h100-2x8, bytes x 64, compute x 8: not GPU times; they are counted, not waited" in out
+    assert (
+        "emulated cluster h100-2x8, bytes x 64, compute x 8: not GPU times; they are counted, not waited"
+        in out
+    )
     assert "\nsteps 0 to" in out
     (slot,) = [line for line in out.splitlines() if f"│ {GATHER}" in line]
     assert "ring/ll/8" in slot and "ring/simple/16" in slot and "-45 %" in slot

@@ -83,7 +83,10 @@ def test_one_file_without_a_single_link(run):
 def test_figures_are_honest_about_their_source(run):
     summary, _, path = run
     text = text_of(path)
-    assert "emulated cluster h100-2x8, bytes x 64, compute x 8: not GPU times; they are counted, not waited" in text
+    assert (
+        "emulated cluster h100-2x8, bytes x 64, compute x 8: not GPU times; they are counted, not waited"
+        in text
+    )
     assert verdict(RunSummary.of(summary)) in text and "against itself: 0.994 to 1.005)" in text
     assert ms(summary["default_step_ms"]) in text and ms(summary["tuned_step_ms"]) in text
     for decision in summary["decisions"]:
