@@ -17,6 +17,7 @@ _CALLS += " register_post_accumulate_grad_hook requires_grad_ is_contiguous"
 #: What needs no values: loops look at these between two steps.
 _WITHOUT_VALUES = {getattr(torch.Tensor, name) for name in _CALLS.split()}
 _WITHOUT_VALUES |= {torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like}
+_WITHOUT_VALUES |= {torch.autograd.backward, torch.autograd.grad}
 for _name in _ABOUT.split():
     _of = getattr(torch.Tensor, _name)
     _WITHOUT_VALUES |= {_of.__get__, _of.__set__, _of.__delete__}

@@ -98,7 +98,7 @@ def _model(add: Callable[..., object]) -> None:
     add("--heads", type=_count, default=default.heads, help="attention heads")
     add("--seq", type=_count, default=default.seq, help="bytes in a sequence")
     add("--recompute", choices=MODES, default="none", help="what backward recomputes instead of keeping it")
-    add("--recompute-every", type=_every, default=1, metavar="N", help="blocks at a time; auto: sqrt(layers)")
+    add("--recompute-every", type=_every, default=1, metavar="N", help="blocks at a time; auto: what holds least")
     add(
         "--materialised",
         action="store_true",
