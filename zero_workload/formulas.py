@@ -7,8 +7,10 @@ Sources: [Z] Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Tril
 [K] Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (MLSys 2023); [C] Chen et al.,
 Training Deep Nets with Sublinear Memory Cost (2016); [A] Xie et al., Adan (2022); [L] Chen et al., Symbolic Discovery
 of Optimization Algorithms (2023), which has Lion; [T] Patarasuk and Yuan, Bandwidth Optimal All-reduce (2009);
-[S] Kaplan et al., Scaling Laws for Neural Language Models (2020); [D] the documents after which the project is made,
-with the derivation where it is used.
+[S] Kaplan et al., Scaling Laws for Neural Language Models (2020); [F] Dao et al., FlashAttention (NeurIPS 2022);
+[R] Radford et al., Language Models are Unsupervised Multitask Learners (2019), GPT-2; [B] Brown et al., Language Models
+are Few-Shot Learners (2020), GPT-3; [M] Touvron et al., LLaMA (2023); [G] Grattafiori et al., The Llama 3 Herd of Models
+(2024); [D] the documents after which the project is made, with the derivation where it is used.
 """
 
 import math
@@ -23,8 +25,24 @@ KEPT_BESIDE = {"adan": 1}
 PRECISIONS = {"mixed": (2, 2, 4), "fp32": (4, 4, 0)}
 #: Layers with more parameters are sharded in the hybrid by layer size, the others stay at stage 2.
 LARGE_LAYER = 100e6
-#: Modes of recomputation, from the one that holds most.
-MODES = ("none", "selective", "sub-block", "block", "sqrt")
+#: Modes of recomputation. ``every``: every k-th layer keeps its input, k by :func:`best_interval`.
+MODES = ("none", "selective", "sub-block", "block", "every")
+#: Parameters -> layers, width, heads and vocabulary of a published dense transformer.
+PUBLISHED = {
+    0.124e9: (12, 768, 12, 50257),  # GPT-2 [R]
+    0.355e9: (24, 1024, 16, 50257),
+    0.774e9: (36, 1280, 20, 50257),
+    1.56e9: (48, 1600, 25, 50257),
+    2.65e9: (32, 2560, 32, 50257),  # GPT-3 2.7B [B]
+    6.7e9: (32, 4096, 32, 32000),  # LLaMA [M]
+    13.0e9: (40, 5120, 40, 32000),
+    32.5e9: (60, 6656, 52, 32000),
+    65.2e9: (80, 8192, 64, 32000),
+    175e9: (96, 12288, 96, 50257),  # GPT-3 [B]
+    405e9: (126, 16384, 128, 128256),  # Llama 3 [G]
+}
+#: Bytes of a bucket, in which stages 0 to 2 reduce and gather.
+BUCKET = 25 * 2**20
 #: Bytes that CUDA, NCCL and libraries take beside a model, as a rule: a context of 0.2 to 1 GB, NCCL's buffers of 4 MiB
 #: a channel and protocol (0.5 to 1 GB on 8 GPUs), cuBLAS's workspace, the allocator's slack: 2 to 4 GB in all [D]. One
 #: document says 64 MB a channel, which is not NCCL's figure.
@@ -41,11 +59,31 @@ def state_bytes(optimizer: str = "adam", precision: str = "mixed") -> tuple[int,
     return weight, gradient, master + 4 * MOMENTS[optimizer]
 
 
+def held_gradient(stage: int, sent: int, precision: str = "mixed", accumulate: int = 1) -> int:
+    """Bytes of a gradient that a rank holds where ``sent`` bytes of it are reduced.
+
+    Stages 0 and 1 add up full gradients in the weights' dtype. Shards, at 2 and 3, are what was reduced; sums over
+    micro-batches are float32. Source: ``Settings.sums`` of the engine; [Z] has the 2 bytes of one micro-batch.
+    """
+    if stage < 2:
+        return PRECISIONS[precision][0]
+    return sent if accumulate == 1 else 4
+
+
 def model_states(
-    params: float, ranks: int, stage: int, optimizer: str = "adam", precision: str = "mixed"
+    params: float,
+    ranks: int,
+    stage: int,
+    optimizer: str = "adam",
+    precision: str = "mixed",
+    gradient: int | None = None,
 ) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimizer on one rank: 16 P, 4 P + 12 P / N, 2 P + 14 P / N, 16 P / N [Z]."""
-    weight, gradient, states = state_bytes(optimizer, precision)
+    """Bytes of weights, gradients and optimizer on one rank: 16 P, 4 P + 12 P / N, 2 P + 14 P / N, 16 P / N [Z].
+
+    ``gradient``: bytes of one that is held, default the precision's.
+    """
+    weight, usual, states = state_bytes(optimizer, precision)
+    gradient = usual if gradient is None else gradient
     share = 1 / ranks
     weights = weight * params * (share if stage >= 3 else 1.0)
     gradients = gradient * params * (share if stage >= 2 else 1.0)
@@ -59,14 +97,22 @@ def ring(ranks: int) -> float:
 
 
 def traffic(
-    params: float, ranks: int, stage: int, classic: bool = False, weight: int = 2, gradient: int = 2
+    params: float,
+    ranks: int,
+    stage: int,
+    classic: bool = False,
+    weight: int = 2,
+    gradient: int = 2,
+    accumulate: int = 1,
 ) -> float:
     """Bytes that a rank sends in a step on a ring: 4 P, 4 P, 4 P, 6 P, times (N - 1) / N, section 7 of [Z].
 
-    An all-reduce is a reduce-scatter and an all-gather. ``classic``: stage 1 by all-reduce of the gradients, 6 P.
+    An all-reduce is a reduce-scatter and an all-gather. ``classic``: stage 1 by all-reduce of the gradients, 6 P. Of
+    ``accumulate`` micro-batches stages 2 and 3 reduce each, and stage 3 gathers for each.
     """
     reductions = 2 if stage == 0 or classic else 1
-    gathers = (0, 1, 1, 2)[stage]
+    reductions *= accumulate if stage >= 2 else 1
+    gathers = (0, 1, 1, 2 * accumulate)[stage]
     reduced = reductions * gradient
     gathered = gathers * weight
     return ring(ranks) * params * (reduced + gathered)
@@ -81,25 +127,48 @@ def scalar_traffic(n_tensors: int, ranks: int, replicas: int = 1) -> float:
     return 2 * message * (ring(ranks) + ring(replicas))
 
 
+def replica_traffic(params: float, ranks: int, replicas: int, gradient: int = 2) -> float:
+    """Bytes that a rank sends in a step to the ``replicas`` of its shard (HSDP): an all-reduce of P / N gradients [T]."""
+    shard = gradient * params / ranks
+    return 2 * ring(replicas) * shard
+
+
 def hybrid(
-    large: float, small: float, ranks: int, optimizer: str = "adam", precision: str = "mixed"
+    large: float,
+    small: float,
+    ranks: int,
+    optimizer: str = "adam",
+    precision: str = "mixed",
+    gradient: int | None = None,
 ) -> tuple[float, float]:
-    """Bytes held and sent with ``large`` parameters at stage 3 and ``small`` at stage 2; (N - 1) / N is left out.
+    """Bytes held and sent with ``large`` parameters at stage 3 and ``small`` at stage 2.
 
     Source: [D], by the rows of [Z] for the two stages: with Adam in mixed precision 16 P_L / N + 2 P_S + 14 P_S / N,
-    and 6 P_L + 4 P_S.
+    and 6 P_L + 4 P_S, times (N - 1) / N as all that is sent.
     """
-    weight, gradient, _ = state_bytes(optimizer, precision)
-    large_states = model_states(large, ranks, 3, optimizer, precision)
-    small_states = model_states(small, ranks, 2, optimizer, precision)
+    weight, usual, _ = state_bytes(optimizer, precision)
+    gradient = usual if gradient is None else gradient
+    large_states = model_states(large, ranks, 3, optimizer, precision, gradient)
+    small_states = model_states(small, ranks, 2, optimizer, precision, gradient)
     held = sum(large_states) + sum(small_states)
-    sent = (2 * weight + gradient) * large + (weight + gradient) * small
+    sent = traffic(large, ranks, 3, weight=weight, gradient=gradient)
+    sent += traffic(small, ranks, 2, weight=weight, gradient=gradient)
     return held, sent
+
+
+def reduction(params: float, ranks: int, stage: int, optimizer: str = "adam", precision: str = "mixed") -> float:
+    """How many times less than stage 0 a stage holds: with Adam in mixed precision 4 N / (N + 3), 8 N / (N + 7), N [D]."""
+    whole = model_states(params, ranks, 0, optimizer, precision)
+    part = model_states(params, ranks, stage, optimizer, precision)
+    return sum(whole) / sum(part)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A dense transformer of n ``layers`` of ``width`` d, on B = ``batch`` sequences of L = ``seq`` tokens a rank."""
+    """A dense transformer of n ``layers`` of ``width`` d, on B = ``batch`` sequences of L = ``seq`` tokens a rank.
+
+    ``materialised``: attention holds its probabilities. FlashAttention does not: it computes them again, inside [F].
+    """
 
     layers: int
     width: int
@@ -107,6 +176,8 @@ class Shape:
     seq: int
     batch: int
     itemsize: int = 2
+    vocab: int = 32000
+    materialised: bool = True
 
     @property
     def tokens(self) -> int:
@@ -122,6 +193,8 @@ class Shape:
     @property
     def attention_bytes(self) -> int:
         """B H L^2: the probabilities of one layer, where attention is materialised."""
+        if not self.materialised:
+            return 0
         maps = self.batch * self.heads
         probabilities = maps * self.seq**2
         return self.itemsize * probabilities
@@ -142,16 +215,40 @@ def layer_activations(shape: Shape, norm_outputs: bool = False, tensor: int = 1)
     return linear, shape.attention_bytes / tensor
 
 
-def best_interval(layers: int) -> int:
-    """Keeping every k-th of n layers' inputs and recomputing k at a time holds n / k + k: least at k = sqrt(n) [C]."""
-    return max(1, round(math.sqrt(layers)))
+def published(params: float) -> tuple[int, int, int, int]:
+    """Layers, width, heads and vocabulary of the published model [R, B, M, G] that is nearest in size.
+
+    Of one a quarter larger or smaller only layers and vocabulary: the width is that of P = 12 n d^2, in heads of 128.
+    """
+    size = min(PUBLISHED, key=lambda known: abs(math.log(known / params)))
+    layers, width, heads, vocab = PUBLISHED[size]
+    if 0.8 <= params / size <= 1.25:
+        return layers, width, heads, vocab
+    width = max(128, round((params / (12 * layers)) ** 0.5 / 128) * 128)
+    return layers, width, width // 128, vocab
+
+
+def best_interval(layers: int, activations: float = 1.0, checkpoint: float = 1.0) -> int:
+    """The k with which keeping every k-th layer's input, and recomputing k layers at a time, holds least.
+
+    That is n / k checkpoints and k layers' ``activations``: least at k = sqrt(n c / a). With c = a it is the sqrt(n) of
+    [C]. A transformer's layer holds 14 times its checkpoint and more, so k is 1 or 2 for published models.
+    """
+    held = {k: math.ceil(layers / k) * checkpoint + k * activations for k in range(1, layers + 1)}
+    return min(held, key=held.__getitem__)
+
+
+def interval(shape: Shape, tensor: int = 1) -> int:
+    """:func:`best_interval` of a shape [C]."""
+    layer = sum(layer_activations(shape, tensor=tensor))
+    return best_interval(shape.layers, layer, shape.token_bytes / tensor)
 
 
 def activations(shape: Shape, mode: str = "none", tensor: int = 1) -> float:
     """Bytes of activations at their peak, of all layers, by what is recomputed.
 
     ``block``: a layer keeps its input; ``sub-block``: those of attention and MLP; ``selective``: all but probabilities;
-    ``sqrt``: every k-th layer keeps its input. Beside that stands what is recomputed at once. ``tensor``: ranks that
+    ``every``: every k-th layer keeps its input (:func:`interval`). Beside that stands what is recomputed at once. ``tensor``: ranks that
     share each matrix (see :func:`layer_activations`) and keep 1 / N of each checkpoint (P_a of [Z], section 6.1).
     """
     linear, attention = layer_activations(shape, tensor=tensor)
@@ -167,7 +264,7 @@ def activations(shape: Shape, mode: str = "none", tensor: int = 1) -> float:
         return 2 * n * one + max(attention_half, mlp_half)
     if mode == "block":
         return n * one + linear + attention
-    every = best_interval(n)
+    every = interval(shape, tensor)
     kept = math.ceil(n / every)
     layer = linear + attention
     return kept * one + every * layer
@@ -186,6 +283,16 @@ def recomputed_share(shape: Shape, mode: str) -> float:
     return again / (3 * forward)
 
 
+def logits(shape: Shape, tensor: int = 1) -> float:
+    """Bytes of the loss's logits in float32, 4 BLV, section 4.3 of [K]."""
+    return 4.0 * shape.tokens * shape.vocab / tensor
+
+
+def modes(shape: Shape) -> tuple[str, ...]:
+    """Those of :data:`MODES` that differ: FlashAttention has no probabilities to leave out [F]."""
+    return tuple(mode for mode in MODES if shape.materialised or mode != "selective")
+
+
 def recomputation_value(shape: Shape, tensor: int = 1) -> list[tuple[str, float, float]]:
     """What a layer may recompute: name, bytes that it saves, FLOPs that it costs; the best first.
 
@@ -200,6 +307,7 @@ def recomputation_value(shape: Shape, tensor: int = 1) -> list[tuple[str, float,
         ("attention probabilities", shape.attention_bytes / tensor, 2.0 * elements * shape.seq),
         ("Q K V", 3.0 * one, 6.0 * elements * shape.width),
     ]
+    rows = [row for row in rows if row[1]]
     return sorted(rows, key=lambda row: -row[1] / row[2])
 
 
@@ -257,16 +365,60 @@ def prefetch_depth(layer_params: float, compute: float, bandwidth: float, weight
     return max(1, layers)
 
 
-def stage_that_fits(totals: dict[int, float], memory: float, ranks: int) -> int | None:
-    """The lowest stage whose bytes fit; stage 1 sends what stage 0 does, so 0 is for one rank. ``None``: none fits.
+def gathered(params: float, layers: int, weight: int = 2, ahead: int = 1) -> float:
+    """Bytes of the layers that stage 3 has gathered at once: the one in use and those ``ahead`` [Z]."""
+    return (1 + min(ahead, layers - 1)) * weight * params / layers
 
-    Source: [D].
+
+def exposed(job: "Job", stage: int, again: float, machine: Machine) -> float:
+    """Seconds of a step in which a rank waits for transfers that nothing hides.
+
+    Reductions run beside backward, gathers beside forward; at stage 3 the second gathers and the reductions beside
+    backward. What takes longer than the compute beside it is waited for, and so are the first gather and the last
+    reduction, which have no compute beside them: a layer's at stage 3, a bucket's below. Of micro-batches stages 0 and 1
+    reduce the last, 2 and 3 each. Source: [D] for what hides what, [T] for the bytes.
     """
-    stages = (0,) if ranks == 1 else (1, 2, 3)
-    for stage in stages:
-        if totals[stage] <= memory:
-            return stage
-    return None
+    forward = job.compute / 3
+    backward = job.compute * (2 / 3 + again)
+    sent = ring(job.ranks) * job.params / machine.bandwidth
+    gather, reduce = job.weight * sent, job.gradient * sent
+    n_messages = job.layers
+    if stage < 3:
+        n_messages = max(1, math.ceil(job.weight * job.params / BUCKET))
+    latency = n_messages * machine.latency
+    first = gather / n_messages + machine.latency
+    last = reduce / n_messages + machine.latency
+    if job.ranks == 1:
+        return 0.0
+    if stage == 0:
+        return last + max(0.0, 2 * reduce + latency - last - backward)
+    ends = first + max(0.0, gather + latency - first - forward)
+    if stage < 3:
+        times = job.accumulate if stage == 2 else 1
+        return ends + times * (last + max(0.0, reduce + latency - last - backward))
+    behind = last + max(0.0, gather + reduce + 2 * latency - last - backward)
+    return job.accumulate * (ends + behind)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What of a job decides its step time: P of a rank, N, n, seconds of compute of a micro-batch, bytes of a weight and
+    of a gradient that is sent, micro-batches.
+    """
+
+    params: float
+    ranks: int
+    layers: int
+    compute: float
+    weight: int = 2
+    gradient: int = 2
+    accumulate: int = 1
+
+
+def step_seconds(job: Job, stage: int, again: float, machine: Machine) -> float:
+    """Compute, what of it is done ``again`` (a share), and the transfers that nothing hides [D]."""
+    compute = job.accumulate * job.compute * (1 + again)
+    return compute + exposed(job, stage, again, machine)
 
 
 def tensor_traffic(shape: Shape, tensor: int, checkpoints: int = 0) -> float:

@@ -11,8 +11,16 @@ from typing import Annotated, Any
 from . import Argument, Call, Json, Option, fail, refusing
 
 GB = 1e9
-#: Below so many parameters amounts are printed in MB.
+#: Below so many parameters amounts are printed in MB, and no stage is advised: a step is latency, not bytes.
 SMALL = 1e8
+#: Names of dtypes that gradients are reduced in -> bytes.
+REDUCE = {"bf16": 2, "fp16": 2, "fp32": 4}
+#: Part of a cluster preset's name -> GB of memory, TFLOP/s that a step reaches. 150 of an A100's 312 are the design
+#: documents'; 400 of an H100's 989 is what Llama 3 reached (Grattafiori et al., 2024: 380 to 430). A B200's and an
+#: L40S's are the same share of 2,250 and 362.
+GPUS = {"a100": (80, 150), "h100": (80, 400), "h200": (141, 400), "b200": (180, 900), "pcie": (48, 150)}
+#: Modes of recomputation in words.
+MODES = {"every": "every k-th"}
 
 
 def plan(
@@ -20,24 +28,35 @@ def plan(
     run: Annotated[str | None, Argument(help="A run's folder: show its measured figures too.")] = None,
     params: Annotated[float | None, Option(min=1, help="Parameters, e.g. 7e9.")] = None,
     ranks: Annotated[int | None, Option(min=1, help="Data-parallel ranks.")] = None,
-    layers: Annotated[int, Option(min=1, help="Transformer layers.")] = 32,
-    width: Annotated[int, Option(min=0, help="Model width; 0: from params and layers.")] = 0,
-    heads: Annotated[int, Option(min=0, help="Attention heads; 0: heads of 128 elements.")] = 0,
+    layers: Annotated[int, Option(min=0, help="Transformer layers; 0: those of a published model.")] = 0,
+    width: Annotated[int, Option(min=0, help="Model width; 0: as the layers.")] = 0,
+    heads: Annotated[int, Option(min=0, help="Attention heads; 0: as the layers.")] = 0,
+    vocab: Annotated[int, Option(min=0, help="Tokens of the vocabulary; 0: as the layers.")] = 0,
     seq: Annotated[int, Option(min=1, help="Tokens in a sequence.")] = 2048,
-    batch: Annotated[int, Option(min=1, help="Sequences per rank.")] = 1,
+    batch: Annotated[int, Option(min=1, help="Sequences per rank and micro-batch.")] = 1,
+    accumulate: Annotated[int, Option(min=1, help="Micro-batches in a step.")] = 1,
     optimizer: Annotated[str, Option(help="adam, adan, lion or sgd.")] = "adam",
     precision: Annotated[str, Option(help="mixed (16 bit, fp32 masters) or fp32.")] = "mixed",
+    reduce_dtype: Annotated[
+        str | None, Option(help="bf16, fp16 or fp32: dtype in which gradients are reduced.")
+    ] = None,
+    attention: Annotated[str, Option(help="flash, or materialised (holds its probabilities).")] = "flash",
     tensor: Annotated[int, Option(min=1, help="Ranks that share each matrix.")] = 1,
+    cluster: Annotated[
+        str | None, Option(help="A preset of `tune`, or a .toml file: its GPU and bandwidth.")
+    ] = None,
     memory: Annotated[float, Option(min=0.001, help="Memory of a GPU, in GB.")] = 80.0,
     bandwidth: Annotated[float, Option(min=0.001, help="Send bandwidth of a rank, in GB/s.")] = 100.0,
     latency: Annotated[float, Option(min=0, help="Latency of a collective, in microseconds.")] = 10.0,
     tflops: Annotated[float, Option(min=0.001, help="Compute speed of a GPU, in TFLOP/s.")] = 150.0,
+    plot: Annotated[str | None, Option(help="Draw memory against traffic into this SVG file.")] = None,
     json: Json = False,
 ) -> None:
-    """Compute memory, traffic and time of ZeRO stages 0 to 3 for a transformer, and advise a stage.
+    """Compute memory, traffic and time of ZeRO stages 0 to 3 for a transformer, and advise a stage and what to recompute.
 
     \b
     dynamiccl plan --params 7e9 --ranks 8 --batch 4
+    dynamiccl plan --params 70e9 --ranks 64 --cluster dgx-h100-2x8
     dynamiccl plan runs/tune/latest     # also what a run used
     """
     from ...zero_workload import formulas
@@ -47,51 +66,114 @@ def plan(
         measured = _measured(run)
         params = params or measured["params"]
         ranks = ranks or measured["ranks"]
-        layers, width, heads, seq, batch, precision = _settings(measured, call)
+        of_run = _settings(measured, call)
+        layers, width, heads, seq, batch, precision, accumulate, reduce_dtype, attention, vocab = of_run
     if params is None or ranks is None:
         fail("give --params and --ranks, e.g. --params 7e9 --ranks 8")
     if optimizer not in formulas.MOMENTS or precision not in formulas.PRECISIONS:
         known = f"{', '.join(formulas.MOMENTS)}; {', '.join(formulas.PRECISIONS)}"
         fail(f"no figures for {optimizer} in {precision}: known are {known}")
+    if attention not in ("flash", "materialised"):
+        fail(f"--attention is flash or materialised, not {attention}")
+    if reduce_dtype is not None and reduce_dtype not in REDUCE:
+        fail(f"--reduce-dtype is {', '.join(REDUCE)}, not {reduce_dtype}")
     itemsize = formulas.PRECISIONS[precision][0]
-    width = width or max(128, round((params / (12 * layers)) ** 0.5 / 128) * 128)
-    heads = heads or max(1, width // 128)
-    shape = formulas.Shape(layers, width, heads, seq, batch, itemsize)
-    machine = formulas.Machine(memory * GB, tflops * 1e12, bandwidth * GB, latency * 1e-6)
+    known_shape = formulas.published(params)
+    if layers and not width:  # another depth than the published one has another width
+        width = max(128, round((params / (12 * layers)) ** 0.5 / 128) * 128)
+    if width and not heads:
+        heads = max(1, width // 128)
+    sizes = (one or other for one, other in zip((layers, width, heads, vocab), known_shape, strict=True))
+    n, d, h, v = sizes
+    shape = formulas.Shape(n, d, h, seq, batch, itemsize, v, attention == "materialised")
     with refusing(ValueError, OverflowError):
-        told = estimate(params, ranks, shape, machine, optimizer, precision, tensor)
+        speeds = {"memory": memory, "bandwidth": bandwidth, "tflops": tflops}
+        if cluster is not None:
+            speeds |= {k: x for k, x in of_cluster(cluster, ranks * tensor).items() if k not in call.given}
+        machine = formulas.Machine(
+            speeds["memory"] * GB, speeds["tflops"] * 1e12, speeds["bandwidth"] * GB, latency * 1e-6
+        )
+        reduced = REDUCE[reduce_dtype] if reduce_dtype else None
+        told = estimate(params, ranks, shape, machine, optimizer, precision, tensor, accumulate, reduced)
         if measured:
             told["measured"] = compare(measured)
+        if plot:
+            draw(told, plot)
     print(json_module.dumps(told, indent=2) if json else "\n".join(lines(told)))
 
 
+def of_cluster(name: str, ranks: int) -> dict[str, float]:
+    """GB of memory, GB/s of a ring's link and TFLOP/s of so many ``ranks`` of a preset or a cluster's file.
+
+    A ring on one node runs at what NCCL's channels move within it. On several it also crosses the network, which has
+    the ports of a node. Raises ValueError.
+    """
+    from ...envs.nccl_model.clusters import cluster, resize
+
+    one = cluster(name)
+    nodes = max(1, -(-ranks // one.gpus_per_node))
+    there = resize(one, nodes)
+    bandwidth = there.ring.channels * there.ring.bw_intra
+    if nodes > 1:
+        bandwidth = min(bandwidth, there.ring.channels * there.ring.bw_inter, there.n_nics * there.nic_gbs)
+    found = {"bandwidth": bandwidth}
+    for part, (memory, tflops) in GPUS.items():
+        if part in name.lower():
+            found |= {"memory": float(memory), "tflops": float(tflops)}
+    return found
+
+
 def estimate(
-    params: float, ranks: int, shape: Any, machine: Any, optimizer: str, precision: str, tensor: int = 1
+    params: float,
+    ranks: int,
+    shape: Any,
+    machine: Any,
+    optimizer: str,
+    precision: str,
+    tensor: int = 1,
+    accumulate: int = 1,
+    reduced: int | None = None,
 ) -> dict[str, Any]:
-    """Everything that ``plan`` prints, ready for JSON: bytes, seconds, and one entry for each stage and mode."""
+    """Everything that ``plan`` prints, ready for JSON: bytes, seconds, and one entry for each stage and mode.
+
+    ``reduced``: bytes of a gradient as it is sent; None: the precision's.
+    """
     from ...zero_workload import formulas as f
 
     here = params / tensor
-    weight, gradient, _ = f.state_bytes(optimizer, precision)
-    held = {mode: f.activations(shape, mode, tensor) for mode in f.MODES}
-    stages, totals = [], {}
-    for stage in range(4):
-        parts = f.model_states(here, ranks, stage, optimizer, precision)
-        sent = f.traffic(here, ranks, stage, weight=weight, gradient=gradient)
-        totals[stage] = sum(parts) + held["sqrt"] + f.RUNTIME
-        row = dict(zip(("weights", "gradients", "optimizer"), parts, strict=True))
-        fits = {mode: sum(parts) + n_bytes + f.RUNTIME <= machine.memory for mode, n_bytes in held.items()}
-        seconds = sent / machine.bandwidth
-        stages.append(
-            {"stage": stage, **row, "total": sum(parts), "sent": sent, "seconds": seconds, "fits": fits}
-        )
+    weight, usual, _ = f.state_bytes(optimizer, precision)
+    gradient = usual if reduced is None else reduced
     layer = here / shape.layers
     compute = f.compute_seconds(here, shape.batch, shape.seq, machine)
-    small = 0.0 if layer > f.LARGE_LAYER else here
-    mixed = f.hybrid(here - small, small, ranks, optimizer, precision)
+    prefetch = min(
+        shape.layers, f.prefetch_depth(layer, compute / 3 / shape.layers, machine.bandwidth, weight)
+    )
+    modes = f.modes(shape)
+    held = {mode: f.activations(shape, mode, tensor) for mode in modes}
+    again = {mode: f.recomputed_share(shape, mode) for mode in modes}
+    job = f.Job(here, ranks, shape.layers, compute, weight, gradient, accumulate)
+    logits = f.logits(shape, tensor)
+    stages, pairs = [], []
+    for stage in range(4):
+        kept = f.held_gradient(stage, gradient, precision, accumulate)
+        parts = f.model_states(here, ranks, stage, optimizer, precision, kept)
+        sent = f.traffic(here, ranks, stage, False, weight, gradient, accumulate)
+        row: dict[str, Any] = dict(zip(("weights", "gradients", "optimizer"), parts, strict=True))
+        beside = logits + f.RUNTIME + (f.gathered(here, shape.layers, weight, prefetch) if stage == 3 else 0.0)
+        fits = {}
+        for mode in modes:
+            total = sum(parts) + held[mode] + beside
+            fits[mode] = total <= machine.memory
+            seconds = f.step_seconds(job, stage, again[mode], machine)
+            pair = {"stage": stage, "recompute": mode, "again": again[mode], "total": total, "seconds": seconds}
+            pairs.append({**pair, "fits": fits[mode]})
+        row |= {"stage": stage, "total": sum(parts), "sent": sent, "seconds": sent / machine.bandwidth}
+        less = f.reduction(here, ranks, stage, optimizer, precision)
+        stages.append({**row, "reduction": less, "beside": beside, "fits": fits})
     values = []
     for name, saved, flops in f.recomputation_value(shape, tensor):
         values.append({"what": name, "saved": saved, "flops": flops, "bytes_per_flop": saved / flops})
+    advice = advised(pairs, params, ranks)
     return {
         "params": params,
         "ranks": ranks,
@@ -99,56 +181,163 @@ def estimate(
         "optimizer": optimizer,
         "precision": precision,
         "tensor": tensor,
+        "accumulate": accumulate,
         "machine": vars(machine),
         "stages": stages,
+        "pairs": pairs,
         "classic_sent": f.traffic(here, ranks, 1, True, weight, gradient),
         "layer_activations": f.layer_activations(shape, tensor=tensor),
         "activations": held,
-        "recomputed": {mode: f.recomputed_share(shape, mode) for mode in f.MODES},
+        "logits": logits,
+        "recomputed": again,
         "recomputation_value": values,
-        "best_interval": f.best_interval(shape.layers),
+        "best_interval": f.interval(shape, tensor),
         "runtime": f.RUNTIME,
-        "compute_seconds": compute,
-        "stage_3_seconds": f.stage_3_seconds(here, shape.layers, machine, weight, gradient),
+        "compute_seconds": compute * accumulate,
+        "stage_3_seconds": accumulate * f.stage_3_seconds(here, shape.layers, machine, weight, gradient),
         "break_even_batch": f.break_even_batch(
             here, shape.layers, shape.seq, machine, weight=weight, gradient=gradient
         ),
-        "prefetch": f.prefetch_depth(layer, compute / 3 / shape.layers, machine.bandwidth, weight),
-        "hybrid": {"layer_params": layer, "held": mixed[0], "sent": mixed[1]},
-        "tensor_sent": f.tensor_traffic(shape, tensor, shape.layers),
-        "recommended_stage": f.stage_that_fits(totals, machine.memory, ranks),
+        "prefetch": prefetch,
+        "hybrid": _hybrid(here, ranks, shape, optimizer, precision, gradient, tensor),
+        "tensor_sent": accumulate * f.tensor_traffic(shape, tensor, shape.layers),
+        "advice": advice,
+        "recommended_stage": advice.get("stage"),
     }
+
+
+def _hybrid(
+    params: float, ranks: int, shape: Any, optimizer: str, precision: str, gradient: int, tensor: int
+) -> dict[str, float]:
+    """The hybrid by layer size: blocks, embedding and head of over 100 M parameters are sharded, the rest is not."""
+    from ...zero_workload import formulas as f
+
+    ends = min(2 * shape.vocab * shape.width / tensor, params / 2)  # embedding and head
+    layer = (params - ends) / shape.layers
+    small = sum(size for size in (params - ends, ends) if (layer if size != ends else ends / 2) <= f.LARGE_LAYER)
+    held, sent = f.hybrid(params - small, small, ranks, optimizer, precision, gradient)
+    return {"layer_params": layer, "small": small, "held": held, "sent": sent}
+
+
+def advised(pairs: list[dict[str, Any]], params: float, ranks: int) -> dict[str, Any]:
+    """The pair of stage and recomputation that takes the least time of those that fit, with the runner-up and why.
+
+    Stage 0 is for one rank: stage 1 sends the same bytes, and holds less. Of two as fast the lower stage, then the one
+    that recomputes less, then the one that holds less. Where none fits: the one that holds least. Of a small model: why there is none.
+    """
+    if params < SMALL:
+        return {"none": "no advice: any stage fits so small a model, whose step is latency, not bytes"}
+    allowed = [pair for pair in pairs if (pair["stage"] == 0) == (ranks == 1)]
+    fitting = [pair for pair in allowed if pair["fits"]]
+    if not fitting:
+        return {"least": min(allowed, key=lambda pair: float(pair["total"]))}
+    fitting.sort(key=lambda pair: (round(pair["seconds"], 6), *(pair[key] for key in ("stage", "again", "total"))))
+    best = fitting[0]
+    runner_up = next(iter(fitting[1:]), None)
+    return {**best, "runner_up": runner_up}
 
 
 def lines(told: dict[str, Any]) -> list[str]:
     """The plan for people: at most 40 lines of 80 columns."""
-    machine = told["machine"]
     unit, name, much = (GB, "GB", "B") if told["params"] >= SMALL else (1e6, "MB", "M")
-    amount = f"{told['params'] / unit:g} {much} parameters"
-    size = f"{amount}, {told['ranks']} ranks, {told['optimizer']}, {told['precision']}"
-    found = [size, "", *_stage_lines(told, unit, name), "", *_activation_lines(told, unit, name)]
+    shape = told["shape"]
+    amount = f"{told['params'] / unit:.4g} {much} parameters"
+    size = f"{amount} ({shape['layers']} x {shape['width']}), {told['ranks']} ranks, {told['optimizer']}"
+    found = [f"{size}, {told['precision']}", "", *_stage_lines(told, unit, name), ""]
+    found += _activation_lines(told, unit, name)
     found += ["", "what to recompute first         saves   bytes a FLOP"]
     for row in told["recomputation_value"]:
         found.append(f"{row['what']:<26} {row['saved'] / unit:7.3g} {name} {row['bytes_per_flop']:9.2g}")
-    times = f"compute {told['compute_seconds'] * 1e3:.3g} ms, stage 3 sends for {told['stage_3_seconds'] * 1e3:.3g} ms"
-    found += ["", times, f"below 5 % of the compute from a batch of {told['break_even_batch']}"]
+    compute, sends = (told[key] * 1e3 for key in ("compute_seconds", "stage_3_seconds"))
+    found += ["", f"compute {compute:.3g} ms, stage 3 sends for {sends:.3g} ms"]
+    if told["params"] >= SMALL:
+        found.append(f"below 5 % of the compute from a batch of {told['break_even_batch']}")
+        ahead = f"{told['prefetch']} layer{'s' if told['prefetch'] > 1 else ''} ahead"
+        found.append(f"gather {ahead} (k* = gather / compute of a layer)")
     mixed = told["hybrid"]
-    found.append(f"gather {told['prefetch']} layers ahead (k* = gather / compute of a layer)")
     kept = f"{mixed['held'] / unit:.4g} {name}, {mixed['sent'] / unit:.4g} {name} sent"
-    kept = f"{mixed['layer_params'] / 1e6:.4g} M a layer: {kept}"
-    found += ["hybrid (layers over 100 M parameters at stage 3, smaller ones at 2):", f"  {kept}"]
+    kept = f"{mixed['layer_params'] / 1e6:.4g} M a layer, {mixed['small'] / 1e6:.4g} M at stage 2: {kept}"
+    found += ["hybrid (parts over 100 M parameters at stage 3, smaller ones at 2):", f"  {kept}"]
     if told["tensor"] > 1:
         found.append(f"tensor parallel ranks send {told['tensor_sent'] / unit:.3g} {name} more")
-    best = told["recommended_stage"]
-    room = f"{machine['memory'] / GB:g} GB"
-    offload = f"no stage fits {room}: take more ranks, or stage 3 with offload"
-    found += [
-        "",
-        offload if best is None else f"use stage {best}: the lowest of 1 to 3 that fits {room} with sqrt",
-    ]
+    found += ["", *_advice_lines(told)]
     if "measured" in told:
         found += ["", *measured_lines(told["measured"])]
     return found
+
+
+def _advice_lines(told: dict[str, Any]) -> list[str]:
+    """The pair that is advised, its bytes and time, the runner-up, and why."""
+    advice = told["advice"]
+    room = f"{told['machine']['memory'] / GB:g} GB"
+    if "none" in advice:
+        return [advice["none"]]
+    if "least" in advice:
+        least = advice["least"]
+        held = f"stage {least['stage']}, {_mode(told, least)}, takes {least['total'] / GB:.4g}"
+        return [f"no stage fits: {held} of {room}", "take more ranks, --tensor, a smaller batch, or offload"]
+    found = [f"use {_pair(told, advice, room)}"]
+    other = advice["runner_up"]
+    if other is None:
+        return [*found, "nothing else fits"]
+    found.append(f"next {_pair(told, other, room)}")
+    more = other["again"] - advice["again"]
+    later = (other["seconds"] - advice["seconds"]) * 1e3
+    if later < 0.5:
+        why = "it is as fast, and shards more than the memory needs"
+        if other["stage"] == advice["stage"]:
+            why = "it is as fast, and " + ("recomputes more" if more > 0 else "holds more")
+    elif more > 0:
+        why = f"it computes {more:.0%} again: {later:.3g} ms"
+    else:
+        why = f"it waits {later:.3g} ms longer for transfers"
+    return [*found, f"why: {why}"]
+
+
+def _pair(told: dict[str, Any], pair: dict[str, Any], room: str) -> str:
+    held = f"{pair['total'] / GB:.4g} of {room}"
+    return f"stage {pair['stage']}, {_mode(told, pair)}: {held}, {_ms(pair['seconds'])} ms a step"
+
+
+def _mode(told: dict[str, Any], pair: dict[str, Any]) -> str:
+    mode = pair["recompute"]
+    if mode == "none":
+        return "nothing recomputed"
+    return f"recompute {MODES.get(mode, mode)}" + (f" (k = {told['best_interval']})" if mode == "every" else "")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
+
+
+def draw(told: dict[str, Any], path: str) -> None:
+    """Draw what a rank holds against what it sends: the stages, and between 2 and 3 hybrids by how much is sharded.
+
+    Raises ValueError if matplotlib is not installed, or the file cannot be written.
+    """
+    from ...zero_workload import formulas as f
+
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install 'dynamiccl[plot]'") from None
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    here = told["params"] / told["tensor"]
+    shares = [number / 20 for number in range(21)]
+    mixed = [f.hybrid(here * x, here * (1 - x), told["ranks"], told["optimizer"], told["precision"]) for x in shares]
+    axes.plot([sent / GB for _, sent in mixed], [held / GB for held, _ in mixed], label="hybrids of 2 and 3")
+    for row in told["stages"]:
+        axes.plot(row["sent"] / GB, row["total"] / GB, "o", label=f"stage {row['stage']}")
+    axes.axhline(told["machine"]["memory"] / GB, linestyle=":", color="black", label="memory of a GPU")
+    axes.set_xlabel("GB that a rank sends in a step")
+    axes.set_ylabel("GB of model states on a rank")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    try:
+        figure.savefig(path, format="svg")
+    except OSError as error:
+        raise ValueError(f"--plot {path}: {error.strerror}") from error
 
 
 # A run --------------------------------------------------------------------------------------------------------------
@@ -177,12 +366,12 @@ def _measured(run: str) -> dict[str, Any]:
         fail(f"{log} holds no memory: the job writes it when it ends")
     head = {**last[0], **ended[-1]}
     scale = trace.header.get("bytes_scale") or 1
-    sent = sent_in_a_step(trace.events, head["n_ranks"], scale)
+    sent = sent_in_a_step(trace.events, scale)
     return {**head, "params": head["n_params"], "ranks": head["n_ranks"], "sent": sent}
 
 
-def sent_in_a_step(events: Any, ranks: int, scale: float = 1) -> dict[str, float]:
-    """Bytes that one rank sends in a step on a ring, by collective: the median over the steps that were seen whole.
+def sent_in_a_step(events: Any, scale: float = 1) -> dict[str, float]:
+    """Bytes that one rank sends in a step on rings, by collective: the median over the steps that were seen whole.
 
     ``scale``: emulated bytes for one of the job's.
     """
@@ -194,14 +383,14 @@ def sent_in_a_step(events: Any, ranks: int, scale: float = 1) -> dict[str, float
     found: dict[str, float] = {}
     for func, calls in whole.groupby("func"):
         times = 2 if func == "all_reduce" else 1
-        by_step = calls["n_bytes"].groupby(calls["step"]).sum()
-        share = (ranks - 1) / ranks
-        found[str(func)] = float(by_step.median()) / scale * times * share
+        bytes_sent = calls["n_bytes"] * times * (calls["n_ranks"] - 1) / calls["n_ranks"]
+        by_step = bytes_sent.groupby(calls["step"]).sum()
+        found[str(func)] = float(by_step.median()) / scale
     return found
 
 
 def compare(measured: dict[str, Any]) -> dict[str, Any]:
-    """Measured bytes beside the formulas' for the run's stage, and by how much they differ.
+    """Measured bytes beside the formulas' for the run's stage and options, and by how much they differ.
 
     Raises:
         ValueError: the formulas do not cover the run: its optimizer, or several micro-batches.
@@ -212,53 +401,93 @@ def compare(measured: dict[str, Any]) -> dict[str, Any]:
     if measured.get("accumulate", 1) > 1:
         raise ValueError("the formulas are those of one micro-batch: run the job without --accumulate")
     params, ranks, stage = measured["params"], measured["ranks"], measured["stage"]
-    classic, memory = measured.get("classic", False), measured["memory"]
-    weight, gradient, _ = f.state_bytes(optimizer, precision)
-    *held, states = f.model_states(params, ranks, stage, optimizer, precision)
-    states += 4 * f.KEPT_BESIDE.get(optimizer, 0) * params / (ranks if stage else 1)
+    sharing = measured.get("hsdp") or ranks
+    memory = measured["memory"]
+    weight, usual, _ = f.state_bytes(optimizer, precision)
+    gradient = REDUCE[measured["reduce_dtype"]] if measured.get("reduce_dtype") else usual
+    whole = measured.get("whole_params", 0)  # --hybrid leaves them at stage 2
+    formulas = [0.0, 0.0, 0.0, 0.0]
+    for count, at in ((params - whole, stage), (whole, min(stage, 2))):
+        held = f.model_states(
+            count, sharing, at, optimizer, precision, f.held_gradient(at, gradient, precision)
+        )
+        states = 4 * f.KEPT_BESIDE.get(optimizer, 0) * count / (sharing if at else 1)
+        sent = f.traffic(count, sharing, at, measured.get("classic", False), weight, gradient)
+        both = zip(formulas, (*held[:2], held[2] + states, sent), strict=True)
+        formulas = [before + more for before, more in both]
+    formulas[3] += _sent_beside(measured, ranks, sharing, weight, gradient)
     used = {**memory, "optimizer": memory.get("host", memory["optimizer"])}
-    rows = []
-    for name, formula in zip(("weights", "gradients", "optimizer"), (*held, states), strict=True):
+    rows: list[dict[str, Any]] = []
+    for name, formula in zip(("weights", "gradients", "optimizer"), formulas[:3], strict=True):
         rows.append({"what": name, "measured": used[name], "formula": formula})
-    sent = f.traffic(params, ranks, stage, classic, weight, gradient)
-    sent -= f.ring(ranks) * weight * measured.get("kept_params", 0)
-    sent += f.scalar_traffic(measured["n_tensors"], ranks) + 2 * f.ring(ranks) * 4 * (ranks + 1)
-    rows.append({"what": "sent in a step", "measured": sum(measured["sent"].values()), "formula": sent})
+    sent_measured = sum(measured["sent"].values())
+    rows.append({"what": "sent in a step", "measured": sent_measured, "formula": formulas[3]})
     for row in rows:
         row["off"] = row["measured"] / row["formula"] - 1 if row["formula"] else 0.0
     return {"stage": stage, "rows": rows, "by_collective": measured["sent"]}
 
 
+def _sent_beside(measured: dict[str, Any], ranks: int, sharing: int, weight: int, gradient: int) -> float:
+    """Bytes sent in a step beside those of the stage: units that are gathered once, replicas, tensor parallelism, the
+    engine's agreement, the job's losses.
+    """
+    from ...zero_workload import formulas as f
+
+    replicas, tensor = ranks // sharing, measured.get("tensor_parallel", 1)
+    sent = -f.ring(sharing) * weight * measured.get("kept_params", 0)
+    sent += f.replica_traffic(measured["params"], sharing, replicas, gradient)
+    sent += f.scalar_traffic(measured["n_tensors"], sharing, replicas)
+    sent += 2 * f.ring(ranks * tensor) * 4 * (ranks + 1)
+    if tensor > 1:
+        model = measured["model"]
+        sizes = (model["layers"], model["width"], model["heads"], model["seq"])
+        shape = f.Shape(*sizes, measured["batch"], weight)
+        sent += f.tensor_traffic(shape, tensor, measured.get("checkpoints", 0))
+        sent += 2 * f.ring(tensor) * 4  # the norm
+    return sent
+
+
 def _stage_lines(told: dict[str, Any], unit: float, name: str) -> list[str]:
-    """What a rank holds and sends at each stage, in units of ``unit`` bytes."""
-    found = [f"{name} of a rank  weights gradients optimizer    total     sent  transfer"]
+    """What a rank holds and sends at each stage, in units of ``unit`` bytes; ``less``: than at stage 0, by this factor."""
+    found = [f"{name} of a rank  weights gradients optimizer    total   less    sent  transfer"]
     for row in told["stages"]:
-        held = [f" {row[key] / unit:8.4g}" for key in ("weights", "gradients", "optimizer", "total", "sent")]
-        found.append(f"stage {row['stage']}     {''.join(held)} {row['seconds'] * 1e3:7.3g} ms")
+        held = [f" {row[key] / unit:8.4g}" for key in ("weights", "gradients", "optimizer", "total")]
+        rest = f" {row['reduction']:6.3g} {row['sent'] / unit:7.4g} {row['seconds'] * 1e3:6.3g} ms"
+        found.append(f"stage {row['stage']}     {''.join(held)}{rest}")
     found.append(f"stage 1 by all-reduce (--classic) sends {told['classic_sent'] / unit:.4g} {name}")
     return found
 
 
 def _activation_lines(told: dict[str, Any], unit: float, name: str) -> list[str]:
-    """What activations take under each kind of recomputation, and with which stages they fit."""
+    """What activations take under each kind of recomputation, and a step's time with each stage that it fits with."""
     shape = told["shape"]
     tokens = f"{shape['batch']} x {shape['seq']} tokens"
     linear, quadratic = (f"{n / unit:.3g} {name}" for n in told["layer_activations"])
     values, part = f"{2 + 12 / told['tensor']:.3g}", f" / {told['tensor']}" if told["tensor"] > 1 else ""
-    found = [f"activations of {tokens}: {values} BLd {linear}, B H L^2{part} {quadratic} a layer"]
-    found.append("recompute   activations  again   fits with stage")
+    attention = f"B H L^2{part} {quadratic}" if shape["materialised"] else "flash attention"
+    found = [f"activations of {tokens}: {values} BLd {linear}, {attention} a layer"]
+    found.append("recompute  activations   again   ms a step where it fits: stage 0, 1, 2, 3")
     for mode, n_bytes in told["activations"].items():
-        stages = [str(row["stage"]) for row in told["stages"] if row["fits"][mode]]
+        of_mode = [pair for pair in told["pairs"] if pair["recompute"] == mode]
+        times = "".join(f"{_ms(pair['seconds']) if pair['fits'] else '-':>9}" for pair in of_mode)
         again = f"{told['recomputed'][mode]:6.1%}"
-        found.append(f"{mode:<11} {n_bytes / unit:8.3g} {name} {again}   {', '.join(stages) or 'none'}")
-    kept = f"one layer in {told['best_interval']} is kept"
-    found.append(f"sqrt: {kept}; {told['runtime'] / GB:g} GB are CUDA's, NCCL's")
+        found.append(f"{MODES.get(mode, mode):<11} {n_bytes / unit:7.3g} {name}  {again} {times}")
+    found.append(f"k-th: k* = sqrt(n c / a) = {told['best_interval']} (c a layer's input, a its activations)")
+    more = f"logits {told['logits'] / unit:.3g}, CUDA and NCCL {told['runtime'] / unit:.3g}"
+    layers = told["stages"][3]["beside"] - told["stages"][2]["beside"]
+    found.append(f"beside: {more}, layers gathered at stage 3 {layers / unit:.3g} {name}")
     return found
 
 
 def _settings(measured: dict[str, Any], call: Call) -> list[Any]:
-    """layers, width, heads, seq, batch and precision of a run; what the command line gives overrides them."""
-    of_run = {**measured["model"], "batch": measured["batch"], "precision": _precision(measured["dtype"])}
+    """A run's layers, width, heads, seq, batch, precision, micro-batches, dtype of reduction, attention and vocabulary;
+    what the command line gives overrides them.
+    """
+    model = measured["model"]
+    of_run = {name: model[name] for name in ("layers", "width", "heads", "seq")}
+    of_run |= {"batch": measured["batch"], "precision": _precision(measured["dtype"])}
+    of_run |= {"accumulate": measured.get("accumulate", 1), "reduce_dtype": measured.get("reduce_dtype")}
+    of_run |= {"attention": "materialised" if model.get("materialised") else "flash", "vocab": 256}
     settings = call.values | {name: value for name, value in of_run.items() if name not in call.given}
     return [settings[name] for name in of_run]
 

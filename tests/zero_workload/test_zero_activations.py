@@ -32,7 +32,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "pipelines"
 WAYS = {
     "block": {"recompute": "block"},
     "every second": {"recompute": "block", "recompute_every": 2},
-    "sqrt": {"recompute": "block", "recompute_every": 0},
+    "auto": {"recompute": "block", "recompute_every": 0},
     "sub-block": {"recompute": "sub-block"},
     "selective": {"recompute": "selective", "materialised": True},
 }
@@ -103,9 +103,10 @@ def test_what_is_kept_equals_the_formulas() -> None:
         for mode, n_bytes in wanted.items():
             kept = kept_bytes(replace(config, recompute=mode), dtype, 3)
             assert kept == pytest.approx(n_bytes, rel=0.01), (mode, dtype)
-        every = formulas.best_interval(4)
-        kept = kept_bytes(replace(config, recompute="block", recompute_every=0), dtype, 3)
-        assert kept == pytest.approx(math.ceil(4 / every) * one, rel=0.01)
+        for every in (0, 2):  # 0: as many as hold least
+            some = replace(config, recompute="block", recompute_every=every)
+            assert some.every == (every or 1)
+            assert kept_bytes(some, dtype, 3) == pytest.approx(math.ceil(4 / some.every) * one, rel=0.01)
 
 
 # Tensor parallelism, partitioned checkpoints ------------------------------------------------------------------------

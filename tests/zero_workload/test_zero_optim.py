@@ -15,7 +15,6 @@ from dynamiccl.zero_workload import formulas as f
 from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.job.model import Transformer
 from dynamiccl.zero_workload.job.optimizers import optimizer_of
-from dynamiccl.zero_workload.job.options import check, parser
 from dynamiccl.zero_workload.job.tensor import ColumnLinear
 from test_zero import BATCH, TINY, adamw, texts, train
 from test_zero_exact import Hand
@@ -71,14 +70,8 @@ def optimizer_bytes(optimizer: Any) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("torch.optim:Adafactor", "does not look at each element by itself"),
-        ("torch.optim:LBFGS", "cannot train a matrix from parameters and lr alone"),
-        # Before: it passed, as one optimizer had both runs. It adapts by the mean over all elements that it has.
-        ("test_zero_optim:OfItsMean", "does not look at each element by itself"),
-        ("test_zero_optim:Grown", "does not look at each element by itself"),
-        ("test_zero_optim:AtItsRate", "does not look at each element by itself"),
-        # Before: a traceback.
-        ("test_zero_optim:Other", "cannot train a matrix from parameters and lr alone"),
+        ("torch.optim:Adafactor", "Adafactor may need whole matrices, .* give --elementwise if"),
+        ("test_zero_optim:OfItsMean", "give --elementwise if it looks at each element by itself"),
         (".a:SGD", ".a cannot be imported"),
         ("torch.optim", "an optimizer is MODULE:CLASS"),
         ("torch.optim:Nothing", "torch.optim has no Nothing"),
@@ -86,10 +79,13 @@ def optimizer_bytes(optimizer: Any) -> tuple[int, int]:
         ("torch.nn:Linear", "is no torch.optim.Optimizer"),
     ],
 )
-def test_an_optimizer_by_name_is_tried_first(text: str, words: str) -> None:
+def test_an_optimizer_by_name_is_known_or_said_to_be_elementwise(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         optimizer_of(text, 1e-3)
-    assert optimizer_of("torch.optim:RMSprop", 1e-3)[1]
+    assert optimizer_of("torch.optim:RMSprop", 1e-3)[1] is None
+    assert optimizer_of("test_zero_optim:OfItsMean", 1e-3, elementwise=True)[1]
+    with pytest.raises(ValueError, match="cannot be made from parameters and lr alone"):
+        optimizer_of("test_zero_optim:Needy", 1e-3, elementwise=True)
 
 
 class OfItsMean(torch.optim.SGD):
@@ -103,32 +99,10 @@ class OfItsMean(torch.optim.SGD):
         super().step()
 
 
-class Grown(torch.optim.SGD):
-    """As Prodigy: what it learns of all elements together is too small to be seen in the first steps."""
+class Needy(torch.optim.SGD):
+    """It needs something else than parameters."""
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            squares = sum(float(p.grad.square().sum()) for p in group["params"])
-            group["d"] = min(1.0, 1.1 * group.get("d", 1e-7))
-            for p in group["params"]:
-                p.grad *= 1 + group["d"] * squares
-        super().step()
-
-
-class AtItsRate(OfItsMean):
-    """As those of D-Adaptation: at a rate far below its own it learns nothing."""
-
-    def __init__(self, params: Any, lr: float = 1.0) -> None:
-        super().__init__(params, lr=lr)
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        (OfItsMean if self.param_groups[0]["lr"] == 1 else torch.optim.SGD).step(self)
-
-
-class Other(torch.optim.SGD):
-    """It needs something else than a step."""
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def __init__(self, params: Any, lr: float) -> None:
         raise AttributeError("it has no model")
 
 
@@ -146,14 +120,6 @@ class Queued(torch.optim.SGD):
                 "none": None,
                 "tuple": (1, 2),
             }
-
-
-def test_what_no_checkpoint_keeps_is_said_before_the_job(tmp_path: Path) -> None:
-    """Before: it was left out of the checkpoint without a word."""
-    words = ["--save", str(tmp_path), "--optimizer"]
-    with pytest.raises(ValueError, match="Queued holds k, queue, pair, which no checkpoint keeps"):
-        check(parser().parse_args([*words, "test_zero_optim:Queued"]))
-    check(parser().parse_args([*words, "torch.optim:Muon", "--stage", "1"]))
 
 
 def save_queued(folder: str) -> str:

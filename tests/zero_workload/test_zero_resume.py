@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from dynamiccl.zero_workload import Engine, zero
-from dynamiccl.zero_workload.buffers.kept import kept, restore
-from dynamiccl.zero_workload.engine import checkpoint
 from torch import nn
 from world import World
 
@@ -105,44 +103,6 @@ def test_all_settings_are_those_of_the_checkpoint(one: World, tmp_path: Path) ->
     assert isinstance(found["lr"], torch.Tensor) and found["lr"].item() == 0.5 and found["foreach"] is False
 
 
-def old_settings(engine: Engine) -> dict[str, torch.Tensor]:
-    """As earlier releases wrote them: numbers of groups, without their types."""
-    found = {}
-    for key, value in checkpoint_settings(engine).items():
-        of, _, path = key.removeprefix("group/0/").partition(":")
-        if not key.startswith("group/"):
-            found |= {} if key.startswith("optimizer/") else {key: value.double()}
-        elif of in ("int", "float") and "." not in path:
-            found[f"group/0/{path}"] = value
-    return found
-
-
-checkpoint_settings = checkpoint._settings
-
-
-def of_an_earlier_release(saves: str, loads: str, folder: str) -> Any:
-    """Whether a run goes on as it did, or what is said of it."""
-    saved, resumed = engine_of(saves), engine_of(loads)
-    train(saved, 0, 3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "_settings", old_settings)
-        saved.save(folder)
-    try:
-        resumed.load(folder)
-    except ValueError as error:
-        return str(error)
-    step = resumed.optimizer.param_groups[0].get("step", 3)
-    assert type(step) is int
-    return torch.equal(train(resumed, 3, 6), train(saved, 3, 6))
-
-
-def test_numbers_of_an_earlier_release_are_read(one: World, tmp_path: Path) -> None:
-    assert one.run(of_an_earlier_release, "AdamW", "AdamW", str(tmp_path))[0] is True
-    assert one.run(of_an_earlier_release, "tensor", "tensor", str(tmp_path))[0] is True
-    said = one.run(of_an_earlier_release, "late", "AdamW", str(tmp_path))[0]
-    assert "is of another optimizer: AdamW has" in said
-
-
 def refusal(saves: str, loads: str, folder: str, cut: int) -> str:
     """What is said of a checkpoint of another optimizer, or of one whose index was cut to ``cut`` bytes."""
     saved, resumed = engine_of(saves), engine_of(loads)
@@ -163,20 +123,3 @@ def test_another_optimizer_and_a_damaged_checkpoint_are_refused(one: World, tmp_
     said = one.run(refusal, "AdamW", "Adamax", str(tmp_path), 0)[0]
     assert "is of another optimizer: AdamW there, Adamax here" in said
     assert "holds no whole checkpoint" in one.run(refusal, "AdamW", "AdamW", str(tmp_path), 50)[0]
-
-
-def test_settings_are_made_again_with_their_types() -> None:
-    settings = {"a": 1, "b": 2.0, "c": True, "d": None, "e": (1, 2.5), "f": [0.5], "g": "word", "fused": True}
-    values = {path: (of, value) for path, of, value in kept(settings)}
-    again: dict[str, Any] = {"f": [1, 2], "g": "other", "fused": False}
-    restore(again, values)
-    assert again == {**settings, "g": "other", "fused": False} and type(again["b"]) is float
-    fresh: dict[str, Any] = {}
-    restore(fresh, values)
-    assert fresh["f"] == [0.5] and fresh["e"] == (1, 2.5), "the new optimizer has neither yet"
-    assert again["c"] is True and type(again["a"]) is int and type(again["e"][0]) is int
-    restore(
-        again, {"a": ("", torch.tensor(0.5)), "b": ("", torch.tensor(3.0)), "new": ("", torch.tensor(4.0))}
-    )
-    assert (again["a"], again["b"], again["new"]) == (0.5, 3.0, 4) and type(again["new"]) is int
-    assert type(again["b"]) is float

@@ -176,19 +176,15 @@ def test_a_run_resumes_at_another_stage(two: World, tmp_path: Path) -> None:
     )
 
 
-def scale_after(folder: str, is_old: bool) -> tuple[int, int, float]:
+def scale_after(folder: str) -> tuple[int, int, float]:
     """Of a run that is saved a step before its scale doubles, and resumed by another that has taken a step.
 
-    Good steps as they were read, those after one more step, and the scale then. ``is_old``: the checkpoint has no
-    number of good steps.
+    Good steps as they were read, those after one more step, and the scale then.
     """
     settings: dict[str, Any] = {"param_dtype": torch.float16, "loss_scale": 256.0}
     engine, resumes = engine_of(1, **settings), engine_of(1, **settings)
     engine.scale.good_steps = GROW_AFTER - 1
-    with pytest.MonkeyPatch.context() as patch:
-        if is_old:
-            patch.setattr(checkpoint, "_GOOD_STEPS", "engine/unknown")
-        engine.save(folder)
+    engine.save(folder)
     run(resumes, range(1))
     resumes.load(folder)
     read = resumes.scale.good_steps
@@ -198,8 +194,7 @@ def scale_after(folder: str, is_old: bool) -> tuple[int, int, float]:
 
 def test_a_resumed_run_doubles_its_scale_when_it_would_have(one: World, tmp_path: Path) -> None:
     """Before: it began to count anew."""
-    assert one.run(scale_after, str(tmp_path / "new"), False)[0] == (GROW_AFTER - 1, 0, 512.0)
-    assert one.run(scale_after, str(tmp_path / "old"), True)[0] == (0, 1, 256.0)
+    assert one.run(scale_after, str(tmp_path))[0] == (GROW_AFTER - 1, 0, 512.0)
 
 
 def cut_short(folder: str, sharing: int, failing: int) -> tuple[list[str], list[int], bool]:
@@ -254,8 +249,27 @@ def test_a_save_that_is_cut_short_leaves_the_one_before(
     assert whole.startswith("zero-save-")
 
 
-def test_a_checkpoint_of_an_earlier_release_is_read(one: World, tmp_path: Path) -> None:
-    """It lay in the folder itself."""
+def of_another_format(folder: str) -> list[str]:
+    """What is said of a checkpoint of the format to come, and of one without a number."""
+    said = []
+    for name, value in (("FORMAT", checkpoint.FORMAT + 1), ("_ABOUT", "engine/unknown")):
+        engine = engine_of(1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint, name, value)
+            engine.save(folder)
+        with pytest.raises(ValueError) as caught:
+            engine.load(folder)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_checkpoint_of_another_format_is_refused(one: World, tmp_path: Path) -> None:
+    newer, older = one.run(of_another_format, str(tmp_path))[0]
+    assert "is a checkpoint of format 3, and this release reads 2: resume it with the release" in newer
+    assert "is a checkpoint of format 1, and this release reads 2" in older and "\n" not in older
+
+
+def test_a_save_is_read_by_its_own_folder_too(one: World, tmp_path: Path) -> None:
     settings = {"param_dtype": torch.float32}
     through, _ = one.run(saved, str(tmp_path), 1, settings)[0]
     (tmp_path / "zero-save-current").unlink()
@@ -292,24 +306,20 @@ def test_a_parameter_without_elements_trains_and_is_saved(stage: int, one: World
     assert {value.dtype for value in weights.values()} == {torch.float32}
 
 
-def scale_of_a_resumed_run(folder: str, dtype: torch.dtype, is_old: bool) -> float:
+def scale_of_a_resumed_run(folder: str, dtype: torch.dtype) -> float:
     """The loss scale of a run in float16 that resumes one in ``dtype``."""
     writer = engine_of(1, param_dtype=dtype, loss_scale=512.0)
     run(writer, range(1))
-    with pytest.MonkeyPatch.context() as patch:
-        if is_old:
-            patch.setattr(checkpoint, "_SCALED", "engine/unknown")
-        writer.save(folder)
+    writer.save(folder)
     reader = engine_of(1, param_dtype=torch.float16, loss_scale=256.0)
     reader.load(folder)
     return reader.scale.value
 
 
-@pytest.mark.parametrize("is_old", [False, True])
-def test_a_scale_is_taken_over_only_from_a_run_that_had_one(is_old: bool, one: World, tmp_path: Path) -> None:
+def test_a_scale_is_taken_over_only_from_a_run_that_had_one(one: World, tmp_path: Path) -> None:
     """Before: from float32 it became 1, and gradients below 6e-8 became 0."""
     for dtype, wanted in ((torch.float32, 256.0), (torch.bfloat16, 256.0), (torch.float16, 512.0)):
-        assert one.run(scale_of_a_resumed_run, str(tmp_path), dtype, is_old)[0] == wanted
+        assert one.run(scale_of_a_resumed_run, str(tmp_path), dtype)[0] == wanted
 
 
 #: Ranks that save and ranks that resume.

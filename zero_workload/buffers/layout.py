@@ -268,7 +268,7 @@ class Row:
         apart = self.trainable and exact.dtype != rounded
         if stage == 3 or apart or offload:  # one allocation of their own
             mine = _joined(mine)
-        masters = _on_host(mine) if offload else mine
+        masters = _on_host(mine) if offload and mine else mine
         for bucket, full in self._parts(self.arena):
             bucket.full = full
             bucket.shard = full[bucket.owned]
@@ -303,7 +303,9 @@ def _cut_like(whole: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tens
 
 
 def _joined(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies that lie end to end in one allocation."""
+    """Copies that lie end to end in one allocation; none of no parts: a row of parameters without elements."""
+    if not parts:
+        return []
     whole = torch.cat(parts)
     return _cut_like(whole, parts)
 

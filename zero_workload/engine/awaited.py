@@ -1,4 +1,6 @@
-"""Parameters whose values are on their way: whoever uses one first, in whatever way, waits for it."""
+"""Parameters whose values are not here. At stages 1 and 2 they are on their way: the first use waits. At stage 3 the ranks
+hold them in parts: a use outside of the module's forward is refused. What needs no values is always the module's.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -9,25 +11,31 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
-_ABOUT = [
-    getattr(torch.Tensor, name) for name in ("grad", "requires_grad", "_version", "shape", "dtype", "device")
-]
+_ABOUT = "grad requires_grad is_leaf _version shape ndim dtype device is_cuda layout"
+_CALLS = "numel size dim stride is_floating_point is_complex element_size nelement register_hook"
+_CALLS += " register_post_accumulate_grad_hook requires_grad_ is_contiguous"
 #: What needs no values: loops look at these between two steps.
-_WITHOUT_VALUES = {use for of in _ABOUT for use in (of.__get__, of.__set__, of.__delete__)}
-_WITHOUT_VALUES |= {torch.Tensor.numel, torch.Tensor.is_floating_point}
+_WITHOUT_VALUES = {getattr(torch.Tensor, name) for name in _CALLS.split()}
+_WITHOUT_VALUES |= {torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like}
+_WITHOUT_VALUES |= {torch.autograd.backward, torch.autograd.grad}
+for _name in _ABOUT.split():
+    _of = getattr(torch.Tensor, _name)
+    _WITHOUT_VALUES |= {_of.__get__, _of.__set__, _of.__delete__}
 
 
 class Awaited(nn.Parameter):
-    """The class that a parameter has while it is gathered. A module's hook waits before its forward; this class sees to
-    what no hook sees: a weight used outside of its module's forward, parameters in a list, a model that is entered by
-    another method.
+    """The class that a parameter has while its values are not here. A module's hook waits before its forward; this class
+    sees to what no hook sees: a weight used outside of its module's forward, parameters in a list, a model that is
+    entered by another method.
     """
 
     _wait: Callable[[], None]
 
     @staticmethod
     def mark(param: nn.Parameter, wait: Callable[[], None]) -> bool:
-        """From now on the first use of ``param`` calls ``wait``. Returns whether it can: not that of a subclass."""
+        """From now on the first use of ``param`` calls ``wait``, which may refuse it by raising. Returns whether it can:
+        not that of a subclass.
+        """
         if type(param) not in (nn.Parameter, Awaited):
             return False
         param.__class__ = Awaited
@@ -42,7 +50,7 @@ class Awaited(nn.Parameter):
             param.__dict__.pop("_wait", None)  # a copy by its class has none
 
     def arrive(self) -> None:
-        """Wait for the values."""
+        """Wait for the values, or raise what ``wait`` raises."""
         wait = self.__dict__.get("_wait")
         if wait:
             wait()

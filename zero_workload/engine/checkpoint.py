@@ -1,7 +1,8 @@
 """The engine's state: whole on one rank, or written by all ranks through ``torch.distributed.checkpoint``.
 
-On disk a parameter, and each optimizer state of it, is one flat tensor under the parameter's name, whatever stage and
-number of ranks wrote it; so any other stage and number can read it.
+On disk a parameter, and each optimizer state that has a value for each of its elements, is one flat tensor under the
+parameter's name, whatever stage and number of ranks wrote it; so any other stage and number can read it. All else that
+the optimizer and the engine hold are pickled values.
 
 Each save is a folder of its own in the user's, and a file names the last whole one. So a save that is cut short leaves
 the one before as it was.
@@ -9,6 +10,7 @@ the one before as it was.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import secrets
@@ -23,27 +25,35 @@ from torch import nn
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..buffers.kept import Kept, exact, is_of_elements, kept, lost, restore
 from ..buffers.layout import Piece
 from ..buffers.pieces import Pieces
 
 Engine = Any  # engine.Engine, which imports this file
-#: Checkpoints of earlier releases lack these numbers.
-_GOOD_STEPS, _SCALED = "engine/good_steps", "engine/scaled"
-_ADDED = {_GOOD_STEPS, _SCALED}
-#: Before the name of the optimizer's class.
-_CLASS = "optimizer/"
+#: What lies where in a checkpoint. One of another number is refused.
+FORMAT = 2
+_ABOUT = "engine/about"
+#: Before a parameter's name: its states that are no tensor of elements.
+_SMALL = "small/"
+#: The parameters themselves, and how a step is computed on a machine: the optimizer that resumes has its own.
+_NOT_KEPT = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 #: What the folder of a save is called, before its number. Nobody calls a file of their own so: old saves are deleted.
 _SAVE = "zero-save-"
 _NAME = re.compile(_SAVE + "[0-9a-f]{12}")
-#: Names the folder of the last save. Earlier releases wrote none: their checkpoint is the whole folder.
+#: Names the folder of the last save.
 _CURRENT = f"{_SAVE}current"
 #: The cure where one rank does not see what another writes.
 _SHARED = "all nodes must share the folder"
 
 
+class _Value:
+    """Anything that is pickled as it is: DCP takes a dictionary apart."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class _State(dict[str, Any]):
-    """Views of the tensors that a checkpoint holds, by ``kind/name of the parameter``, and the engine's numbers."""
+    """Views of the tensors that a checkpoint holds, by ``kind/name of the parameter``."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -55,19 +65,13 @@ class _State(dict[str, Any]):
             self._add("parameter", piece, param)
             state = states.get(param, {})
             for name, value in state.items():
-                if is_of_elements(value, param):
+                if _is_of_elements(value, param):
                     self._add(name, piece, value)
         frozen = [bucket for bucket in engine.all_buckets if bucket.master is None]
         for bucket in frozen:
             for piece in bucket.mine():
                 part = bucket.shard[piece.where]
                 self._add("parameter", piece, part)
-        scale = engine.scale
-        self["engine/steps"] = exact(engine.steps)
-        self["engine/skipped"] = exact(scale.skipped)
-        self["engine/scale"] = exact(scale.value)
-        self[_GOOD_STEPS] = exact(scale.good_steps)
-        self[_SCALED] = exact(scale.dynamic)
 
     def _add(self, kind: str, piece: Piece, tensor: torch.Tensor) -> None:
         index = piece.param
@@ -79,21 +83,60 @@ class _State(dict[str, Any]):
         self[key].parts[piece.start] = flat
 
 
-def _settings(engine: Engine) -> dict[str, torch.Tensor]:
-    """What else the optimizer holds: its class, ``group/number/type:path`` of its groups' settings, and
-    ``type:path/parameter`` of the states that are no tensor of elements.
-    """
-    optimizer = engine.optimizer
-    found = {f"{_CLASS}{type(optimizer).__name__}": exact(0)}
-    for number, group in enumerate(optimizer.param_groups):
-        for path, of, value in kept(group):
-            found[f"group/{number}/{of}:{path}"] = value
+def _is_of_elements(value: Any, param: torch.Tensor) -> bool:
+    """Whether a state of a parameter is a tensor with a value for each of its elements."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == param.numel()
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a state is the same in whatever way a parameter is cut: a number, a word, a tuple of these."""
+    if isinstance(value, tuple | list):
+        return all(_is_small(one) for one in value)
+    if isinstance(value, torch.Tensor):
+        return not value.dim()
+    return isinstance(value, bool | int | float | str | None)
+
+
+def _values(engine: Engine) -> dict[str, _Value]:
+    """What else the optimizer and the engine hold."""
+    optimizer, scale = engine.optimizer, engine.scale
+    about = {
+        "format": FORMAT,
+        "optimizer": type(optimizer).__name__,
+        "groups": [_settings(group) for group in optimizer.param_groups],
+        "steps": engine.steps,
+        "skipped": scale.skipped,
+        "scale": scale.value if scale.dynamic else None,
+        "good_steps": scale.good_steps,
+    }
+    found = {_ABOUT: _Value(about)}
     for _, piece, param in engine.owned:
-        owner = engine.names[piece.param]
-        for path, of, value in kept(optimizer.state.get(param, {})):
-            if not value.dim():
-                found[f"{of}:{path}/{owner}"] = value
+        state = optimizer.state.get(param, {})
+        small = {name: _on_host(value) for name, value in state.items() if _is_small(value)}
+        found[f"{_SMALL}{engine.names[piece.param]}"] = _Value(small)
     return found
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Those of an optimizer's group that a checkpoint keeps."""
+    return {name: _on_host(value) for name, value in group.items() if name not in _NOT_KEPT}
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+def lost(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What an optimizer holds in its state beside that of parameters, and names of states that cannot be kept."""
+    found = dict[str, None]()
+    for of, state in optimizer.state.items():
+        if not isinstance(of, torch.Tensor):
+            found[str(of)] = None
+            continue
+        for name, value in state.items():
+            if not (_is_small(value) or _is_of_elements(value, of)):
+                found[name] = None
+    return list(found)
 
 
 def _part(engine: Engine, folder: Path) -> Path:
@@ -118,7 +161,7 @@ def save(engine: Engine, folder: Path) -> None:
     error: BaseException | None = None
     try:
         if is_writer:
-            state = _State(engine) | _settings(engine)
+            state = _State(engine) | _values(engine)
             path = _part(engine, folder / name)
             state_dict_saver.save(state, checkpoint_id=path, process_group=comm.group)
     except (OSError, CheckpointException) as caught:
@@ -224,7 +267,7 @@ def _current(folder: Path) -> Path:
     """Where the last whole save in ``folder`` lies."""
     try:
         name = (folder / _CURRENT).read_text().strip()
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError):  # it may be a save itself
         return folder
     return folder / name
 
@@ -254,29 +297,41 @@ def load(engine: Engine, folder: Path) -> None:
     """
     path, known = _find(engine, folder)
     engine.synchronize()
+    about = _about(engine, folder, path, known)
     _require_alike(engine, folder, known)
-    _require_same_optimizer(engine, folder, known)
-    _load_groups(engine, path, known)
+    _require_same_optimizer(engine, folder, about)
+    for group, settings in zip(engine.optimizer.param_groups, about["groups"], strict=True):
+        group.update(_as_here(settings, group))
     _make_states(engine, path, known)
-    state = _State(engine)
-    for key in _ADDED - set(known):
-        del state[key]
-    _read(engine, state, path)
-    engine.steps = int(state["engine/steps"])
-    _load_scale(engine, state)
+    _read(engine, _State(engine), path)
+    engine.steps = about["steps"]
+    engine.scale.skipped = about["skipped"]
+    if engine.scale.dynamic and about["scale"] is not None:
+        engine.scale.value, engine.scale.good_steps = about["scale"], about["good_steps"]
     engine.publish()
     engine.synchronize()
 
 
-def _load_scale(engine: Engine, state: dict[str, Any]) -> None:
-    """The scale of float16 as it was, if it was one: who trains in another dtype writes 1."""
-    scale = engine.scale
-    scale.skipped = int(state["engine/skipped"])
-    there = state["engine/scale"].item()
-    was_scaled = bool(state.get(_SCALED, there > 1 or scale.skipped))
-    if scale.dynamic and was_scaled:
-        scale.value = max(1.0, there)
-        scale.good_steps = int(state.get(_GOOD_STEPS, 0))
+def _about(engine: Engine, folder: Path, path: Path, known: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says of itself. Raises ValueError where it is of another format."""
+    found = {_ABOUT: _Value({"format": 1})}
+    if _ABOUT in known:
+        _read(engine, found, path)
+    about: dict[str, Any] = found[_ABOUT].value
+    if about["format"] != FORMAT:
+        there = f"{folder} is a checkpoint of format {about['format']}, and this release reads {FORMAT}"
+        raise ValueError(f"{there}: resume it with the release that wrote it, or start anew from its full_state()")
+    return about
+
+
+def _as_here(settings: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a checkpoint; a tensor on the device where the optimizer's own is."""
+    found = {}
+    for name, value in settings.items():
+        here = group.get(name)
+        both = isinstance(value, torch.Tensor) and isinstance(here, torch.Tensor)
+        found[name] = value.to(here) if both else value
+    return found
 
 
 def _read(engine: Engine, state: dict[str, Any], path: Path) -> None:
@@ -308,86 +363,40 @@ def _require_alike(engine: Engine, folder: Path, known: dict[str, Any]) -> None:
             raise ValueError(f"{folder} is of another model: {name} has {sizes}")
 
 
-def _require_same_optimizer(engine: Engine, folder: Path, known: dict[str, Any]) -> None:
-    """Raise ValueError where the checkpoint is of another optimizer. Those of earlier releases do not name theirs."""
+def _require_same_optimizer(engine: Engine, folder: Path, about: dict[str, Any]) -> None:
+    """Raise ValueError where the checkpoint is of another optimizer."""
     here, groups = type(engine.optimizer).__name__, engine.optimizer.param_groups
-    classes = [key.removeprefix(_CLASS) for key in known if key.startswith(_CLASS)]
-    numbers = {key.split("/")[1] for key in known if key.startswith("group/")}
     said = f"{folder} is of another optimizer"
-    if classes and here not in classes:
-        raise ValueError(f"{said}: {classes[0]} there, {here} here")
-    if len(numbers) != len(groups):
-        raise ValueError(f"{said}: {len(numbers)} parameter groups there, {len(groups)} here")
-    lacking = [] if classes else _lacking(groups, known)
-    if lacking:
-        raise ValueError(f"{said}: {here} has {lacking[0]}, which is not there")
-
-
-def _lacking(groups: list[dict[str, Any]], known: dict[str, Any]) -> list[str]:
-    """Numbers of the groups that a checkpoint of an earlier release lacks: it has each that its own groups had."""
-    found = []
-    for number, group in enumerate(groups):
-        names = [path for path, of, _ in kept(group) if of in ("int", "float") and path in group]
-        found += [name for name in names if f"group/{number}/{name}" not in known]
-    return found
-
-
-def _room(about: Any) -> torch.Tensor:
-    """For a tensor to be read, by what the checkpoint says of it."""
-    return torch.empty(about.size, dtype=about.properties.dtype)
-
-
-def _load_groups(engine: Engine, path: Path, known: dict[str, Any]) -> None:
-    """The settings of the optimizer's groups, as the checkpoint has them."""
-    values = dict[str, torch.Tensor]()
-    for key, about in known.items():
-        if key.startswith("group/"):
-            values[key] = _room(about)
-    _read(engine, values, path)
-    for number, group in enumerate(engine.optimizer.param_groups):
-        found: Kept = {}
-        for key, value in values.items():
-            _, place, setting = key.split("/", 2)
-            if int(place) == number:
-                of, _, name = setting.rpartition(":")
-                found[name] = of, value
-        restore(group, found)
+    if about["optimizer"] != here:
+        raise ValueError(f"{said}: {about['optimizer']} there, {here} here")
+    if len(about["groups"]) != len(groups):
+        raise ValueError(f"{said}: {len(about['groups'])} parameter groups there, {len(groups)} here")
 
 
 def _make_states(engine: Engine, path: Path, known: dict[str, Any]) -> None:
-    """The optimizer's states, which may not exist yet, as the checkpoint has them: numbers read, tensors to be read."""
+    """The optimizer's states, which may not exist yet, as the checkpoint has them: values read, tensors to be read."""
     optimizer = engine.optimizer
-    kinds, numbers = set[str](), dict[str, torch.Tensor]()
-    for key, about in known.items():
-        kind = key.partition("/")[0]
-        kinds.add(kind)
-        if ":" in kind:
-            numbers[key] = _room(about)
-    kinds -= {"parameter", "buffer", "group", "engine", "optimizer"}
-    _read(engine, numbers, path)
-    group_of = dict[nn.Parameter, dict[str, Any]]()
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            group_of[param] = group
+    small = {key: _Value({}) for key in known if key.startswith(_SMALL)}
+    _read(engine, small, path)
+    kinds = {key.partition("/")[0] for key in known} - {"parameter", "buffer", "engine", "small"}
+    group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
     for _, piece, param in engine.owned:
         owner = engine.names[piece.param]
-        made = optimizer.state[param] = {}
-        small: Kept = {}
+        state = optimizer.state[param] = {}
+        for name, value in small[f"{_SMALL}{owner}"].value.items():
+            is_tensor = isinstance(value, torch.Tensor)
+            value = copy.deepcopy(value)  # each piece of a parameter has its own
+            state[name] = _placed(name, value, param, group_of[param]) if is_tensor else value
         for kind in sorted(kinds):
-            key = f"{kind}/{owner}"
-            of, _, name = kind.rpartition(":")
-            if key in numbers:
-                value = numbers[key]
-                small[name] = of, _as_step(value, param, group_of[param]) if of == "Tensor" else value
-            elif key in known:
-                dtype = known[key].properties.dtype
-                made[name] = torch.zeros_like(param.detach(), dtype=dtype)
-        restore(made, small)
+            about = known.get(f"{kind}/{owner}")
+            if about is not None:
+                state[kind] = torch.zeros_like(param.detach(), dtype=about.properties.dtype)
 
 
-def _as_step(number: torch.Tensor, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """A tensor of one element as torch's own optimizers keep their step; each piece of a parameter has its own."""
-    device = torch.device("cpu")
-    if group.get("fused") or group.get("capturable"):
-        device = param.device
-    return number.to(device, torch.float32, copy=True)
+def _placed(name: str, value: torch.Tensor, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """A 0-dim state on the device where it belongs: torch's optimizers keep their step on the host unless they are fused
+    or captured. What else is 0-dim belongs to a 0-dim parameter.
+    """
+    is_step = param.dim() or name == "step"
+    on_device = group.get("fused") or group.get("capturable") or not is_step
+    return value.to(param.device if on_device else "cpu")

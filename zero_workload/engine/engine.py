@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,9 @@ from ..buffers.comm import Collectives
 from ..buffers.layout import Bucket
 from ..buffers.settings import Settings
 from .agreement import agree
+from .awaited import Awaited
 from .checkpoint import load, save
-from .outside import Outside
+from .outside import Hook, Outside
 from .parts import OptimizerOf, group_of, masters, needs_matrices, parts_of, regroup
 from .reducer import Reducer
 from .replicated import Replicated
@@ -34,7 +35,19 @@ def zero(
     reduce_scatter_group: dist.ProcessGroup | None = None,
     model_group: dist.ProcessGroup | None = None,
     elementwise: bool | None = None,
-    **settings: Any,
+    bucket_bytes: int = Settings.bucket_bytes,
+    prefetch: int = Settings.prefetch,
+    param_dtype: torch.dtype | None = None,
+    gradient_accumulation: int = Settings.gradient_accumulation,
+    max_norm: float | None = None,
+    unit: Literal["block", "layer"] = "block",
+    min_unit: int = Settings.min_unit,
+    hybrid: int | None = None,
+    keep_last: bool = Settings.keep_last,
+    reduce_dtype: torch.dtype | None = None,
+    classic: bool = False,
+    offload: bool = False,
+    loss_scale: float = Settings.loss_scale,
 ) -> "Engine":
     """Make ``model`` train under ZeRO. The model is changed in place: its parameters become views of flat buffers.
 
@@ -43,8 +56,8 @@ def zero(
             and unused parameters are fine; its floating-point parameters become ``param_dtype``.
         optimizer: makes the optimizer from the module's trainable parameters, in groups or not:
             ``lambda params: torch.optim.AdamW(params, lr=1e-3)``. Each group then gets this rank's parts of its
-            parameters, 1-D, in float32 or ``param_dtype`` if that has more digits. A parameter that no rank used in a
-            step is not updated. torch.optim.Muon keeps whole matrices, at stages 0 and 1.
+            parameters, 1-D (a 0-dim one stays so), in float32 or ``param_dtype`` if that has more digits. A parameter
+            that no rank used in a step is not updated. torch.optim.Muon keeps whole matrices, at stages 0 and 1.
         stage: 0 replicates all; 1 shards optimizer states; 2 gradients as well; 3 parameters as well.
         group: the data-parallel ranks, default all.
         replicas: at stages 2 and 3, with ``group`` a node: the ranks that hold the same shards, one of each node
@@ -55,7 +68,6 @@ def zero(
             together. A parameter may say ``model_copies = n``: n of them hold it; ``is_part = True``: part of a matrix.
         elementwise: whether the optimizer looks at each element by itself. ``None``: what its class says
             (``elementwise = True``), else those of torch that are known to.
-        settings: any of the following, whose defaults are those of ``settings.Settings``.
         bucket_bytes: bytes that one reduction (stages 0-2) or gather (1-2) moves; at stage 3 it is the unit's size.
         prefetch: at stage 3, units gathered ahead of the one in use. Every rank calls the same units in the same order;
             ``hybrid`` or ``min_unit`` keep whole what some ranks leave out.
@@ -82,32 +94,56 @@ def zero(
 
     Raises:
         ValueError: on every rank alike, for a setting out of range, an optimizer that the stage cannot serve, a model
-            without trainable parameters or with some that are in no group, a dtype that must be said, and ranks whose
-            models differ in names, shapes or groups.
+            without trainable parameters or with some that are in no group, one that is wrapped or has an engine already,
+            sparse gradients, a dtype that must be said, and ranks whose models differ in names, shapes or groups.
+        TypeError: ``optimizer`` is an optimizer, not what makes one.
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC20).
     """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(
+            f"optimizer is what makes one from parameters: pass lambda params: {kind}(params, ...), not made {kind}"
+        )
+    _require_plain(model)
     _require_trainable(model)
-    if settings.get("param_dtype") is None:
-        settings["param_dtype"] = _half_of(model)
-    checked = Settings(stage, **settings)
+    checked = Settings(
+        stage,
+        bucket_bytes=bucket_bytes,
+        prefetch=prefetch,
+        param_dtype=param_dtype or _half_of(model),
+        gradient_accumulation=gradient_accumulation,
+        max_norm=max_norm,
+        unit=unit,
+        min_unit=min_unit,
+        hybrid=hybrid,
+        keep_last=keep_last,
+        reduce_dtype=reduce_dtype,
+        classic=classic,
+        offload=offload,
+        loss_scale=loss_scale,
+    )
     if replicas and stage < 2:
         raise ValueError(f"replicas of shards exist at stages 2 and 3, not at {stage}")
     comm = Collectives(group, reduce_scatter_group, replicas, model_group)
-    params = list(model.parameters())
-    shapes = [p.shape for p in params]
-    for p in params:  # so that states of a scalar can be told from counters
-        p.data = p.data if p.dim() else p.data.reshape(1)
-    try:
-        made = optimizer([p for p in params if p.requires_grad])
-        whole = needs_matrices(made, elementwise, stage)
-        groups = group_of(made, model)
-    finally:
-        for p, shape in zip(params, shapes, strict=True):
-            p.data = p.data.view(shape)
+    made = optimizer([p for p in model.parameters() if p.requires_grad])
+    whole = needs_matrices(made, elementwise, stage)
+    groups = group_of(made, model)
     about = [(name, p.shape, groups.get(name)) for name, p in model.named_parameters()]
     comm.require_same([checked, *about])
     return Engine(model, made, comm, checked, whole)
+
+
+def _require_plain(model: nn.Module) -> None:
+    """Raise ValueError where something else reduces the model's gradients, or makes them in another form."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ValueError(f"{kind} reduces gradients itself: give zero() the model in it (model.module)")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(f"{name or kind} makes sparse gradients, which ZeRO cannot cut: make it with sparse=False")
+        if any(isinstance(hook, Hook) for hook in module._forward_pre_hooks.values()):
+            raise ValueError("the model has an engine already: go on with that one, or build the model anew")
 
 
 def _require_trainable(model: nn.Module) -> None:
@@ -166,8 +202,8 @@ class Engine:
         small, large = self._split_units()
         self.replicated = Replicated(small, self.reducer, alone=not large)
         self.sharded = Sharded(large, self.reducer, self.names)
-        self.owned = parts_of(self.buckets, self.shapes if whole else None)
-        regroup(optimizer, self.params, self.shapes, self.owned)
+        self.owned = parts_of(self.buckets, self.shapes, whole)
+        regroup(optimizer, self.params, self.names, self.shapes, self.owned)
         private = settings.stage > 0 or self._masters_apart
         self.outside = Outside(self.params, self.names, private, fixed=not self.sharded.units)
         self._hook()
@@ -204,11 +240,12 @@ class Engine:
         model, self._whole = self.model, False  # while ``state_dict`` gathers everything
         if self.replicated.buckets and self.settings.stage:  # by module: the first ones wait least
             for unit in find_units(model, "block", 1):
-                unit.module.register_forward_pre_hook(self._waiting_for(unit), prepend=True)
-        model.register_forward_pre_hook(lambda module, args: self._begin_forward(), prepend=True)
-        model.register_state_dict_pre_hook(self._before_state_dict)
-        model.register_load_state_dict_pre_hook(self._before_loading)
-        model.register_load_state_dict_post_hook(lambda module, keys: self.outside.settle())
+                waits = Hook(self._waiting_for(unit))
+                unit.module.register_forward_pre_hook(waits, prepend=True)
+        model.register_forward_pre_hook(Hook(lambda module, args: self._begin_forward()), prepend=True)
+        model.register_state_dict_pre_hook(Hook(self._before_state_dict))
+        model.register_load_state_dict_pre_hook(Hook(self._before_loading))
+        model.register_load_state_dict_post_hook(Hook(lambda module, keys: self.outside.settle()))
         self.reducer.at_end.append(self._after_backward)
         self.outside.watch(self.optimizer)
 
@@ -216,6 +253,7 @@ class Engine:
         return lambda module, args: self.replicated.wait(unit)
 
     def _begin_forward(self) -> None:
+        self.outside.require_kinds()
         self.reducer.require_whole()
         self.sharded.begin_forward()
 
@@ -325,7 +363,7 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """The model's own ``state_dict``, whole and copied to the CPU. It is a collective: call it on every rank."""
         self.synchronize()
-        return self._named(self.sharded.copies())
+        return self._with(self.sharded.copies())
 
     def full_state(self) -> dict[str, Any]:
         """As ``state_dict``, but with the exact (float32) values of the master weights, and on the first rank of the
@@ -333,21 +371,33 @@ class Engine:
         """
         self.synchronize()
         exact = masters(self)
-        if self.comm.rank:
-            return {}
-        return self._named({id(self.params[index]): value for index, value in exact.items()})
+        return {} if self.comm.rank else self._with(exact)
 
-    def _named(self, whole: dict[int, torch.Tensor]) -> dict[str, Any]:
-        """The model's state dict with the tensors ``whole`` (by the parameter's id) in the place of its own."""
+    def _with(self, values: dict[int, torch.Tensor]) -> dict[str, Any]:
+        """The model's own state dict, copied to the CPU, while its parameters hold ``values`` (by index): so hooks of
+        the user's modules see what they would see without an engine.
+        """
+        hidden = [index for index in values if type(self.params[index]) is Awaited]
+        before = {}
         self._whole = True
         try:
-            state = self.model.state_dict(keep_vars=True)
+            for index, value in values.items():
+                Awaited.clear(self.params[index])
+                before[index] = self.params[index].data
+                self.params[index].data = value
+            state = self.model.state_dict()
         finally:
             self._whole = False
+            for index, data in before.items():
+                self.params[index].data = data
+            for index in hidden:
+                self.sharded.hide(index)
+        mine = {value.data_ptr() for value in values.values()}
         found = {}
-        for name, tensor in state.items():
-            known = whole.get(id(tensor))
-            found[name] = tensor.detach().to("cpu", copy=True) if known is None else known
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                value = value.detach().to("cpu", copy=value.data_ptr() not in mine)
+            found[name] = value
         return found
 
     def save(self, folder: Path | str) -> None:

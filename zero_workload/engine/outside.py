@@ -3,11 +3,32 @@
 Everything here is refused in one line, because it would have no effect, or another one on each rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """The engine's hooks on a copy of the model."""
+
+
+def _of_copies() -> Callable[..., None]:
+    return _nothing
+
+
+class Hook:
+    """A hook of the engine on the user's module. A copy of the module (an average of the weights) is a plain module."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _of_copies, ()
 
 
 class Taken(torch.Tensor):
@@ -24,6 +45,13 @@ class Taken(torch.Tensor):
         )
 
 
+def _taken(param: torch.Tensor) -> Taken:
+    element = torch.zeros((), dtype=param.dtype, device=param.device)
+    every = element.expand(param.shape)
+    taken: Taken = torch.Tensor._make_subclass(Taken, every)
+    return taken
+
+
 class Outside:
     """Watches what belongs to the engine.
 
@@ -37,14 +65,12 @@ class Outside:
     def __init__(
         self, params: Sequence[nn.Parameter], names: Sequence[str], private: bool, fixed: bool
     ) -> None:
-        self.params, self.names, self.private = params, names, private
-        self.graded = [p.requires_grad for p in params]
-        self.kinds = [(p.dtype, p.device) for p in params]
+        self.params, self.names, self.private, self.fixed = params, names, private, fixed
+        self._frozen = {name for name, p in zip(names, params, strict=True) if not p.requires_grad}
         self.stepping = False  # the engine itself steps the optimizer
-        self.taken = False  # each gradient is a Taken
-        self.places = [_place(p) for p in params] if fixed else []
-        self._versions = [p._version for p in params]
-        self._element: dict[Any, torch.Tensor] = {}  # (dtype, device) -> one element of memory
+        self._taken: dict[int, Taken] = {}  # in the place of gradients, by the parameter's number
+        self._is_taken = False
+        self._left = self._seen()
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse ``optimizer.step()`` by anybody but the engine."""
@@ -57,58 +83,70 @@ class Outside:
             )
 
     def take_gradients(self) -> None:
-        """After the last backward of a step: put :class:`Taken` in the place of each gradient."""
-        for param in self.params:
-            if not param.requires_grad:
-                continue
-            kind = param.dtype, param.device
-            if kind not in self._element:
-                self._element[kind] = torch.zeros((), dtype=param.dtype, device=param.device)
-            every = self._element[kind].expand(param.shape)
-            param.grad = torch.Tensor._make_subclass(Taken, every)
-        self.taken = True
+        """After the last backward of a step: put a :class:`Taken` in the place of each gradient."""
+        for number, param in enumerate(self.params):
+            if param.requires_grad:
+                if number not in self._taken:
+                    self._taken[number] = _taken(param)
+                param.grad = self._taken[number]
+        self._is_taken = True
 
     def give_gradients(self) -> None:
         """Before the next step: gradients may come again."""
         for param in self.params:
             param.grad = None
-        self.taken = False
+        self._is_taken = False
+
+    def _seen(self) -> list[Any]:
+        """Of each parameter what nobody but the engine changes."""
+        with torch._C.DisableTorchFunctionSubclass():  # one whose values are on their way is not waited for
+            return [
+                (
+                    p.dtype,
+                    p.device,
+                    p._version,
+                    p.untyped_storage()._cdata if self.fixed else 0,
+                    p.requires_grad,
+                )
+                for p in self.params
+            ]
+
+    def require_kinds(self) -> None:
+        """Raise RuntimeError where a parameter was converted since ``zero()``."""
+        with torch._C.DisableTorchFunctionSubclass():
+            kinds = [(p.dtype, p.device) for p in self.params]
+        for name, now, left in zip(self.names, kinds, self._left, strict=True):
+            if now != left[:2]:
+                what = f"{name} became {now[0]} on {now[1]}"
+                raise RuntimeError(f"{what} after zero(): convert the model before zero()")
 
     def require_untouched(self) -> None:
         """Raise RuntimeError where a parameter was changed, converted or unfrozen since the last step, or its gradient
         removed or replaced since backward. A change in place of ``param.data`` leaves no trace.
         """
-        for number, param in enumerate(self.params):
-            self._require_kind(number, param)
-            self._require_value(number, param)
-            if self.taken and param.requires_grad and not isinstance(param.grad, Taken):
-                name = self.names[number]
-                what = f"the gradient of {name} was removed or replaced after backward, and the engine has its own"
+        seen = self._seen()
+        if seen != self._left:
+            self.require_kinds()
+            for name, now, left in zip(self.names, seen, self._left, strict=True):
+                self._require_value(name, now, left)
+        for number, taken in self._taken.items() if self._is_taken else ():
+            param = self.params[number]
+            if param.requires_grad and param.grad is not taken:
+                what = f"the gradient of {self.names[number]} was removed or replaced after backward"
                 raise RuntimeError(
-                    f"{what}: leave it until engine.step(), which clears it, or use max_norm to clip"
+                    f"{what}, and the engine has its own: leave it until engine.step(), which clears it, or use "
+                    "max_norm to clip"
                 )
 
-    def _require_kind(self, number: int, param: nn.Parameter) -> None:
-        name = self.names[number]
-        if (param.dtype, param.device) != self.kinds[number]:
-            what = f"{name} became {param.dtype} on {param.device}"
-            raise RuntimeError(f"{what} after zero(): convert the model before zero()")
-        if param.requires_grad and not self.graded[number]:
+    def _require_value(self, name: str, now: Any, left: Any) -> None:
+        if now[4] and name in self._frozen:
             raise RuntimeError(f"{name} was frozen in zero() and is not now: unfreeze it before zero()")
-
-    def _require_value(self, number: int, param: nn.Parameter) -> None:
-        name = self.names[number]
         cure = "change it before zero(), or give a model with the changed engine.full_state() to zero() again"
-        if self.places and _place(param) != self.places[number]:
+        if now[3] != left[3]:
             raise RuntimeError(f"{name}.data was replaced, and the engine updates the memory before: {cure}")
-        if self.private and param._version != self._versions[number]:
+        if self.private and now[2] != left[2]:
             raise RuntimeError(f"{name} was changed, but the engine holds its exact value: {cure}")
 
     def settle(self) -> None:
         """The parameters are as the engine left them."""
-        self._versions = [p._version for p in self.params]
-
-
-def _place(param: torch.Tensor) -> int:
-    """Which allocation holds ``param``: a number that no other has while this one lives."""
-    return param.untyped_storage()._cdata
+        self._left = self._seen()

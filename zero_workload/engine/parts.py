@@ -31,18 +31,20 @@ class Part(NamedTuple):
 
     bucket: Bucket
     piece: Piece  # of the bucket's shard
-    #: [elements], or of the parameter's shape where matrices stay whole: a view of the master
+    #: [elements], or of the parameter's shape where matrices stay whole and of a 0-dim one: a view of the master
     param: nn.Parameter
 
 
-def parts_of(buckets: Sequence[Bucket], shapes: Sequence[torch.Size] | None = None) -> list[Part]:
-    """The parts of this rank in ``buckets``, in order; of these ``shapes`` by parameter, or flat."""
+def parts_of(buckets: Sequence[Bucket], shapes: Sequence[torch.Size], whole: bool) -> list[Part]:
+    """The parts of this rank in ``buckets``, in order; flat, but with the parameter's shape (of ``shapes``) where it is
+    ``whole``, or 0-dim: what its optimizer made for one element is no counter.
+    """
     found = []
     for bucket in buckets:
         assert bucket.master is not None
         for piece in bucket.mine():
             part = bucket.master.detach()[piece.where]
-            if shapes is not None:
+            if whole or not shapes[piece.param]:
                 part = part.view(shapes[piece.param])
             param = nn.Parameter(part)
             found.append(Part(bucket, piece, param))
@@ -124,17 +126,21 @@ def group_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, in
 
 
 def regroup(
-    optimizer: torch.optim.Optimizer, params: Sequence[Any], shapes: Sequence[torch.Size], parts: list[Part]
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[Any],
+    names: Sequence[str],
+    shapes: Sequence[torch.Size],
+    parts: list[Part],
 ) -> None:
-    """Put ``parts`` in place of the module's ``params``, of those ``shapes``, in every group. States that the optimizer
-    has already are cut alike.
+    """Put ``parts`` in place of the module's ``params``, of those ``names`` and ``shapes``, in every group. States that
+    the optimizer has already are cut alike; a group with names has them, once for each part.
     """
     born = dict(optimizer.state)
     number_of = {id(p): n for n, p in enumerate(params)}
     optimizer.state.clear()
     for _, piece, param in parts:
         whole = params[piece.param]
-        shape = shapes[piece.param] or (1,)
+        shape = shapes[piece.param]
         states = born.get(whole, {})
         for name, value in states.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == shape:
@@ -145,8 +151,10 @@ def regroup(
             optimizer.state[param][name] = copy.deepcopy(value)
     for group in optimizer.param_groups:
         numbers = {number_of[id(p)] for p in group["params"]}
-        group["params"] = [part.param for part in parts if part.piece.param in numbers]
-        group.pop("param_names", None)  # there may be several parts of one
+        mine = [part for part in parts if part.piece.param in numbers]
+        group["params"] = [part.param for part in mine]
+        if "param_names" in group:
+            group["param_names"] = [names[part.piece.param] for part in mine]
 
 
 def masters(engine: Any) -> dict[int, torch.Tensor]:

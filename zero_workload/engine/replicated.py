@@ -58,20 +58,24 @@ class Replicated:
             bucket.pending = len(bucket.pieces)
         self._next = len(self.buckets) - 1
         self._held = False  # nothing is reduced before the end: gradients may come again
+        self._full = False  # a bucket has all its gradients
 
     def _on_grad(self, index: int, param: nn.Parameter) -> None:
-        """``param.grad`` is complete for this backward pass: take it, reduce the buckets that became full.
+        """``param.grad`` is complete for this backward pass: reduce the buckets that were full before it, take it.
 
+        Not yet its own bucket: hooks of the user on ``param`` may come after this one, and look at its gradient.
         Of several passes inside one (reentrant checkpoints) each may have a gradient of the same parameter.
         """
         self.reducer.begin_backward(index)
+        if self._full and self.alone:
+            self._full = False
+            self._launch(complete_only=True)
         self._held |= self.reducer.is_nested
         view = self._views.get(index)
         if view is not None and param.grad is not view:
             assert param.grad is not None
             view.copy_(param.grad)
             param.grad = view
-        full = False
         for bucket in self.in_bucket.get(index, ()):  # none for a parameter without elements
             if bucket.pending == _REDUCED:
                 raise RuntimeError(
@@ -80,9 +84,7 @@ class Replicated:
                 )
             if not self._held:
                 bucket.pending -= 1
-                full |= bucket.pending == 0
-        if full and self.alone:
-            self._launch(complete_only=True)
+                self._full |= bucket.pending == 0
 
     def _launch(self, complete_only: bool) -> None:
         """Reduce strictly last to first, on every rank alike, whatever parameters a rank has not used."""

@@ -2,6 +2,7 @@
 by hooks on its module, in backward by hooks on its output (gather) and its input (free, and reduce its gradients).
 """
 
+import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from .awaited import Awaited
+from .outside import Hook
 from .reducer import Reducer
 from .units import State, Unit
 
@@ -70,6 +73,7 @@ class Sharded:
         self._pass = Pass()  # the present one, or the last
         self._expected: list[Unit] = []  # the calls of the pass before, as long as this one makes the same
         self.digest = 0  # of the units that were gathered in this step, in order
+        self._hidden = dict[int, tuple[torch.Tensor, Callable[[], None]]]()
         self.units = [u for u in units if u.params]
         for unit in self.units:
             unit.rows = reducer.rows(unit.params, 3)
@@ -80,8 +84,8 @@ class Sharded:
 
     def _watch(self, unit: Unit) -> None:
         before = partial(self._pre_forward, unit)
-        unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-        unit.module.register_forward_hook(partial(self._post_forward, unit))
+        unit.module.register_forward_pre_hook(Hook(before), with_kwargs=True, prepend=True)
+        unit.module.register_forward_hook(Hook(partial(self._post_forward, unit)))
         for row in unit.rows:
             for index in row.begins if row.trainable else ():
                 self.params[index].register_post_accumulate_grad_hook(partial(self._on_grad, unit, index))
@@ -108,14 +112,14 @@ class Sharded:
         unit.gathers, unit.state = [], State.GATHERED
         for row in unit.rows:
             for index in row.begins:
+                Awaited.clear(self.params[index])
                 self.params[index].data = row.view(row.arena, index)
 
     def free(self, unit: Unit) -> None:
         """Give the memory of the gathered parameters back; the shard stays.
 
         Views saved for backward keep pointing at this storage: it is emptied and refilled, never replaced. The
-        parameters themselves become empty, so that a use outside the unit's forward fails instead of reading freed
-        memory.
+        parameters keep their shapes, and a use of their values outside the unit's forward is refused.
         """
         if unit.state is State.GATHERING:
             self.wait(unit)
@@ -123,18 +127,34 @@ class Sharded:
             return
         for row in unit.rows:
             for index in row.begins:
-                self.params[index].data = row.arena.new_empty(0)
+                self.hide(index)
             row.arena.untyped_storage().resize_(0)
         unit.state = State.SHARDED
 
+    def hide(self, index: int) -> None:
+        """From now on parameter ``index`` has its shape and no values: each element is the same NaN."""
+        param = self.params[index]
+        Awaited.clear(param)
+        if index not in self._hidden:
+            nothing = param.data.new_full((), math.nan)
+            shape = param.shape
+            self._hidden[index] = nothing.expand(shape), partial(self._refuse, index)
+        param.data, refuse = self._hidden[index]
+        Awaited.mark(param, refuse)
+
+    def _refuse(self, index: int) -> None:
+        raise RuntimeError(
+            f"each rank holds a part of {self.names[index]} at stage 3: use it in its module's forward, read it from "
+            "engine.state_dict() (on every rank), and copy or convert the model before zero()"
+        )
+
     def copies(self) -> dict[int, torch.Tensor]:
-        """Each sharded parameter whole, on the CPU, by its id: gathered unit by unit, by all ranks together."""
+        """Each sharded parameter whole, on the CPU, by its index: gathered unit by unit, by all ranks together."""
         found: dict[int, torch.Tensor] = {}
         for unit in self.units:
             self.wait(unit)
             for index in unit.params:
-                param = self.params[index]
-                found[id(param)] = param.detach().to("cpu", copy=True)
+                found[index] = self.params[index].detach().to("cpu", copy=True)
             self.free(unit)
         return found
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..formulas import best_interval
+from ..formulas import Shape, interval
 from .recompute import MODES, Checkpoints, recomputed
 
 
@@ -25,7 +25,7 @@ class ModelConfig:
     vocab: int = 256
     #: what backward recomputes, see ``recompute.MODES``
     recompute: str = "none"
-    #: blocks that are recomputed at a time; 0: sqrt(layers)
+    #: blocks that are recomputed at a time; 0: as many as hold least, ``formulas.best_interval``
     recompute_every: int = 1
     #: attention holds its probabilities [batch, heads, seq, seq], as the formulas have it; else one fused operation
     materialised: bool = False
@@ -61,7 +61,12 @@ class ModelConfig:
     @property
     def every(self) -> int:
         """Blocks that are recomputed at a time."""
-        return self.recompute_every or best_interval(self.layers)
+        return self.recompute_every or interval(self.shape(1))
+
+    def shape(self, batch: int) -> Shape:
+        """Its figures in the formulas."""
+        sizes = (self.layers, self.width, self.heads, self.seq, batch)
+        return Shape(*sizes, vocab=self.vocab, materialised=self.materialised)
 
 
 def _materialised(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

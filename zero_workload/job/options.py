@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..buffers.settings import Settings
 from .data import Corpus
 from .model import ModelConfig
-from .optimizers import optimizer_of, require_kept
+from .optimizers import optimizer_of
 from .parallel import require_fit
 from .recompute import MODES
 
@@ -86,6 +86,7 @@ def _job(add: Callable[..., object]) -> None:
         metavar="MODULE:CLASS",
         help="any elementwise one, or torch.optim:Muon; default fused AdamW",
     )
+    add("--elementwise", action="store_true", help="--optimizer looks at each element by itself; known of torch's")
     add("--seed", type=int, default=0, help="model, data order")
     add("--timeout", type=_amount, default=300, help="seconds until a collective counts as hung")
 
@@ -97,7 +98,7 @@ def _model(add: Callable[..., object]) -> None:
     add("--heads", type=_count, default=default.heads, help="attention heads")
     add("--seq", type=_count, default=default.seq, help="bytes in a sequence")
     add("--recompute", choices=MODES, default="none", help="what backward recomputes instead of keeping it")
-    add("--recompute-every", type=_every, default=1, metavar="N", help="blocks at a time; auto: sqrt(layers)")
+    add("--recompute-every", type=_every, default=1, metavar="N", help="blocks at a time; auto: what holds least")
     add(
         "--materialised",
         action="store_true",
@@ -160,11 +161,9 @@ def check(args: argparse.Namespace) -> None:
             f"{args.heads} heads are not a multiple of {args.tensor_parallel} ranks that share matrices"
         )
     args.zero = _settings(args)
-    args.made, args.elementwise = optimizer_of(args.optimizer, args.lr)
+    args.made, args.elementwise = optimizer_of(args.optimizer, args.lr, args.elementwise)
     if args.save:
         _require_folder(args.save)
-        if args.elementwise:  # by trial: it can step
-            require_kept(args.made, args.optimizer)
     args.corpus = Corpus(args.seq)
 
 

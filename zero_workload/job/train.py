@@ -218,6 +218,11 @@ class Job:
     def _n_params(self) -> int:
         return sum(shape.numel() for shape in self.engine.shapes)
 
+    def _whole_params(self) -> int:
+        """Parameters that --hybrid leaves whole at stage 3."""
+        held = self.engine.replicated.in_bucket if self.args.stage == 3 else ()
+        return sum(self.engine.shapes[index].numel() for index in held)
+
     def _done(self) -> int:
         """Steps that were taken, those of the run that is resumed too."""
         return self.engine.steps + self.engine.scale.skipped
@@ -226,7 +231,8 @@ class Job:
         """What the log says of the run, before its first step."""
         args = self.args
         same = ("stage", "backend", "dtype", "batch", "steps", "classic", "optimizer", "accumulate")
-        shape = ("layers", "width", "heads", "seq")
+        same += ("hsdp", "hybrid", "reduce_dtype")
+        shape = ("layers", "width", "heads", "seq", "materialised")
         about: dict[str, Any] = {name: getattr(args, name) for name in same}
         about["model"] = {name: getattr(args, name) for name in shape}
         about["n_params"] = self._n_params()
@@ -234,6 +240,8 @@ class Job:
         about["device"] = str(self.device)
         about["tensor_parallel"] = args.tensor_parallel
         about["n_tensors"] = len(self.engine.params)
+        about["checkpoints"] = args.model.checkpoints
+        about["whole_params"] = self._whole_params()
         about["first_step"] = self._done()
         return about
 
