@@ -56,8 +56,8 @@ def apply(
     nodes can read, and give that file. If the run had --headroom, give it here too.
 
     --no-gate only sets the environment. The job may then be JAX, nccl-tests or an inference server, or run NCCL 2.27,
-    which lets no table change while a job runs. Each process uses the table as soon as it loads the plugin. Nothing checks that all processes load it. If one does not, it hangs
-    together with its peers.
+    under which no table can change while a job runs. Each process uses the table as soon as it loads the plugin.
+    Nothing checks that all processes load it. If one does not, it hangs together with its peers.
 
     \b
     dynamiccl apply runs/tune/latest -- torchrun --nproc-per-node 8 train.py
