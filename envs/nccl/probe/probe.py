@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import struct
 import sys
@@ -199,7 +200,11 @@ def _note(path: Path, text: str) -> None:
 
 
 def _nccl(torch: Any) -> str:
-    """The version of NCCL in this process."""
+    """The version of NCCL in this process: of the library that is loaded, which may not be what PyTorch was built with."""
+    with contextlib.suppress(Exception):
+        library, number = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD), ctypes.c_int()
+        if library.ncclGetVersion(ctypes.byref(number)) == 0:
+            return f"{number.value // 10_000}.{number.value // 100 % 100}.{number.value % 100}"
     try:
         return ".".join(map(str, torch.cuda.nccl.version()))
     except Exception:  # a build without it
