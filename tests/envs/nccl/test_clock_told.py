@@ -5,7 +5,11 @@ import subprocess
 
 import pytest
 from clock_jobs import Job, run_job
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import HERE, SOURCES, compiler, plugin_path
+from nccl_groups import Groups
+from nccl_halves import Call
+from plugin_run import offer
 
 SHORT, LONG = 30, 200
 OF_GROUP = "atomic_load_explicit(&seat->group, memory_order_relaxed)"
@@ -64,6 +68,12 @@ MUTATIONS = {
     ],
     "a launch counts whether or not NCCL asked": [LAUNCHED, COUNTED],
     "what was not asked about is in the hash": [LAUNCHED],
+    "a mark is there before its call counts": [("clock.c", "is_whole && at <= view->count", "is_whole")],
+}
+
+
+#: Mutations of what is in the hash. No job of ranks that call alike shows them.
+HASH_MUTATIONS = {
     "a group that begins with an all-reduce begins anew": [
         (
             "clock.c",
@@ -71,7 +81,16 @@ MUTATIONS = {
             f"  if (!counts(call->func)) return beside;\n{BEGUN}",
         )
     ],
-    "a mark is there before its call counts": [("clock.c", "is_whole && at <= view->count", "is_whole")],
+    "all-reduces are not in the hash": [
+        ("clock.c", "if (is_broadcast(call->func)) return", "if (!counts(call->func)) return")
+    ],
+    "the hash of a group of all-reduces is dropped": [
+        (
+            "clock.c",
+            "  const uint64_t hash = atomic_load_explicit(&seat->called_hash, memory_order_relaxed);\n",
+            "  if (seat->n_called == 0) return;\n  const uint64_t hash = atomic_load(&seat->called_hash);\n",
+        )
+    ],
 }
 
 
@@ -113,7 +132,7 @@ def mutant(tmp_path_factory):
         folder = tmp_path_factory.mktemp("mutant")
         for path in HERE.glob("*.[ch]"):
             shutil.copy(path, folder)
-        for file, stands, instead in MUTATIONS[name]:
+        for file, stands, instead in {**MUTATIONS, **HASH_MUTATIONS}[name]:
             text = (folder / file).read_text()
             assert text.count(stands) == 1, f"{file}: {stands}"
             (folder / file).write_text(text.replace(stands, instead))
@@ -132,3 +151,26 @@ def test_a_mutation_of_the_clock_is_found(mutant, tmp_path, name):
     seed = found_within(mutant(name), tmp_path, map(Job.of, range(LONG)))
     assert seed is not None
     print(f"found by job {seed}")
+
+
+#: What 16 groups of a rank are: g an all-gather, r an all-reduce.
+WAYS = ("g", "g r", "gr", "r g", "rg", "r r g", "rr g", "rrg")
+
+
+def hashes(library, folder, monkeypatch):
+    """The hash of the first 16 all-gathers, each way; communicators with ids of their own stand for ranks."""
+    monkeypatch.setenv("DYNAMICCL_RUN", str(folder / "of another node"))
+    plugin, names = Plugin.load(library), {"g": "all_gather", "r": "all_reduce"}
+    for number, way in enumerate(WAYS, 1):
+        comm = Groups(library, number, 8, 1, 0)
+        for group in way.split() * 16:
+            comm.group([Call(names[one], 4096) for one in group], offer(ring_ll=10))
+    return [plugin.comms()[number].marks[16] for number in range(1, len(WAYS) + 1)]
+
+
+def test_ranks_that_make_or_group_all_reduces_otherwise_have_other_hashes(tmp_path, monkeypatch, mutant):
+    """They do not count, and would let ranks that differ in them switch at other calls."""
+    copy = shutil.copy(plugin_path(), tmp_path / "plugin.so")
+    assert len(set(hashes(copy, tmp_path, monkeypatch))) == len(WAYS)
+    for name in HASH_MUTATIONS:
+        assert len(set(hashes(mutant(name), tmp_path, monkeypatch))) < len(WAYS), name
