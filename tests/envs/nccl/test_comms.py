@@ -131,8 +131,7 @@ def test_no_table_changes_under_nccl_2_27_and_a_fixed_one_holds_from_the_first_c
     plugin.activate(encode_table(Table(1, (row,))))
     comm = Communicator(plugin.path, 99, 8, 1, 0, "2.27.7")
     plugin.stage(1, encode_table(Table(2)))
-    with pytest.raises(OSError, match="No such file"):
-        plugin.switch(1, 99, 1, 0)
+    plugin.switch(1, 99, 1, 0)
     assert plugin.limit(1, 99, 1) == 0, "no call is held"
     answers = []
     for seq in range(20):
