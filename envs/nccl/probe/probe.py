@@ -200,7 +200,7 @@ def _note(path: Path, text: str) -> None:
 
 
 def _nccl(torch: Any) -> str:
-    """The version of NCCL in this process: of the library that is loaded, which may not be what PyTorch was built with."""
+    """The version of the NCCL that is loaded in this process, which may not be what PyTorch was built with."""
     with contextlib.suppress(Exception):
         library, number = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD), ctypes.c_int()
         if library.ncclGetVersion(ctypes.byref(number)) == 0:
