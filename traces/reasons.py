@@ -85,7 +85,7 @@ class NotTuning(Reason):
     )
     NOT_TOLD = (
         "NCCL asks the tuner but tells the profiler of no collective, so none can be compared: keep the job's "
-        "NCCL_PROFILER_PLUGIN, and use NCCL 2.27 or newer"
+        "NCCL_PROFILER_PLUGIN, and use NCCL 2.28.3 or newer"
     )
     OUTSIDE = (
         "{slot} is left alone: NCCL runs {ran} there, which it does not offer to a tuner (a symmetric kernel or a copy "
@@ -134,8 +134,8 @@ class NotAgreeing(Reason):
     NO_GROUP = "NCCL runs here, but there is no process group of torch.distributed through which its ranks could agree"
     NO_PLUGIN = "rank {rank} has no plugin"
     NOTHING_COUNTED = (
-        "no collectives are counted yet: NCCL tells the profiler of none (NCCL_PROFILER_PLUGIN, NCCL before 2.27), or "
-        "the job has run too few"
+        "no all_gather or reduce_scatter is counted yet: the job has run too few, or NCCL tells the profiler of none "
+        "(NCCL_PROFILER_PLUGIN)"
     )
     NOT_ALL_VOTED = (
         "{n} of {of} ranks of a communicator of rank {rank} take part: the others have no tuner, count nothing, or "
@@ -151,7 +151,7 @@ class NotAgreeing(Reason):
         "the first {count} collectives of rank {rank} and rank {other} on their communicator are not the same"
     )
     NO_CLOCK = (
-        "NCCL reports the collectives of rank {rank} late ({why}), so the ranks share no count: "
+        "NCCL does not report the calls of rank {rank} where they are made ({why}), so the ranks share no count: "
         "no table changes on that communicator"
     )
     NO_RHYTHM = (

@@ -272,10 +272,9 @@ class Offer:
 # last 88 bytes depend on `kind`; the views below name them.
 COMM, OFFER, COLL, KERNEL, STEP, STATE, WAIT = range(1, 8)
 #: Bits of ``flags``: the communicator has had a call whose buffers are registered (OFFER), captured in a CUDA graph:
-#: asked once, replayed often (COLL), kernel times were taken in it (STEP), told by another thread than the caller's
-#: (COLL), the step is one turn's, or a part of one: every communicator in turns made just one step's collectives, all
-#: under one table (STEP).
-FLAG_REGISTERED, FLAG_CAPTURED, FLAG_SAMPLED, FLAG_LATE, FLAG_WHOLE = 1, 2, 4, 8, 16
+#: asked once, replayed often (COLL), kernel times were taken in it (STEP), the step is one turn's, or a part of one:
+#: every communicator in turns made just one step's collectives, all under one table (STEP).
+FLAG_REGISTERED, FLAG_CAPTURED, FLAG_SAMPLED, FLAG_WHOLE = 1, 2, 4, 16
 #: As the generation of a STEP: several tables have answered in it.
 MIXED = 2**32 - 1
 _HEAD: list[Any] = [

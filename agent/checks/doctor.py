@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...envs.nccl.plugin.build import PluginBuildError, compiler, load_fault, needs_compiler, takes_no_path
-from ...envs.nccl.plugin.installed import has_torch, in_sight, nccl_release
+from ...envs.nccl.plugin.installed import WHEELS, has_torch, in_sight, nccl_release
 from ...envs.nccl.run_folder import free_bytes
 from ...envs.nccl.site_switch import switched_off
 from ...envs.nccl.steps.nvml import gpus
@@ -96,8 +96,7 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
      "NCCL 2.24 and newer end a job at words that they do not know ({found})",
      "write functions as allgather, reducescatter, algorithms as ring, nvls, collnetdirect, pat, without spaces", NOTE),
     ("launch blocking", lambda f: f.env.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"),
-     "CUDA_LAUNCH_BLOCKING={CUDA_LAUNCH_BLOCKING} slows every step. With NCCL 2.27 over nodes, NCCL also reports "
-     "collectives late and from another thread: the ranks then share no call count at which they could switch tables",
+     "CUDA_LAUNCH_BLOCKING={CUDA_LAUNCH_BLOCKING} slows every step: its times are not those of the job without it",
      "unset CUDA_LAUNCH_BLOCKING: it is for debugging", CHANGE),
     ("NCCL_TUNER_PLUGIN", lambda f: "dynamiccl" not in f.env.get("NCCL_TUNER_PLUGIN", "dynamiccl"),
      "NCCL_TUNER_PLUGIN={NCCL_TUNER_PLUGIN}: NCCL loads one tuner only; ours takes its place and asks it first, so "
@@ -161,15 +160,16 @@ WITHOUT_NCCL = ("autoload", "number", "compiler", "plugin", "shared memory", "sw
 def examine(facts: Facts) -> list[Finding]:
     """All traps that apply, those that must be cured first."""
     findings = []
-    known = {**facts.env, **vars(facts), "nccl": ".".join(map(str, facts.nccl or ()))}
+    nccl = ".".join(map(str, facts.nccl or ()))
+    known = {**facts.env, **vars(facts), "nccl": nccl, "newer": facts.newer}
     for name, condition, words, cure, must_change in TRAPS:
         if found := condition(facts):
             said, cured = (text.format_map({**known, "found": found}) for text in (words, cure))
             findings.append(Finding(name, said, cured, must_change))
     for fault in FAULTS:
         if found := _meets(facts, fault):
-            said = fault.what.format_map({**known, "found": found})
-            findings.append(Finding(fault.name, said, fault.cure, fault.must_change))
+            said, cured = (text.format_map({**known, "found": found}) for text in (fault.what, fault.cure))
+            findings.append(Finding(fault.name, said, cured, fault.must_change))
     return sorted(findings, key=lambda finding: not finding.must_change)
 
 
@@ -223,8 +223,7 @@ def gather(command: list[str] | None = None, table: Table | None = None) -> Fact
     ranks_per_node = int(ranks) if ranks.isdigit() else None
     n_gpus, shm_free = len(gpus()) or None, free_bytes()
     nccl = nccl_release(env)
-    copies = tuple(map(str, in_sight(env)))
-    off, fault = switched_off(), load_fault()
-    return Facts(
-        env, nccl, n_gpus, ranks_per_node, shm_free, has_compiler, table, machine(), copies, off, fault
-    )
+    sight = in_sight(env)
+    wheel = next((copy.source for copy in sight if copy.source in WHEELS.values()), "")
+    words = tuple(map(str, sight)), switched_off(), load_fault(), wheel
+    return Facts(env, nccl, n_gpus, ranks_per_node, shm_free, has_compiler, table, machine(), *words)

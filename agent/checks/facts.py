@@ -11,6 +11,10 @@ from ...envs.nccl.variables import Narrowing, narrowing
 if TYPE_CHECKING:  # numpy with it, which a job that is to be started does not wait for
     from ...traces.records import Table
 
+#: The release that a cure names, and the packages that have it. Tried: PyTorch 2.8.0 for CUDA 12.8, which comes with
+#: 2.27.3, loads it; pip says that the two are not compatible, and installs it.
+_TUNABLE, _TUNABLE_WHEELS = "2.28.9", ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -27,6 +31,14 @@ class Facts:
     copies: tuple[str, ...] = ()  # every NCCL in sight, in words
     switched_off: str | None = None  # what turns the tuner off here, in words
     plugin_fault: str = ""  # why the plugin that is there cannot be loaded, in the loader's words
+    wheel: str = ""  # the package of the NCCL that PyTorch loads
+
+    @property
+    def newer(self) -> str:
+        """How the job gets an NCCL that can be tuned, which fits the installed PyTorch."""
+        if self.wheel in _TUNABLE_WHEELS:
+            return f"pip install {self.wheel}=={_TUNABLE} (PyTorch loads it in place of its own)"
+        return "use NCCL 2.28.3 or newer, which PyTorch 2.11 and newer bring"
 
     @property
     def narrowing(self) -> Narrowing:

@@ -23,8 +23,8 @@ class Fault:
 
     ``must_change``: the job is at risk, or loses time, until it is cured. ``unless``: a variable of the environment and
     the value that avoids the fault. ``cells``: those that have it, of which one must be offered. ``where``: what of the
-    machine brings it on; then a release that is not known counts as one of these. ``{nccl}`` in ``what`` stands for the
-    release, ``{found}`` for what ``where`` returns.
+    machine brings it on; then a release that is not known counts as one of these. In ``what`` and ``cure`` stand
+    ``{nccl}`` for the release, ``{newer}`` for how to get another, and ``{found}`` for what ``where`` returns.
     """
 
     name: str
@@ -46,18 +46,18 @@ FAULTS = (
         (0,),
         (2, 22),
         "NCCL {nccl} has no tuner interface that we serve",
-        "use NCCL 2.27 or newer",
+        "{newer}",
         "plugins/tuner of NCCL's releases",
         must_change=True,
     ),
     Fault(
         "no profiler",
         (2, 22),
-        (2, 27),
-        "NCCL {nccl} does not report collectives as we need it (2.27 is the first): tables are obeyed, but no event "
-        "shows what ran",
-        "use NCCL 2.27 or newer, or dynamiccl apply --no-gate with a fixed table",
-        "plugins/profiler of NCCL's releases",
+        (2, 28, 3),
+        "NCCL {nccl} does not report calls where they are made (2.28.3 is the first that does), so the ranks share no "
+        "count at which they could switch tables",
+        "{newer}; or dynamiccl apply --no-gate, whose table holds from the first call",
+        "plugins/profiler of NCCL's releases: interface 5",
         must_change=True,
     ),
     Fault(
@@ -122,15 +122,5 @@ FAULTS = (
         f"give the container more ({MORE_MEMORY}), or use NCCL 2.32",
         "NVIDIA/nccl#2326; read in 2.27.7, 2.28.9, 2.29.7 and 2.30.7, see envs/nccl/plugin/room.c",
         where=little_room_for_kernel_times,
-    ),
-    Fault(
-        "CUDA graphs",
-        (0,),
-        (2, 28),
-        "NCCL {nccl} does not tell which calls are captured into a CUDA graph (2.28 is the first that does): "
-        "PyTorch's CUDAGraph tells us, and calls captured otherwise, or enqueued by another thread meanwhile, may be "
-        "counted on one rank alone",
-        "nothing if the job captures no collective, or by PyTorch and in one thread; else use NCCL 2.28 or newer",
-        "profiler interface 5 of NCCL 2.28",
     ),
 )

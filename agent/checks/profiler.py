@@ -13,7 +13,7 @@ _USUAL = 3
 #: rings of a node take at most, an eighth; each rank looks anew. See envs/nccl/plugin/ring.c.
 RING_BYTES, RINGS_PART = 128 + (65_536 + 1_024) * 128, 8
 #: How a container gets the memory for rings and kernel times of three communicators a rank.
-MORE_MEMORY = "docker run --shm-size=1g for up to 8 ranks, 2g for 16"
+MORE_MEMORY = "docker run --shm-size=2g for up to 8 ranks, 4g for 16"
 
 
 def _ranks(facts: Facts) -> int:
@@ -29,7 +29,7 @@ def little_room_for_kernel_times(facts: Facts) -> tuple[int, int, int, int] | No
     free_mib, needed_mib = facts.shm_free // 2**20, ranks * POOL_MIB
     # They lie there before the first kernel time.
     rings = min(ranks * RING_BYTES, facts.shm_free // RINGS_PART)
-    n_comms = (facts.shm_free - rings) // (needed_mib * 2**20)
+    n_comms = (facts.shm_free - rings) // 2 // (needed_mib * 2**20)  # half stays the job's, see room.c
     return (free_mib, ranks, needed_mib, n_comms) if n_comms < _USUAL else None
 
 

@@ -37,9 +37,7 @@ def apply(
     command: Annotated[
         list[str] | None, Argument(help="The job, after --. Any program that uses NCCL.")
     ] = None,
-    gate: Annotated[
-        bool, Option(help="Wait until all ranks agree. --no-gate: not for PyTorch jobs, see above.")
-    ] = True,
+    gate: Annotated[bool, Option(help="Wait until all ranks agree. --no-gate: see above.")] = True,
     headroom: Headroom = None,
     force: Force = False,
     or_untuned: OrUntuned = False,
@@ -57,9 +55,9 @@ def apply(
     After a run on several nodes only the results folder of rank 0 has a table. Copy its table.json to a place that all
     nodes can read, and give that file. If the run had --headroom, give it here too.
 
-    --no-gate only sets the environment. The job may then be JAX, nccl-tests or an inference server. Each process uses
-    the table as soon as it loads the plugin. Nothing checks that all processes load it. If one does not, it hangs
-    together with its peers.
+    --no-gate only sets the environment. The job may then be JAX, nccl-tests or an inference server, or run NCCL 2.27,
+    under which no table can change while a job runs. Each process uses the table as soon as it loads the plugin.
+    Nothing checks that all processes load it. If one does not, it hangs together with its peers.
 
     \b
     dynamiccl apply runs/tune/latest -- torchrun --nproc-per-node 8 train.py

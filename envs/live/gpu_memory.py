@@ -1,8 +1,8 @@
 """Which settings a job's GPUs have no memory for.
 
 The first call of an algorithm on a communicator allocates buffers. If a GPU has too little memory left, this call
-fails, and the job with it. So an algorithm is tried only if the fullest GPU of this node has the most that its buffers
-can take, and KEPT_FREE more. Their sizes are NCCL's settings in the tuner's environment and in NCCL's files.
+fails, and the job with it. So all that is tried takes at most half of what the fullest GPU of this node has left, and
+leaves the job KEPT_FREE. The sizes of buffers are NCCL's settings in the tuner's environment and in NCCL's files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def take_out(
     if not free:
         return texts
     settings = configured()
-    left: float = free - KEPT_FREE
+    left: float = min(free / 2, free - KEPT_FREE)
     has_room: dict[tuple[int, int, str], bool] = {}
     for profile, mask in zip(profiles, masks, strict=True):
         slot = profile.slot

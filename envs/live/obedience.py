@@ -17,7 +17,6 @@ from ...traces.records import (
     ALGOS,
     COLL_DTYPE,
     FLAG_CAPTURED,
-    FLAG_LATE,
     FUNCS,
     PROTOS,
     UNSET,
@@ -42,9 +41,8 @@ PATIENCE = 100
 
 
 def _comparable(rows: Array) -> Array:
-    """Without replays of captured calls, of which NCCL does not tell on each rank, and without what is told of no known
-    call."""
-    return rows[rows["flags"] & (FLAG_CAPTURED | FLAG_LATE) == 0]
+    """Without replays of captured calls, of which NCCL does not tell on each rank."""
+    return rows[rows["flags"] & FLAG_CAPTURED == 0]
 
 
 class CallAudit:
@@ -202,12 +200,7 @@ def _judge(rule: Rule, rows: Array, shape: Array) -> Disobeyed | None:
         alike = same_algo & same_proto
     if d.n_channels:  # NCCL may use fewer, for a message that is too small for all; never more
         alike &= rows["n_channels"] <= d.n_channels
-    if not ours.any():
-        # NCCL asks of grouped calls with their sum and reports the parts: then any of them stands for the row.
-        if not of_class.any() or (alike & of_class).any():
-            return None
-        ours = of_class
-    if alike[ours].mean() >= OBEYED:
+    if not ours.any() or alike[ours].mean() >= OBEYED:  # without a call in the row there is no verdict on it
         return None
     otherwise = rows[ours & ~alike]
     ran, count = np.unique(otherwise[["algo", "proto", "n_channels"]], return_counts=True)

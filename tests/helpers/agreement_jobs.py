@@ -13,8 +13,10 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from dynamiccl.envs.nccl.agreement import agreement
+from dynamiccl.envs.nccl.agreement.protocol import Decision
 from dynamiccl.envs.nccl.shm import RunFolder
 from group_jobs import far_apart, idle_groups, lives
 from light_jobs import Found, found, tries
@@ -229,6 +231,28 @@ def store_fails_after_the_votes(folder: RunFolder, seconds: float = 3.0) -> Foun
         server.silent_for("decision", seconds)
 
     return tries(folder, 2, program, beside=beside)
+
+
+def decision_late_for_one(folder: RunFolder) -> Found:
+    """In one round the decision comes to rank 1 when it has long reached its limit. A call is held for at most 6 s."""
+    agreement.HOLD_S = 6
+
+    def program(rank: LightRank) -> None:
+        for i in range(160):
+            rank.step(i, 4, 0.02)
+            if rank.rank == 1 and rank.agreement is not None and not late:
+                late.append(rank.agreement._store.decision)
+                rank.agreement._store.decision = decision
+
+    late: list[Callable[[int], Decision | None]] = []
+    waits = [3.0]
+
+    def decision(number: int) -> Decision | None:
+        if number == 6 and waits:
+            time.sleep(waits.pop())
+        return late[0](number)
+
+    return tries(folder, 2, program, trial_steps=20)
 
 
 def store_hangs(folder: RunFolder) -> Found:

@@ -13,7 +13,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,12 @@ from nccl_halves import Call
 from nccl_late import LATE, HostStream
 from plugin_run import offer
 
-RELEASES = ("2.27.7", "2.28.9", "2.29.7", "2.30.7", "2.31.2", "2.32.3")
+RELEASES = ("2.28.9", "2.29.7", "2.30.7", "2.31.2", "2.32.3")
 #: In half of the jobs the host stream is behind at few moments: the ranks have agreed on tables by then.
 RARELY = 0.02
 COMM, OWNER, SIZE = 7, 1, 2**18
 #: How often a program calls so, and the chance that a rank is asked to do something else than its next call.
-KINDS = {"one": 8, "group": 3, "odd": 2, "captured": 1, "replay": 2}
-BLOCKS = "CUDA_LAUNCH_BLOCKING"
+KINDS = {"one": 8, "group": 3, "reduce": 2, "odd": 2, "captured": 1, "replay": 2}
 
 
 @dataclass
@@ -44,17 +43,16 @@ class Job:
     release: str
     n_ranks: int
     n_nodes: int
-    blocks: tuple[str, ...]  # the variable at the first communicator, and from then on
+    blocks: bool  # launches block, so NCCL tells late of what goes over the network
     script: tuple[str, ...]
     captures_from: int  # the first call that may be captured
     late: float  # the chance that a group is told later, where NCCL tells late
-    is_unsaid: bool = False  # NCCL tells late though nothing that the plugin looks at says so
 
     @classmethod
     def of(cls, seed: int, calls: int = 160) -> Job:
         draw = random.Random(seed)
         release = RELEASES[seed % len(RELEASES)]
-        blocks = draw.choice([("0", "0"), ("0", "0"), ("1", "1"), ("1", "0"), ("0", "1")])
+        blocks = draw.random() < 0.4
         captures_from = draw.choice([0, calls // 3, calls])
         script = draw.choices(list(KINDS), list(KINDS.values()), k=calls)
         for at, kind in enumerate(script):
@@ -71,20 +69,6 @@ class Job:
             draw.choice([LATE, RARELY]),
         )
 
-    @property
-    def is_said(self) -> bool:
-        """Whether the plugin sees from the start that NCCL 2.27 may tell late: no table may be tried there."""
-        return self.release == "2.27.7" and self.n_nodes > 1 and self.blocks[0] == "1"
-
-    @classmethod
-    def unsaid(cls, seed: int) -> Job:
-        """NCCL 2.27 over nodes tells late from the first call on, and only the thread that tells shows it."""
-        job = cls.of(seed)
-        script = tuple("one" if kind in ("captured", "replay") else kind for kind in job.script)
-        return replace(
-            job, release="2.27.7", n_nodes=2, blocks=("0", "0"), script=script, late=LATE, is_unsaid=True
-        )
-
 
 @dataclass
 class Rank:
@@ -94,7 +78,6 @@ class Rank:
     plugin: Plugin
     comm: Any
     random: random.Random
-    blocks: bool  # as NCCL found it at the first communicator
     at: int = 0
     answers: dict[int, set[int]] = field(default_factory=dict)  # channels, by place in the script
     vote: CommVote | None = None
@@ -113,7 +96,6 @@ class Outcome:
     compared: int = 0
     under_a_trial: int = 0
     accused: str = ""  # of what the ranks or the daemon accuse the job
-    no_clock: str = ""
 
 
 @contextmanager
@@ -148,21 +130,14 @@ class Run:
     def _rank(self, number: int, library: Path, folder: RunFolder, copies: Path) -> Rank:
         copy = copies / f"{self.job.seed}-{number}.so"
         shutil.copy(library, copy)
-        first, then = self.job.blocks
-        blocks = first == "1" or self.job.is_unsaid
-        with (
-            variable("DYNAMICCL_RUN", str(folder.path)),
-            variable(BLOCKS, first),
-            variable("RANK", str(number)),
-        ):
+        with variable("DYNAMICCL_RUN", str(folder.path)), variable("RANK", str(number)):
             plugin = Plugin.load(copy)
             plugin.open()
             other = Groups(copy, 8, 2, 1, number % 2, self.job.release)  # the first, on this node alone
-            os.environ[BLOCKS] = then
             shape = (self.job.n_ranks, self.job.n_nodes, number, self.job.release)
             comm = Groups(copy, COMM, *shape)
         other.finalize()
-        return Rank(number, plugin, comm, random.Random(f"{self.job.seed} {number}"), blocks)
+        return Rank(number, plugin, comm, random.Random(f"{self.job.seed} {number}"))
 
     def goes(self) -> Outcome:
         """Run it to its end. A question that waits, which nobody could end, is let go and held against the clock."""
@@ -204,8 +179,10 @@ class Run:
             Call("all_gather", SIZE << sizes.randrange(3))
             for _ in range(1 + (kind == "group") * sizes.randrange(1, 4))
         ]
+        if kind == "reduce":  # alone, or in one group with calls that count, before them or after
+            calls = [Call("all_reduce", SIZE), *calls][: sizes.choice([1, 2])][:: sizes.choice([1, -1])]
         rank.at += 1
-        if rank.comm.profiler.version > 4 and rank.random.random() < 0.1:
+        if rank.random.random() < 0.1:
             rank.comm.group(
                 calls, offer(ring_ll128=10, ring_simple=30), runs=False
             )  # priced alone, on this rank
@@ -243,14 +220,11 @@ class Run:
     def _may_be_late(self, rank: Rank) -> None:
         """NCCL tells late of what goes over the network, where launches block or graphs hold the communicator."""
         goes_out = self.job.n_nodes > 1 or rank.comm.profiler.mask & 64
-        if rank.comm.host_stream is None and goes_out and (rank.blocks or rank.has_captured):
+        if rank.comm.host_stream is None and goes_out and (self.job.blocks or rank.has_captured):
             rank.comm.host_stream = HostStream(f"{self.job.seed} {rank.number}", self.job.late)
 
     def _capture(self, rank: Rank, calls: list[Call]) -> None:
-        old = rank.comm.profiler.version == 4
-        rank.plugin.capture(old)  # as the probe says it; later releases say so themselves
         rank.comm.captures(calls, offer(ring_ll128=10, ring_simple=30))
-        rank.plugin.capture(False)
         rank.has_captured = True
 
     def _replay(self, rank: Rank, calls: list[Call]) -> None:
@@ -294,8 +268,6 @@ class Run:
 
     def _vote(self, rank: Rank) -> CommVote | None:
         view = rank.plugin.comms()[COMM]
-        if view.no_clock:
-            return CommVote(view.n_ranks, view.n_nodes, 0, 5.0, view.marks, view.no_clock)
         if not view.marks:
             return None
         limit = rank.plugin.limit(OWNER, COMM, rank.random.randrange(1, 8))
@@ -305,10 +277,7 @@ class Run:
         for comm, one in left_out.items():
             if one.for_good:
                 self._gone[comm] = one.why
-                if "share no count" in one.why:
-                    self.outcome.no_clock = one.why
-                else:
-                    self.outcome.accused = one.why
+                self.outcome.accused = one.why
 
     def _compare(self) -> None:
         for place in range(len(self.job.script)):

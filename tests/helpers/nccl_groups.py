@@ -30,7 +30,7 @@ class Groups(Communicator):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self._seq = dict.fromkeys(FUNCS, 0)
-        self.answers = []  # channels that questions were answered with, those about broadcasts left out
+        self.answers = []  # channels that questions about all-gathers and reduce-scatters were answered with
 
     def start_coll(self, func, seq, *how):
         self._seq[func] = seq + 1
@@ -82,7 +82,7 @@ class Groups(Communicator):
         self.ask_aside(func, sum(size // self.n_ranks if func in SHARDED else size for size in sizes))
         for together in sums:
             answer = self.tuner.ask(func, sum(together), cost.copy())
-            self.answers += [answer] * (func != "broadcast")
+            self.answers += [answer] * (func in SHARDED)
 
     def _tell_next(self, call, handle):
         self._seq[call.func] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint8, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -43,24 +44,28 @@ _TUNERS = {
 }
 _PROFILERS = {(2, 22): (), (2, 27): (4,), (2, 28): (5, 4), (2, 29): (6, 5, 4), (2, 31): (7, 6, 5, 4)}
 
+#: In the environment: whoever calls NCCL keeps Python's lock, as an extension may that does not release it.
+KEEPS_LOCK = "STAND_IN_KEEPS_LOCK"
+_FUNCTION = ctypes.PYFUNCTYPE if os.environ.get(KEEPS_LOCK) else ctypes.CFUNCTYPE
+
 _INT4 = (c_int, c_int, c_int)
 _INFO = (c_void_p, c_int, c_size_t, c_int, c_void_p, c_int, c_int)
 _TUNER_INIT = {
-    3: ctypes.CFUNCTYPE(c_int, c_size_t, c_size_t, c_void_p, POINTER(c_void_p)),
-    5: ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_uint64, c_size_t, c_size_t, c_void_p, c_void_p, c_void_p),
+    3: _FUNCTION(c_int, c_size_t, c_size_t, c_void_p, POINTER(c_void_p)),
+    5: _FUNCTION(c_int, POINTER(c_void_p), c_uint64, c_size_t, c_size_t, c_void_p, c_void_p, c_void_p),
 }
 _TUNER_INFO = {
-    3: ctypes.CFUNCTYPE(c_int, *_INFO, POINTER(c_int)),
-    4: ctypes.CFUNCTYPE(c_int, *_INFO, c_int, POINTER(c_int)),
+    3: _FUNCTION(c_int, *_INFO, POINTER(c_int)),
+    4: _FUNCTION(c_int, *_INFO, c_int, POINTER(c_int)),
 }
 _PROFILER_INIT = {
-    4: ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), POINTER(c_int), c_char_p, c_uint64, *_INT4, c_void_p),
-    5: ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_uint64, POINTER(c_int), c_char_p, *_INT4, c_void_p),
+    4: _FUNCTION(c_int, POINTER(c_void_p), POINTER(c_int), c_char_p, c_uint64, *_INT4, c_void_p),
+    5: _FUNCTION(c_int, POINTER(c_void_p), c_uint64, POINTER(c_int), c_char_p, *_INT4, c_void_p),
 }
-_START_EVENT = ctypes.CFUNCTYPE(c_int, c_void_p, POINTER(c_void_p), c_void_p)
-_STATE = ctypes.CFUNCTYPE(c_int, c_void_p, c_int, POINTER(c_uint64))
-_ONE_POINTER = ctypes.CFUNCTYPE(c_int, c_void_p)
-_CHUNK_SIZE = ctypes.CFUNCTYPE(c_int, c_void_p, c_int, c_size_t, c_int, c_int, c_int, POINTER(c_size_t))
+_START_EVENT = _FUNCTION(c_int, c_void_p, POINTER(c_void_p), c_void_p)
+_STATE = _FUNCTION(c_int, c_void_p, c_int, POINTER(c_uint64))
+_ONE_POINTER = _FUNCTION(c_int, c_void_p)
+_CHUNK_SIZE = _FUNCTION(c_int, c_void_p, c_int, c_size_t, c_int, c_int, c_int, POINTER(c_size_t))
 
 EVENT_GROUP, EVENT_COLL, EVENT_KERNEL_CH, KERNEL_CH_STOP = 1, 2, 64, 22
 EVENT_GROUP_API, EVENT_COLL_API, EVENT_KERNEL_LAUNCH = 256, 512, 2048

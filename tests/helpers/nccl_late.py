@@ -30,18 +30,6 @@ def tells(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(request.param)
 
 
-@pytest.fixture
-def needs_a_clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tells: str) -> str:
-    """For tests of the count, whose ``release`` may be 2.27: that tells at once here. Returns the mode.
-
-    What it tells late is no clock, by design: test_clock_told.py and stress.c have it tell late, and all other tests.
-    """
-    if tells == "later" and request.node.callspec.params["release"].startswith("2.27"):
-        monkeypatch.delenv(TELLS_LATE)
-        return "at once"
-    return tells
-
-
 class Told:
     """A collective that is told of later, and what the plugin said to it then."""
 

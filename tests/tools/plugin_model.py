@@ -66,7 +66,6 @@ class Clock(NamedTuple):
     limit: int = NO_LIMIT
     limiting: int = -1  # dynamiccl_limit has read this count and is about to set the limit
     is_refused: bool = False  # a limit was: too many changes are ahead
-    is_frozen: bool = False
     changes: tuple[Change, ...] = ()
     thread: str = "asks"  # asks -> passed (the limit) -> reads -> asks or answered -> asks the next group
     n_asked: int = 0  # questions of the group that are answered
@@ -120,7 +119,3 @@ class Clock(NamedTuple):
     def stays(self) -> Table:
         """What holds after a trial."""
         return self.changes[0].base if self.changes else EMPTY
-
-    def frozen(self) -> Clock:
-        """After a call that was captured, where collectives are told late: NCCL decides from here on."""
-        return self._replace(is_frozen=True, changes=(), limit=NO_LIMIT)

@@ -123,8 +123,7 @@ class Steps:
 
     def _count(self, clock: Clock) -> int:
         """What the plugin has counted."""
-        counts_told = self.scope.old or self._is("what is told counts")
-        return clock.told if counts_told else clock.count
+        return clock.told if self._is("what is told counts") else clock.count
 
     # -- training threads ------------------------------------------------------------------------------------------
 
@@ -191,9 +190,8 @@ class Steps:
     def _asks(self, r: int, i: int, clock: Clock) -> Iterator[World]:
         comm = self.scope.comms(r)[i]
         if self.scope.groups_of(comm)[clock.at] == CAPTURED:
-            stops = self.scope.old and not self._is("a captured call freezes nothing")
-            after, sends = clock.frozen() if stops else clock, self._is("sends launch all calls") and r == 1
-            yield self._clock(r, i, after._replace(at=clock.at + 1, count=clock.count + sends))
+            sends = self._is("sends launch all calls") and r == 1
+            yield self._clock(r, i, clock._replace(at=clock.at + 1, count=clock.count + sends))
         elif self._count(clock) < clock.limit or self._is("nobody waits at a limit"):
             yield self._clock(r, i, clock._replace(thread="passed"))
 
@@ -205,7 +203,7 @@ class Steps:
         if before != found:
             return f"collective of group {clock.at} of communicator {comm}: table {before} and, on rank {r}, {found}"
         right = expected(self.scope, self.world.registers, comm, clock.at)
-        if found != right and not clock.is_frozen:
+        if found != right:
             return f"collective of group {clock.at} of communicator {comm}: table {found}, and {right} was decided"
         asked = clock.n_asked + 1
         ends = asked == min(2, self.scope.groups_of(comm)[clock.at])  # two questions stand for any number
@@ -218,9 +216,7 @@ class Steps:
     def _launches(self, r: int, i: int, comm: int, clock: Clock) -> World:
         groups = self.scope.groups_of(comm)
         count = clock.count + groups[clock.at]
-        had_captured = CAPTURED in groups[: clock.at]
-        is_late = self.scope.late or (self.scope.old and had_captured)
-        told = clock.told if is_late else count
+        told = clock.told if self.scope.late else count
         after = clock._replace(thread="asks", at=clock.at + 1, count=count, told=told)
         return self._clock(r, i, after._replace(looked_at=clock.count + 1 if self.scope.one_of else 0))
 
@@ -320,10 +316,7 @@ class Steps:
 
     def _limits(self, r: int, rank: Rank) -> Iterator[World]:
         """dynamiccl_limit on one communicator after the other, in its single reads and writes."""
-        done = [
-            clock.is_frozen or clock.is_refused or (clock.limit != NO_LIMIT and clock.limiting < 0)
-            for clock in rank.clocks
-        ]
+        done = [clock.is_refused or (clock.limit != NO_LIMIT and clock.limiting < 0) for clock in rank.clocks]
         if all(done):
             votes = zip(self.scope.comms(r), rank.clocks, strict=True)
             limits = []
@@ -331,7 +324,7 @@ class Steps:
                 a_step = clock.a_step if clock.n_alike >= ALIKE else 0
                 offset = clock.ended_at - a_step * rank.steps if a_step else 0
                 if not clock.is_refused:
-                    limits.append((comm, -1 if clock.is_frozen else clock.limit, a_step, offset))
+                    limits.append((comm, clock.limit, a_step, offset))
             yield self._sent(r, tuple(limits))
             return
         i = done.index(False)
@@ -352,8 +345,6 @@ class Steps:
     def _switches(self, r: int, rank: Rank, comm: int, span: Span) -> World:
         i = self.scope.comms(r).index(comm)
         clock = rank.clocks[i]
-        if clock.is_frozen:
-            return self._sent(r, None)
         if r == 1 and span.until:
             if self._is("a trial ends one call later on rank 1"):
                 span = span._replace(until=span.until + 1)

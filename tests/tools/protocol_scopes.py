@@ -19,7 +19,6 @@ class Scope:
     trials: tuple[int, ...] = (1, 0)
     calls: int = 3  # groups of each communicator; of one collective each, unless there is a script
     script: tuple[Any, ...] = ()  # how many collectives each group has, or CAPTURED: it is not launched
-    old: bool = False  # NCCL 2.27: what it tells of is counted; after a capture it tells late
     late: bool = False  # NCCL tells of what is launched at some later time
     one_of: int = 0  # a trial holds in one turn of so many
     turn_steps: int = 0  # a turn is so many steps; 0: one collective
@@ -68,7 +67,6 @@ PARTS = {
     "told late": replace(SMALL, late=True, calls=2),
     "groups": replace(SMALL, script=(2, 1)),
     "captured": replace(SMALL, script=(1, CAPTURED, 1)),
-    "captured, told late from there on": replace(SMALL, script=(1, CAPTURED, 1), old=True),
     "few calls": replace(SMALL, one_of=2),
     "few places for changes": replace(ONE, trials=(1, 1), calls=2, places=1),
     "few buffers": replace(ONE, trials=(1, 1), calls=2, buffers=1),

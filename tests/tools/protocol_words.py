@@ -25,6 +25,5 @@ def thawed(scope: Scope, number: int, request: Any, result: Any) -> Any:
 def _words(scope: Scope, limits: Any) -> dict[int, CommVote]:
     votes = {}
     for comm, limit, a_step, offset in limits:
-        n_ranks, no_clock = len(scope.members[comm]), "told late" if limit < 0 else ""
-        votes[comm] = CommVote(n_ranks, 1, max(limit, 0), 1.0, MARKS, no_clock, a_step, offset)
+        votes[comm] = CommVote(len(scope.members[comm]), 1, limit, 1.0, MARKS, "", a_step, offset)
     return votes

@@ -6,8 +6,8 @@
 // decision by compare-and-set, in shared memory. All ranks draw the calls of a communicator from the job's
 // seed, and make them as some release does, with delays of their own. The first rank to make a call leaves
 // its choice in shared memory, the others compare: a difference would be a hang in real life. Some jobs lose
-// a process by SIGKILL. In mode 1 launches block, and collectives that go over the network are told later, by
-// another thread, as each rank decides at random. In mode 2 the last rank does not wait at its limit, and has
+// a process by SIGKILL. In mode 1 collectives that go over the network are told later, by another thread, as
+// each rank decides at random. In mode 2 the last rank does not wait at its limit, and has
 // to be found out.
 #include "stress.h"
 
@@ -88,7 +88,6 @@ static void vote(const struct job* job, struct round* round, uint64_t* own) {
   const uint32_t n = dynamiccl_comms(views, 2 * N_COMMS);
   for (uint32_t i = 0; i < n && i < 2 * N_COMMS; i++) {
     const int group = group_named(job, views[i].comm_id);
-    if (views[i].clock != DCCL_COUNTS) continue;  // it takes no part
     check_marks(&views[i], group);
     const int64_t limit = dynamiccl_limit(OWNER, views[i].comm_id, 1 + draw(own) % 20);
     if (limit > 0) atomic_store(&round->votes[group][job->rank], limit);
@@ -171,7 +170,6 @@ static void* agree(void* argument) {
 }
 
 static void run_process(const struct job* job) {
-  if (job->tells_late) setenv("CUDA_LAUNCH_BLOCKING", "1", 1);
   begin_host_stream(job);
   pthread_t threads[3];
   struct thread trains = {job, 0, N_COMMS - 1}, beside = {job, N_COMMS - 1, N_COMMS};

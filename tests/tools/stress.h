@@ -4,8 +4,8 @@
 
 #include "plugin.h"
 
-enum { N_RANKS = 8, N_COMMS = 4, N_MADE = 2, N_CALLS = 200, N_ROUNDS = 40, MAX_ROWS = 60 };
-enum { N_GROUPS = N_COMMS * N_RANKS * N_MADE, MARKS = N_CALLS / 16 };
+enum { N_RANKS = 8, N_COMMS = 4, N_MADE = 2, N_CALLS = 240, N_ROUNDS = 40, MAX_ROWS = 60 };
+enum { N_GROUPS = N_COMMS * N_RANKS * N_MADE, MARKS = 2 * N_CALLS / 16 };
 
 extern const struct nccl_tuner_v3 ncclTunerPlugin_v3;
 extern const struct nccl_tuner_v4 ncclTunerPlugin_v4;
@@ -25,7 +25,7 @@ struct round {
 
 // What all processes of a job share: the choices made so far and what went wrong.
 struct shared {
-  _Atomic uint32_t choice[N_GROUPS][N_CALLS];
+  _Atomic uint32_t choice[N_GROUPS][2 * N_CALLS];  // two for each number: of a group
   _Atomic uint64_t marks[N_GROUPS][MARKS];
   struct round rounds[N_ROUNDS];
   _Atomic uint64_t n_calls, n_forced, n_switches, n_disagreements, n_outside, n_failures;
@@ -45,7 +45,6 @@ struct job {
   bool takes_negative;  // as 2.31 on: the smallest number is chosen, whatever its sign
   bool tells_late;      // of what goes over the network, from another thread, as each rank decides by itself
 };
-bool is_old(const struct job* job);  // NCCL 2.27 at most, which tells of collectives only
 
 uint64_t mix(uint64_t x);
 uint64_t draw(uint64_t* state);
@@ -63,7 +62,8 @@ void destroy(struct comm* comm);
 void begin_host_stream(const struct job* job);
 void end_host_stream(void);
 void catch_up(void);
-// One collective, number `at` of its communicator, with what else NCCL may ask before it.
+// What the program calls as number `at` on the communicator, with what else NCCL may ask before it: one call,
+// or a group of two. Some are all-reduces, which no clock counts.
 void call(const struct job* job, const struct comm* comm, int at, uint64_t r);
 
 #endif  // DYNAMICCL_STRESS_H_

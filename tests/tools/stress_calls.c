@@ -168,32 +168,27 @@ struct told {
   uint64_t seq;
 };
 
-bool is_old(const struct job* job) { return job->tuner_version < 5; }
-
 static void* start(const struct told* t, uint64_t type, void* parent, const struct nccl_coll_event* coll,
                    int c) {
   void* handle = NULL;
   const struct nccl_kernel_ch_event kernel = {(uint8_t)c, 100};
-  if (is_old(t->job)) {
-    struct nccl_event_v4 e = {.type = (uint8_t)type, .parent = parent, .rank = t->job->rank};
-    if (type == EVENT_COLL) e.coll = *coll;
-    if (type == EVENT_KERNEL_CH) e.kernel_ch = kernel;
-    ncclProfiler_v4.start_event(t->profiler, &handle, &e);
-  } else {
-    struct nccl_event_v5 e = {.type = type, .parent = parent, .rank = t->job->rank};
-    if (type == EVENT_COLL) e.coll = *coll;
-    if (type == EVENT_COLL_API)
-      e.coll_api =
-          (struct nccl_coll_api_event){.func = coll->func, .count = coll->count, .datatype = "ncclInt8"};
-    if (type == EVENT_KERNEL_CH) e.kernel_ch = kernel;
-    ncclProfiler_v6.start_event(t->profiler, &handle, &e);
-  }
+  struct nccl_event_v5 e = {.type = type, .parent = parent, .rank = t->job->rank};
+  if (type == EVENT_COLL) e.coll = *coll;
+  if (type == EVENT_COLL_API)
+    e.coll_api =
+        (struct nccl_coll_api_event){.func = coll->func, .count = coll->count, .datatype = "ncclInt8"};
+  if (type == EVENT_KERNEL_CH) e.kernel_ch = kernel;
+  ncclProfiler_v6.start_event(t->profiler, &handle, &e);
   return handle;
+}
+
+static const char* name_of(int func) {
+  return func == FUNC_ALL_GATHER ? "AllGather" : func == FUNC_REDUCE_SCATTER ? "ReduceScatter" : "AllReduce";
 }
 
 static struct nccl_coll_event event_of(const struct told* t) {
   return (struct nccl_coll_event){.seq = t->seq,
-                                  .func = t->func == FUNC_ALL_GATHER ? "AllGather" : "ReduceScatter",
+                                  .func = name_of(t->func),
                                   .count = t->n_bytes,
                                   .datatype = "ncclInt8",
                                   .n_channels = 2,
@@ -203,10 +198,7 @@ static struct nccl_coll_event event_of(const struct told* t) {
 
 static void report(const struct told* t) {
   const struct nccl_coll_event coll = event_of(t);
-  void* group = start(t, EVENT_GROUP, NULL, NULL, 0);
-  // 2.27 tells of a collective only where its group has a handle.
-  if (is_old(t->job) && group == NULL) atomic_fetch_add(&shared->n_failures, 1);
-  void* handle = start(t, EVENT_COLL, is_old(t->job) ? group : t->call, &coll, 0);
+  void* handle = start(t, EVENT_COLL, t->call, &coll, 0);
   union nccl_event_state state = {.kernel_ch_timer = 200};
   for (int c = 0; c < 2; c++) {
     void* channel = start(t, EVENT_KERNEL_CH, handle, NULL, c);
@@ -214,7 +206,6 @@ static void report(const struct told* t) {
     ncclProfiler_v5.stop_event(channel);
   }
   ncclProfiler_v5.stop_event(handle);
-  if (group != NULL) ncclProfiler_v4.stop_event(group);
 }
 
 // ---- the thread of CUDA's that tells late ----
@@ -271,13 +262,11 @@ struct comm make(const struct job* job, int c, int made) {
   const int size = size_of(c), nodes = nodes_of(c), rank = job->rank;
   const int group = (c * N_RANKS + group_of(c, rank)) * N_MADE + made;
   struct comm comm = {.id = comm_id(job, c, rank, made), .group = group, .size = size, .n_nodes = nodes};
-  if (is_old(job)) {
-    ncclProfiler_v4.init(&comm.profiler, &mask, "stress", comm.id, nodes, size, rank % size, NULL);
+  ncclProfiler_v5.init(&comm.profiler, comm.id, &mask, "stress", nodes, size, rank % size, NULL);
+  if (job->tuner_version < 5)  // which is told no id
     ncclTunerPlugin_v3.init((size_t)size, (size_t)nodes, NULL, &comm.tuner);
-  } else {
-    ncclProfiler_v5.init(&comm.profiler, comm.id, &mask, "stress", nodes, size, rank % size, NULL);
+  else
     ncclTunerPlugin_v6.init(&comm.tuner, comm.id, (size_t)size, (size_t)nodes, NULL, NULL, NULL);
-  }
   return comm;
 }
 
@@ -286,33 +275,48 @@ void destroy(struct comm* comm) {
   ncclProfiler_v5.finalize(comm->profiler);
 }
 
+// What a call is asked about, launched and told by: the program makes it alone, or as the second of a group.
+static int draw_func(uint64_t* script) {
+  const uint64_t r = draw(script) % 5;
+  return r == 0 ? FUNC_ALL_REDUCE : FUNC_ALL_GATHER + (int)(r % 2);
+}
+
 void call(const struct job* job, const struct comm* comm, int at, uint64_t r) {
   uint64_t script = mix(job->seed ^ (uint64_t)(comm->group * N_CALLS + at));
-  const int func = FUNC_ALL_GATHER + (int)(draw(&script) % 2);
-  const size_t n_bytes = message_size(&script);
-  struct told told = {job, comm->profiler, NULL, func, n_bytes, (uint64_t)at};
-  const struct nccl_coll_event coll = event_of(&told);
-  void* calls = NULL;  // the handle of the program's group of calls
-  if (!is_old(job)) {
-    if (r % 32 == 5) {  // a group that is priced alone, on this rank
-      start(&told, EVENT_GROUP_API, NULL, NULL, 0);
-      start(&told, EVENT_COLL_API, NULL, &coll, 0);
-      ask_aside(job, comm->tuner, func, n_bytes, r);
-    }
-    // Sends and receives of this rank: a group of their own, which is launched.
-    if (r % 16 == 5) start(&told, EVENT_KERNEL_LAUNCH, start(&told, EVENT_GROUP_API, NULL, NULL, 0), NULL, 0);
-    calls = start(&told, EVENT_GROUP_API, NULL, NULL, 0);
-    told.call = start(&told, EVENT_COLL_API, calls, &coll, 0);
+  const int n = draw(&script) % 4 == 0 ? 2 : 1;  // of the group, each with a function and a size of its own
+  struct told told[2];
+  for (int i = 0; i < n; i++) {
+    const int func = draw_func(&script);
+    told[i] = (struct told){job, comm->profiler, NULL, func, message_size(&script), (uint64_t)at};
   }
-  if (r % 4 == 0) ask_aside(job, comm->tuner, func, n_bytes, r);
+  const struct nccl_coll_event coll = event_of(&told[0]);
+  if (r % 32 == 5) {  // a group that is priced alone, on this rank
+    start(told, EVENT_GROUP_API, NULL, NULL, 0);
+    start(told, EVENT_COLL_API, NULL, &coll, 0);
+    ask_aside(job, comm->tuner, told[0].func, told[0].n_bytes, r);
+  }
+  // Sends and receives of this rank: a group of their own, which is launched.
+  if (r % 16 == 5) start(told, EVENT_KERNEL_LAUNCH, start(told, EVENT_GROUP_API, NULL, NULL, 0), NULL, 0);
+  void* calls = start(told, EVENT_GROUP_API, NULL, NULL, 0);  // the handle of the program's group of calls
+  for (int i = 0; i < n; i++) {
+    const struct nccl_coll_event one = event_of(&told[i]);
+    told[i].call = start(&told[i], EVENT_COLL_API, calls, &one, 0);
+  }
+  if (r % 4 == 0) ask_aside(job, comm->tuner, told[0].func, told[0].n_bytes, r);
   if (r % 16 == 0) sched_yield();
   if (r % 8 == 1) usleep((useconds_t)(r >> 20) % 500);
-  check_call(job, comm->group, at, comm->tuner, func, n_bytes, draw(&script), (int)(r >> 40 & 1));
-  if (!is_old(job)) start(&told, EVENT_KERNEL_LAUNCH, calls, NULL, 0);
+  for (int i = 0; i < n; i++)
+    check_call(job, comm->group, 2 * at + i, comm->tuner, told[i].func, told[i].n_bytes, draw(&script),
+               (int)(r >> 40 & 1));
+  start(told, EVENT_KERNEL_LAUNCH, calls, NULL, 0);
   // Collectives go over the network between nodes, and wherever NCCL is to time their kernels.
   const bool over_network = comm->n_nodes > 1 || __atomic_load_n(&mask, __ATOMIC_RELAXED) & EVENT_KERNEL_CH;
-  if (job->tells_late && over_network && (r >> 50 & 1 || atomic_load(&n_done) != atomic_load(&n_queued)))
-    put_off(&told);
-  else
-    report(&told);
+  const bool is_late =
+      job->tells_late && over_network && (r >> 50 & 1 || atomic_load(&n_done) != atomic_load(&n_queued));
+  for (int i = 0; i < n; i++) {
+    if (is_late)
+      put_off(&told[i]);
+    else
+      report(&told[i]);
+  }
 }

@@ -39,7 +39,8 @@ _SOON_S, _LATER_S = 0.25, 60.0  # until a store that is away is tried again: at 
 _FAULTS = 8  # doublings from the one to the other
 _SILENT_S = 30.0  # a store that is away for longer is told of
 #: The plugin holds a call for no longer, whatever becomes of this thread: a store that hangs with its connections open
-#: never answers the request under way. Where requests fail, `RoundStore.settle` gives up first, and says why.
+#: never answers the request under way. Where requests fail, `RoundStore.settle` gives up first, and says why. Both do
+#: so before PyTorch's watchdog (600 s) ends the job, as the other ranks have launched the collective.
 HOLD_S = int(LOST_S) + 60
 _IN_A_ROW = 3  # so many lost rounds, and the user hears of it
 _WAITING = AgreementState.WAITING, NotTuning.NOT_ALL_THERE()

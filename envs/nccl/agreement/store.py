@@ -28,8 +28,8 @@ from ..steps.words import say
 from .lookout import IDLE_S, Lookout
 from .protocol import ABORT, CommVote, Decision, Vote
 
-#: How long the register of a round is asked for: as long as NCCL's own watchdog waits for the other ranks.
-LOST_S = 600.0
+#: How long the register of a round is asked for. PyTorch's watchdog ends a job whose other ranks wait for 600 s.
+LOST_S = 480.0
 #: So long a refused connection may be the network's fault (a firewall, a proxy); then nobody serves the store.
 _REFUSED_S = 10.0
 _AGAIN_S = 0.1

@@ -15,7 +15,7 @@
 enum { NCCL_SUCCESS = 0 };
 
 // NCCL's numbers for collectives, algorithms and protocols; the same in every release served.
-enum { FUNC_BROADCAST = 0, FUNC_ALL_GATHER = 2, FUNC_REDUCE_SCATTER = 3, FUNC_SEND_RECV = 5, N_FUNCS = 8 };
+enum { FUNC_BROADCAST = 0, FUNC_ALL_GATHER = 2, FUNC_REDUCE_SCATTER = 3, FUNC_ALL_REDUCE = 4, N_FUNCS = 8 };
 enum { ALGO_TREE = 0, ALGO_RING = 1, ALGO_NVLS = 4, ALGO_PAT = 6, N_ALGOS = 7 };
 enum { PROTO_LL = 0, PROTO_LL128 = 1, PROTO_SIMPLE = 2, N_PROTOS = 3 };
 

@@ -92,12 +92,7 @@ class _View(ctypes.Structure):
 
 
 #: Why a count is no clock, by the number that plugin.h gives it.
-_NO_CLOCK = (
-    "",
-    "CUDA_LAUNCH_BLOCKING is set",
-    "calls were captured into CUDA graphs",
-    "another thread than the caller's has told of one",
-)
+_NO_CLOCK = ("", "its NCCL is older than 2.28.3")
 
 _MESSAGE = [ctypes.c_char_p, ctypes.c_size_t]
 #: Functions of the library: what each returns and takes.
@@ -107,7 +102,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "asked": (ctypes.c_uint64, []),
     "boundary": (None, [ctypes.c_char_p, ctypes.c_uint32, ctypes.c_int]),
     "build": (ctypes.c_char_p, []),
-    "capture": (None, [ctypes.c_int]),
     "comms": (ctypes.c_uint32, [ctypes.c_void_p, ctypes.c_uint32]),
     "emit": (None, [ctypes.c_char_p]),
     "ended": (None, [ctypes.POINTER(_StepEnd)]),

@@ -1,20 +1,23 @@
-// The clock that the ranks of a communicator share: how many collectives each has seen.
+// The clock that the ranks of a communicator share: how many all-gathers and reduce-scatters each has seen.
 //
-// NCCL demands that all ranks of a communicator issue the same collectives in the same order. From 2.28 on a
-// call is told where the program makes it, and a group's launch where it is made: a group counts at its
+// NCCL demands that all ranks of a communicator issue the same collectives in the same order. From 2.28.3 on
+// a call is told where the program makes it, and a group's launch where it is made: a group counts at its
 // launch, whole. Calls that are priced alone (ncclGroupSimulateEnd), captured, or run without a kernel of the
 // ordinary kind (on memory windows, and broadcasts from 2.29 on) are never launched so, and do not count.
+//
+// Only the two collectives that tables are made for count, so that an all-reduce now and then leaves the
+// steps alike. It is in the hash all the same: who makes another one is found out.
+//
 // A launch of sends and receives is told as well, on the ranks that make them alone. It says of which group
-// it is, and that group may hold a collective that is not launched. So broadcasts never count, and a group
-// counts only if NCCL asked about another collective in it: about one on memory windows it does not ask. In
+// it is, and that group may hold a collective that is not launched. So broadcasts are in no hash, and a group
+// counts only if NCCL asked about one of the two in it: about one on memory windows it does not ask. In
 // such a group with sends of some ranks, two cases are left (read in 2.29.7 and 2.30.7): with one of two
 // buffers in a window NCCL may ask and then run another kernel; for broadcasts from several ranks it asks
 // about an all-gather. A trial of few calls answers such broadcasts as often as they come before the next
 // call.
 //
-// NCCL 2.27 tells of a collective itself only, and not always where it is issued: with CUDA_LAUNCH_BLOCKING,
-// or where its communicator has been captured, one that goes over the network is told by a thread of CUDA,
-// later, and each rank decides that alone. There the count is no clock.
+// NCCL 2.27 tells of a collective itself only, at times later and from another thread, as each rank decides
+// alone. That is no clock: no table changes there.
 #include <stdlib.h>
 #include <string.h>
 
@@ -25,47 +28,16 @@ enum { LEVELS = 3, A_LEVEL = DCCL_MARKS / LEVELS };
 static const uint64_t spacing[LEVELS] = {16, 256, 4096};
 _Static_assert(LEVELS* A_LEVEL == DCCL_MARKS, "marks");
 
-static _Atomic bool captures;                  // whatever is called now goes into a CUDA graph
-static _Atomic bool has_captured, is_blocked;  // ever in this process; kernels are launched one by one
 static _Atomic uint64_t n_threads;
 static _Thread_local uint64_t this_group;  // another number for each group of calls on any thread, of 56 bits
 
-void dccl_clock_after_fork(void) {
-  atomic_store(&captures, false);
-  atomic_store(&has_captured, false);
-}
-
-// ---- captures ----
-
-// NCCL looks at this variable once, when it is first used; whatever we have ever seen there counts.
-void dccl_look_at_launches(void) {
-  const char* value = getenv("CUDA_LAUNCH_BLOCKING");
-  if (value != NULL && *value != 0 && !(value[0] == '0' && value[1] == 0)) atomic_store(&is_blocked, true);
+uint32_t dccl_clock_of(const struct dccl_seat* seat) {
+  const uint32_t told = atomic_load_explicit(&seat->told, memory_order_relaxed);
+  return told == DCCL_TOLD_AT_CALLS ? DCCL_COUNTS : DCCL_TOLD_NO_CALLS;
 }
 
 bool dccl_is_captured(const struct dccl_seat* seat) {
-  return dccl_captures() || (seat != NULL && atomic_load_explicit(&seat->is_captured, memory_order_relaxed));
-}
-
-bool dccl_captures(void) { return atomic_load_explicit(&captures, memory_order_relaxed); }
-
-void dynamiccl_capture(int on) {
-  if (on != 0) atomic_store(&has_captured, true);
-  atomic_store(&captures, on != 0);
-  dccl_set_mask();
-}
-
-bool dccl_times_shift_the_clock(void) { return atomic_load(&has_captured) || atomic_load(&is_blocked); }
-
-static bool is_late(const struct dccl_seat* seat) {
-  return atomic_load_explicit(&seat->told, memory_order_relaxed) == DCCL_TOLD_LATE;
-}
-
-uint32_t dccl_clock_of(const struct dccl_seat* seat) {
-  if (!is_late(seat)) return DCCL_COUNTS;
-  if (atomic_load(&seat->is_heard_late)) return DCCL_HEARD_LATE;
-  if (seat->n_nodes < 2) return DCCL_COUNTS;
-  return atomic_load(&is_blocked) ? DCCL_BLOCKED : atomic_load(&has_captured) ? DCCL_CAPTURED : DCCL_COUNTS;
+  return seat != NULL && atomic_load_explicit(&seat->is_captured, memory_order_relaxed);
 }
 
 // ---- what NCCL asked about ----
@@ -77,23 +49,11 @@ static void count(_Atomic uint64_t* calls) {
 
 void dccl_note_answer(void) { count(&dccl_counts()->calls.used); }
 
-static uint64_t thread_now(void) { return (uint64_t)(uintptr_t)&this_group; }
-
-// A call that is captured stands between the same two others on every rank. From there on NCCL may tell late
-// of what the communicator runs over the network.
-static void note_late_question(struct dccl_seat* seat, bool captured) {
-  atomic_store_explicit(&seat->asker, thread_now(), memory_order_relaxed);
-  if (captured && seat->n_nodes > 1 && !atomic_load(&seat->is_frozen)) dccl_freeze(seat);
-  if (!captured) atomic_store_explicit(&seat->is_first, true, memory_order_relaxed);
-  atomic_store_explicit(&seat->is_asked, true, memory_order_relaxed);
-}
-
 // NCCL prices the collectives of a group together: it asks with the sum of their sizes and then enqueues each
 // with its own. All of a group's questions come before its first collective.
 void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes) {
   count(&dccl_counts()->calls.asked);
   if (seat == NULL) return;
-  if (is_late(seat)) note_late_question(seat, dccl_is_captured(seat));
   const uint32_t group = atomic_load_explicit(&seat->n_groups, memory_order_relaxed);
   uint32_t n = atomic_load_explicit(&seat->asks[func].n, memory_order_relaxed);
   if (atomic_load_explicit(&seat->asks[func].group, memory_order_relaxed) != group) {
@@ -155,21 +115,23 @@ void dccl_copy_marks(struct dccl_seat* seat, struct dccl_comm_view* view) {
   }
 }
 
-static bool counts(uint8_t func) { return func < FUNC_SEND_RECV || func >= N_FUNCS; }
+// ---- calls and launches ----
 
 static bool is_broadcast(const char* func) { return func != NULL && strcmp(func, "Broadcast") == 0; }
 
-// ---- NCCL 2.28 on: calls and launches ----
+static bool counts(const char* func) {
+  return func != NULL && (strcmp(func, "AllGather") == 0 || strcmp(func, "ReduceScatter") == 0);
+}
 
 uint64_t dccl_note_group(void) {
   if (this_group == 0) this_group = (atomic_fetch_add(&n_threads, 1) % (1 << 15) + 1) << 40;
   return ++this_group;
 }
 
-// Whether NCCL has asked about a collective of the group under way that may count.
-static bool has_asked_about_group(const struct dccl_seat* seat) {
+// Whether NCCL has asked about one of these functions in the group under way.
+static bool has_asked(const struct dccl_seat* seat, int first, int last) {
   const uint32_t group = atomic_load_explicit(&seat->n_groups, memory_order_relaxed);
-  for (int func = FUNC_BROADCAST + 1; func < N_FUNCS; func++) {
+  for (int func = first; func <= last; func++) {
     if (atomic_load_explicit(&seat->asks[func].group, memory_order_relaxed) == group) return true;
   }
   return false;
@@ -179,31 +141,46 @@ uint64_t dccl_note_call(struct dccl_seat* seat, const struct dccl_call* call) {
   if (seat == NULL) return 0;
   atomic_store_explicit(&seat->is_captured, call->captured, memory_order_relaxed);
   uint64_t n_called = atomic_load_explicit(&seat->n_called, memory_order_relaxed);
-  const bool first = n_called == 0 || atomic_load_explicit(&seat->group, memory_order_relaxed) != this_group;
+  const bool first = !atomic_load_explicit(&seat->has_begun, memory_order_relaxed) ||
+                     atomic_load_explicit(&seat->group, memory_order_relaxed) != this_group;
   if (first) {  // calls of the group before that were not launched are forgotten
     n_called = 0;
     atomic_store_explicit(&seat->group, this_group, memory_order_relaxed);
     atomic_store_explicit(&seat->n_called, 0, memory_order_relaxed);
+    atomic_store_explicit(&seat->has_begun, false, memory_order_relaxed);
     const uint32_t n_groups = atomic_load_explicit(&seat->n_groups, memory_order_relaxed);
     atomic_store_explicit(&seat->n_groups, n_groups + 1, memory_order_relaxed);
   }
   if (call->captured) return 0;
   const uint64_t n = atomic_load_explicit(&seat->n_colls, memory_order_relaxed) + n_called + 1;
-  if (is_broadcast(call->func)) return n_called > 0 ? n - 1 : n;
+  const uint64_t beside = n_called > 0 ? n - 1 : n;  // the call that the same table answers
+  if (is_broadcast(call->func)) return beside;
   uint64_t hash = atomic_load_explicit(first ? &seat->hash : &seat->called_hash, memory_order_relaxed);
   const uint64_t func = word_of(call->func), type = word_of(call->datatype);
-  hash = mixed(hash, call->count, func ^ (type << 24 | type >> 40), n_called == 0);
+  hash = mixed(hash, call->count, func ^ (type << 24 | type >> 40), first);
   atomic_store_explicit(&seat->called_hash, hash, memory_order_relaxed);
+  atomic_store_explicit(&seat->has_begun, true, memory_order_relaxed);
+  if (!counts(call->func)) return beside;
   if (n % spacing[0] == 0) mark(seat, n, hash);
   atomic_store_explicit(&seat->n_called, n_called + 1, memory_order_relaxed);
   return n;
 }
 
 void dccl_note_launch(struct dccl_seat* seat, uint64_t group_of_calls) {
-  if (seat == NULL) return;
-  const uint64_t n_called = atomic_load_explicit(&seat->n_called, memory_order_relaxed);
-  if (n_called == 0 || atomic_load_explicit(&seat->group, memory_order_relaxed) != group_of_calls) return;
-  if (atomic_load_explicit(&seat->has_tuner, memory_order_relaxed) && !has_asked_about_group(seat)) return;
+  if (seat == NULL || !atomic_load_explicit(&seat->has_begun, memory_order_relaxed)) return;
+  if (atomic_load_explicit(&seat->group, memory_order_relaxed) != group_of_calls) return;
+  const bool has_tuner = atomic_load_explicit(&seat->has_tuner, memory_order_relaxed);
+  if (has_tuner && !has_asked(seat, FUNC_BROADCAST + 1, N_FUNCS - 1)) return;
+  const uint64_t hash = atomic_load_explicit(&seat->called_hash, memory_order_relaxed);
+  atomic_store_explicit(&seat->hash, hash, memory_order_relaxed);
+  const uint32_t group = atomic_load_explicit(&seat->n_groups, memory_order_relaxed);
+  atomic_store_explicit(&seat->launched, group, memory_order_relaxed);
+  const bool is_asked = !has_tuner || has_asked(seat, FUNC_ALL_GATHER, FUNC_REDUCE_SCATTER);
+  const uint64_t n_called = is_asked ? atomic_load_explicit(&seat->n_called, memory_order_relaxed) : 0;
+  atomic_store_explicit(&seat->n_launched, n_called, memory_order_relaxed);
+  atomic_store_explicit(&seat->n_called, 0, memory_order_relaxed);
+  atomic_store_explicit(&seat->has_begun, false, memory_order_relaxed);
+  if (n_called == 0) return;
   const uint64_t before = atomic_load_explicit(&seat->n_colls, memory_order_relaxed), n = before + n_called;
   const uint64_t generation = dccl_generation(seat);
   dccl_note_step(seat);
@@ -212,12 +189,6 @@ void dccl_note_launch(struct dccl_seat* seat, uint64_t group_of_calls) {
     atomic_store_explicit(&seat->firsts[call % MADE], before + 1, memory_order_relaxed);
   }
   atomic_store_explicit(&seat->looked_at, before + 1, memory_order_relaxed);
-  const uint64_t hash = atomic_load_explicit(&seat->called_hash, memory_order_relaxed);
-  atomic_store_explicit(&seat->hash, hash, memory_order_relaxed);
-  const uint32_t group = atomic_load_explicit(&seat->n_groups, memory_order_relaxed);
-  atomic_store_explicit(&seat->launched, group, memory_order_relaxed);
-  atomic_store_explicit(&seat->n_launched, n_called, memory_order_relaxed);
-  atomic_store_explicit(&seat->n_called, 0, memory_order_relaxed);
   atomic_fetch_add(&seat->n_colls, n_called);
 }
 
@@ -237,50 +208,11 @@ static void note_call_of(const struct dccl_seat* seat, uint64_t number, struct d
   coll->coll.first = atomic_load_explicit(&seat->firsts[number % MADE], memory_order_relaxed);
 }
 
-// ---- collectives ----
-
-// One more on the clock, where only this is told.
-static void tick_late(struct dccl_seat* seat, const struct dccl_record* coll) {
-  const bool first = atomic_load_explicit(&seat->is_first, memory_order_relaxed);
-  atomic_store_explicit(&seat->is_first, false, memory_order_relaxed);
-  uint64_t hash = atomic_load_explicit(&seat->hash, memory_order_relaxed);
-  hash = mixed(hash, coll->n_bytes, (uint64_t)coll->func << 8 | coll->dtype, first);
-  atomic_store_explicit(&seat->hash, hash, memory_order_relaxed);
-  const uint64_t n = atomic_load_explicit(&seat->n_colls, memory_order_relaxed) + 1;
-  if (n % spacing[0] == 0) mark(seat, n, hash);
-  if (first) atomic_store_explicit(&seat->looked_at, n, memory_order_relaxed);
-  atomic_fetch_add(&seat->n_colls, 1);
-}
-
-// Whether the thread that tells had asked; else it is one of CUDA's, and who knows which question this was.
-static bool is_told_by_the_asker(struct dccl_seat* seat) {
-  const uint64_t asker = atomic_load_explicit(&seat->asker, memory_order_relaxed);
-  if (asker == 0 || asker == thread_now()) return true;
-  atomic_store(&seat->is_heard_late, true);
-  return false;
-}
-
-static void note_late_coll(struct dccl_seat* seat, struct dccl_record* coll) {
-  if (coll->flags & DCCL_FLAG_CAPTURED) return;
-  if (!is_told_by_the_asker(seat)) coll->flags |= DCCL_FLAG_LATE;
-  if (counts(coll->func)) {
-    tick_late(seat, coll);
-    coll->coll.first = atomic_load_explicit(&seat->looked_at, memory_order_relaxed);
-  }
-  if (atomic_exchange_explicit(&seat->is_asked, false, memory_order_relaxed))
-    atomic_fetch_add_explicit(&seat->n_groups, 1, memory_order_relaxed);
-}
-
 void dccl_note_coll(struct dccl_seat* seat, struct dccl_record* coll, uint64_t number) {
   coll->generation = dccl_generation(seat);
-  if (seat == NULL) return;
-  bool is_asked_about = coll->func < N_FUNCS;
-  if (is_late(seat)) {
-    note_late_coll(seat, coll);
-    is_asked_about = is_asked_about && (coll->flags & DCCL_FLAG_LATE) == 0;
-  } else if (number != 0) {
-    note_call_of(seat, number, coll);
-    is_asked_about = is_asked_about && is_of_the_last(seat, number);
-  }
-  coll->coll.asked_bytes = is_asked_about ? asked_about(seat, coll->func, coll->n_bytes) : 0;
+  if (seat == NULL || dccl_clock_of(seat) != DCCL_COUNTS) return;
+  if (number != 0) note_call_of(seat, number, coll);
+  const bool is_asked_about = number == 0 || is_of_the_last(seat, number);
+  if (coll->func < N_FUNCS && is_asked_about)
+    coll->coll.asked_bytes = asked_about(seat, coll->func, coll->n_bytes);
 }

@@ -77,7 +77,6 @@ void dccl_comms_after_fork(void) {
   memset(dccl_seats, 0, sizeof dccl_seats);
   atomic_store(&n_tuners, 0);
   atomic_store(&n_contexts, 0);
-  dccl_clock_after_fork();
   dccl_switch_after_fork();
   dccl_rhythm_after_fork();
 }

@@ -93,15 +93,8 @@ enum { DCCL_RING_VERSION = 2, DCCL_RING_RECORDS = 1 << 16, DCCL_RING_LEAST = 1 <
 enum { DCCL_KNOWN_RECORDS = 1 << 10 };  // places for what is told once: communicators and offers
 
 enum { DCCL_COMM = 1, DCCL_OFFER, DCCL_COLL, DCCL_KERNEL, DCCL_STEP, DCCL_STATE, DCCL_WAIT };
-// LATE: told by a thread that had not asked, so that nobody knows of which call, and under which table.
 // WHOLE: see dccl_step_end.
-enum {
-  DCCL_FLAG_REGISTERED = 1,
-  DCCL_FLAG_CAPTURED = 2,
-  DCCL_FLAG_SAMPLED = 4,
-  DCCL_FLAG_LATE = 8,
-  DCCL_FLAG_WHOLE = 16
-};
+enum { DCCL_FLAG_REGISTERED = 1, DCCL_FLAG_CAPTURED = 2, DCCL_FLAG_SAMPLED = 4, DCCL_FLAG_WHOLE = 16 };
 
 struct dccl_record {
   uint64_t stamp;  // position in the ring + 1 once the record is whole
@@ -239,6 +232,12 @@ void dccl_next_tuner_init(struct dccl_next_tuner* next, const struct dccl_tuner_
 bool dccl_next_tuner_ask(const struct dccl_next_tuner* next, const struct dccl_question* question);
 void dccl_next_tuner_finalize(const struct dccl_next_tuner* next);
 
+// ---- Python's lock (gil.c) ----
+
+// Before a wait: the lock goes if this thread holds it, and Python neither lacks nor ends. For the other one.
+void* dccl_let_go_of_python(void);
+void dccl_take_python_back(void* state);
+
 // ---- what NCCL needs for kernel times (room.c) ----
 
 // A communicator is there; `inside_nccl` is an address in NCCL's library, or NULL.
@@ -261,7 +260,7 @@ void dccl_emit_comm(const struct dccl_comm* comm, const char* name);
 
 // What tuner and profiler know of one communicator together; NULL where there is no id or no room.
 struct dccl_seat;
-// How NCCL tells of collectives on it: not at all, each by itself and maybe late (2.27), or at calls (2.28
+// How NCCL tells of collectives on it: not at all, each by itself and maybe late (2.27), or at calls (2.28.3
 // on).
 enum { DCCL_TOLD_NOTHING, DCCL_TOLD_LATE, DCCL_TOLD_AT_CALLS };
 struct dccl_seat* dccl_sit(uint64_t comm_id, uint32_t n_ranks, uint32_t n_nodes, uint32_t told);
@@ -285,8 +284,8 @@ struct dccl_call {
   bool captured;  // it goes into a CUDA graph
 };
 uint64_t dccl_note_group(void);  // this thread begins another group of calls: its number, of 56 bits
-// The call's number on its communicator, from 1 on, should its group be launched; of a broadcast, which never
-// counts, that of a call which the same table answers; 0: it is captured.
+// The call's number on its communicator, from 1 on, should its group be launched; of one that never counts,
+// that of a call which the same table answers; 0: it is captured.
 uint64_t dccl_note_call(struct dccl_seat* seat, const struct dccl_call* call);
 void dccl_note_launch(struct dccl_seat* seat, uint64_t group_of_calls);  // its calls count
 // Fills in which table answered the collective, and the size that NCCL asked about before it: its own, or of
@@ -294,11 +293,6 @@ void dccl_note_launch(struct dccl_seat* seat, uint64_t group_of_calls);  // its 
 void dccl_note_coll(struct dccl_seat* seat, struct dccl_record* coll, uint64_t number);
 // Whether the communicator's call under way goes into a CUDA graph.
 bool dccl_is_captured(const struct dccl_seat* seat);
-bool dccl_captures(void);  // as dynamiccl_capture has said
-void dccl_look_at_launches(void);
-// Kernel times make NCCL treat every collective as one over the network: with captured graphs or blocking
-// launches it then tells late of all.
-bool dccl_times_shift_the_clock(void);
 void dccl_set_mask(void);
 void dccl_note_tuner(int version);
 void dccl_note_profiler(int version);
@@ -325,13 +319,12 @@ DCCL_EXPORT int64_t dynamiccl_stage(uint32_t owner, const void* message, size_t 
 // All ranks of a communicator switch at a call. Each rank sets a limit and tells the others; the switch is at
 // the largest, which nobody has passed.
 enum { DCCL_MARKS = 24 };
-// Why a count is no clock: it is one, launches block, graphs are captured, a thread that had not asked has
-// told.
-enum { DCCL_COUNTS, DCCL_BLOCKED, DCCL_CAPTURED, DCCL_HEARD_LATE };
+// Whether a count is a clock: it is one, or NCCL tells of no calls (2.27).
+enum { DCCL_COUNTS, DCCL_TOLD_NO_CALLS };
 struct dccl_comm_view {
   uint64_t comm_id;
   uint32_t n_ranks, n_nodes;
-  uint64_t count;   // collectives so far
+  uint64_t count;   // collectives so far: all-gathers and reduce-scatters, as everywhere here
   uint64_t a_step;  // collectives of a step, 0: the last steps differed
   int64_t
       offset;  // collectives at the end of the last step, less `a_step` for each step since dynamiccl_join
@@ -345,7 +338,7 @@ struct dccl_comm_view {
 DCCL_EXPORT uint32_t dynamiccl_comms(struct dccl_comm_view* comms, uint32_t capacity);
 // From now on no question on the communicator is answered once so many collectives are made: `distance` from
 // now, or where its last switch is if that is farther. Returns that limit; -ENOENT: no such communicator, or
-// its count is no clock any more, -EAGAIN: its last switches are all ahead of it, -EBUSY: another limits it.
+// its count is no clock, -EAGAIN: its last switches are all ahead of it, -EBUSY: another limits it.
 DCCL_EXPORT int64_t dynamiccl_limit(uint32_t owner, uint64_t comm_id, uint64_t distance);
 // A question is held at a limit for at most so long (without this call, for ever). Then all limits of that
 // agreement are given up, and its communicators take no switch any more.
@@ -383,8 +376,6 @@ DCCL_EXPORT void dynamiccl_ended(struct dccl_step_end* end);
 // A step has ended, all in one call: emits `ended`, if given, as a STEP record; later records belong to
 // `next_step`; kernel times as dynamiccl_sample.
 DCCL_EXPORT void dynamiccl_boundary(const struct dccl_record* ended, uint32_t next_step, int sample);
-// All calls from now on go into a CUDA graph (1), or not (0). For NCCL 2.27, which does not say so itself.
-DCCL_EXPORT void dynamiccl_capture(int on);
 // Kernel times on (1) or off (0) for the collectives enqueued from now on.
 DCCL_EXPORT void dynamiccl_sample(int on);
 // What NCCL has done with us in this process: communicators on which it has initialised our tuner, questions

@@ -95,8 +95,8 @@ static void* pack(uint64_t index, uint64_t channel_plus_1, uint64_t lap) {
 // Handles of no flight. NCCL 2.27 tells of a collective only where its group has one. A call that is captured
 // into a CUDA graph has one by which its collectives are known, at each replay and on whatever thread. So has
 // any other call: its number is where a lap would be.
-// From 2.28 on a group of calls has one as well, with another first byte and its number: it comes back as the
-// parent of the group's launches (read in 2.28.9, 2.29.7 and 2.30.7, disassembled in 2.32.3).
+// From 2.28.3 on a group of calls has one as well, with another first byte and its number: it comes back as
+// the parent of the group's launches (read in 2.28.9, 2.29.7 and 2.30.7, disassembled in 2.32.3).
 enum { OF_GROUP, OF_CAPTURED_CALL, OF_CALL };
 enum { NO_CHANNEL = (1 << CHANNEL_BITS) - 1 };
 static void* token(uint64_t which) { return pack(which, 0, 0); }
@@ -236,8 +236,7 @@ void dccl_set_mask(void) {
   if (dccl_has_run()) bits |= EVENT_COLL;  // counted where there is no ring too: ranks compare the counts
   const bool told_at_calls = atomic_load(&interface) > 4;
   if (dccl_has_run() && told_at_calls) bits |= EVENT_KERNEL_LAUNCH;  // without it groups would not count
-  const bool shifts = !told_at_calls && dccl_times_shift_the_clock();
-  const bool times = dccl_ring_is_open() && !shifts && (atomic_load(&sampling) || dccl_tries_few);
+  const bool times = dccl_ring_is_open() && (atomic_load(&sampling) || dccl_tries_few);
   if (times && dccl_may_time_kernels()) bits |= EVENT_KERNEL_CH;
   __atomic_store_n(mask, bits, __ATOMIC_RELAXED);
 }
@@ -252,7 +251,6 @@ static int start(int version, void** context, uint64_t comm_id, int* mask, const
   (void)log;
   dynamiccl_open();
   dccl_note_profiler(version);
-  dccl_look_at_launches();
   atomic_store(&interface, version);
   const struct dccl_comm comm = {true, comm_id, (uint32_t)rank, (uint32_t)n_ranks, (uint32_t)n_nodes};
   dccl_last_comm = comm;
@@ -312,8 +310,7 @@ static int start_event_v4(void* context, void** handle, struct nccl_event_v4* e)
   struct profiler* p = context;
   if (e == NULL || handle == NULL) return NCCL_SUCCESS;
   void* ours = NULL;
-  // That of a graph's group comes back as the parent of each replay's collectives.
-  if (e->type == EVENT_GROUP) ours = token(dccl_captures() ? OF_CAPTURED_CALL : OF_GROUP);
+  if (e->type == EVENT_GROUP) ours = token(OF_GROUP);
   if (e->type == EVENT_COLL && p != NULL) ours = start_coll(p, &e->coll, e->rank, e->parent);
   if (e->type == EVENT_P2P && p != NULL) note_times(p);
   if (e->type == EVENT_KERNEL_CH) ours = start_kernel(e->parent, &e->kernel_ch);

@@ -8,6 +8,9 @@
 // proxyProfilerConnect, SaveProxyProfiler then appends to a pool at address 0); reported with a cure as
 // NVIDIA/nccl#2326; 2.31 was not read and counts as the others; 2.32.3 was seen to go on without kernel
 // times.
+//
+// The room is the job's: its loaders and NCCL's later communicators need it too. At least half of what is
+// free stays so.
 #include <dirent.h>
 #include <dlfcn.h>
 #include <stdio.h>
@@ -17,8 +20,7 @@
 
 #include "plugin.h"
 
-enum { POOL_BYTES = 34 << 20, FIRST_RELEASE_WITHOUT_CRASH = 23200, SPARE_FILES = 32, MOST_RANKS_HERE = 1024 };
-enum { SPARE_THREADS = 32 };
+enum { POOL_BYTES = 34 << 20, FIRST_RELEASE_WITHOUT_CRASH = 23200, POOL_FILES = 32, MOST_RANKS_HERE = 1024 };
 
 // Communicators that live and have run no collective with kernel times: for these NCCL has not opened its
 // memory. Room that was there for one of them may be gone when it runs the first.
@@ -57,6 +59,10 @@ void dccl_announce(uint32_t n_ranks, uint32_t n_nodes, const void* inside_nccl) 
 
 void dccl_needs_no_room(void) { atomic_fetch_sub(&waiting, 1); }
 
+static bool leaves_half(uint64_t needed, uint64_t most, uint64_t in_use) {
+  return in_use < most && needed <= (most - in_use) / 2;
+}
+
 static uint64_t free_shared_memory(void) {
   struct statvfs status;
   if (statvfs("/dev/shm", &status) != 0) return 0;
@@ -73,7 +79,7 @@ static bool has_files(void) {
   rlim_t in_use = 0;
   while (readdir(folder) != NULL) in_use++;
   closedir(folder);
-  return in_use + SPARE_FILES <= limit.rlim_cur;
+  return leaves_half(POOL_FILES, limit.rlim_cur, in_use);
 }
 
 // UINT64_MAX: without a limit, or not known.
@@ -95,7 +101,7 @@ static bool has_threads(uint64_t needed) {
     const uint64_t most = number_of(files[i][0]);
     if (most == UINT64_MAX) continue;
     const uint64_t now = number_of(files[i][1]);
-    if (now != UINT64_MAX && now + needed + SPARE_THREADS > most) return false;
+    if (now != UINT64_MAX && !leaves_half(needed, most, now)) return false;
   }
   return true;
 }
@@ -105,5 +111,5 @@ bool dccl_may_time_kernels(void) {
   const char* cluster = getenv("DYNAMICCL_CLUSTER");
   if (cluster != NULL && *cluster) return true;  // emulated: no NCCL is here
   const uint64_t needed = atomic_load(&waiting) * atomic_load(&local_ranks);
-  return free_shared_memory() >= needed * POOL_BYTES && has_files() && has_threads(needed);
+  return leaves_half(needed * POOL_BYTES, free_shared_memory(), 0) && has_files() && has_threads(needed);
 }

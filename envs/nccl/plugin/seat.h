@@ -25,19 +25,16 @@ struct dccl_seat {
   uint64_t comm_id;  // 0: free
   int n_users;       // contexts of tuner and profiler; guarded by `dccl_seating`, as comm_id is
   uint32_t n_ranks, n_nodes;
-  _Atomic uint32_t told;       // how NCCL tells of its collectives
-  _Atomic bool has_tuner;      // NCCL asks us about its collectives
-  _Atomic bool is_captured;    // its last call goes into a CUDA graph
-  _Atomic bool is_asked;       // since the last collective, where those are told late
-  _Atomic bool is_first;       // the next collective begins a group
-  _Atomic bool is_frozen;      // its count stands for ever, and NCCL decides
-  _Atomic bool is_heard_late;  // a collective was told by a thread that had not asked
-  _Atomic uint64_t asker;      // the thread that asked last, where collectives are told late
+  _Atomic uint32_t told;     // how NCCL tells of its collectives
+  _Atomic bool has_tuner;    // NCCL asks us about its collectives
+  _Atomic bool is_captured;  // its last call goes into a CUDA graph
   _Atomic uint64_t n_colls, limit;
   uint32_t limit_owner;   // whose limit it is; guarded by `dccl_seating`
   _Atomic uint64_t hash;  // of the collectives so far
-  // The group under way: which it is, its calls so far, none of which may ever run, and the hash with them.
+  // The group under way: which it is, its calls so far that count, none of which may ever run, the hash with
+  // all its calls, and whether there is one in the hash.
   _Atomic uint64_t group, n_called, called_hash;
+  _Atomic bool has_begun;
   _Atomic uint32_t n_groups, launched;  // groups begun; of the last that ran, which and how many calls
   _Atomic uint64_t n_launched;
   // The group before the one under way was answered by its first collective; which is the first after that.
@@ -65,8 +62,6 @@ extern pthread_mutex_t dccl_seating;
 
 // The seat of a communicator that is in use, or NULL. Holding `dccl_seating`.
 struct dccl_seat* dccl_seated(uint64_t comm_id);
-// Its collectives up to now are the last that are counted: what was to change never will. Waits for the lock.
-void dccl_freeze(struct dccl_seat* seat);
 // The change that holds at a collective, or NULL. Holding `dccl_seating`.
 const struct change* dccl_change_at(const struct dccl_seat* seat, uint64_t count);
 // Whether a trial of few calls is under way there, or ahead. Holding `dccl_seating`.
@@ -76,11 +71,10 @@ void dccl_copy_rhythm(const struct dccl_seat* seat, struct dccl_comm_view* view)
 void dccl_rhythm_after_fork(void);
 // The step under way is one of the table that answered last.
 void dccl_note_step(const struct dccl_seat* seat);
-// Why its count is no clock, see dccl_comm_view.
+// Whether its count is a clock, see dccl_comm_view.
 uint32_t dccl_clock_of(const struct dccl_seat* seat);
 // Marks of its count that are there.
 void dccl_copy_marks(struct dccl_seat* seat, struct dccl_comm_view* view);
-void dccl_clock_after_fork(void);
 void dccl_switch_after_fork(void);
 
 static inline uint64_t dccl_get(const _Atomic uint64_t* value) {

@@ -52,15 +52,18 @@ static void give_up(const struct dccl_seat* seat, uint64_t count) {
     atomic_store(&dccl_seats[i].limit, NO_LIMIT);
   }
   pthread_mutex_unlock(&dccl_seating);
-  if (is_held) fprintf(stderr, "dynamiccl: the job's store does not answer: its tables stay as they are\n");
+  if (is_held)
+    fprintf(stderr, "dynamiccl: the job's store has not answered for %lld s: its tables stay as they are\n",
+            (long long)(atomic_load(&longest_ns) / 1000000000));
 }
 
 // Counts the time that this thread was awake: a process that was stopped must not give up as it goes on,
-// before its agreement could read the decision.
+// before its agreement could read the decision. That agreement is a thread in Python.
 static void wait_below_limit(const struct dccl_seat* seat, uint64_t count) {
   const struct timespec nap = {0, 100000};
   const int64_t began = now_ns(), longest = atomic_load(&longest_ns);
   int64_t awake = 0, last = began;
+  void* python = dccl_let_go_of_python();
   atomic_fetch_add(&n_waiting, 1);
   while (count >= atomic_load(&seat->limit)) {
     nanosleep(&nap, NULL);
@@ -71,6 +74,7 @@ static void wait_below_limit(const struct dccl_seat* seat, uint64_t count) {
   }
   atomic_fetch_sub(&n_waiting, 1);
   atomic_fetch_add(&dccl_counts()->waited_ns, (uint64_t)(last - began));
+  dccl_take_python_back(python);
 }
 
 void dynamiccl_hold(uint32_t seconds) { atomic_store(&longest_ns, seconds * INT64_C(1000000000)); }
@@ -196,17 +200,6 @@ bool dccl_table_is_used(uint32_t buffer) {
   return used;
 }
 
-void dccl_freeze(struct dccl_seat* seat) {
-  const struct list nothing = {0};
-  pthread_mutex_lock(&dccl_seating);
-  atomic_store(&seat->is_frozen, true);
-  seat->decided = UINT32_MAX;  // it has no part in what is tried
-  publish(seat, &nothing);
-  atomic_store(&seat->limit, NO_LIMIT);
-  seat->limit_owner = 0;
-  pthread_mutex_unlock(&dccl_seating);
-}
-
 // ---- what the ranks agree on ----
 
 static uint64_t last_from(const struct dccl_seat* seat) {
@@ -214,11 +207,17 @@ static uint64_t last_from(const struct dccl_seat* seat) {
   return order % SWITCHES == 0 ? 0 : dccl_get(&seat->changes[(order >> PLACE_BITS) % SWITCHES].from);
 }
 
+// The seat of a communicator that has a clock, or NULL. Holding `dccl_seating`.
+static struct dccl_seat* counting(uint64_t comm_id) {
+  struct dccl_seat* seat = dccl_seated(comm_id);
+  return seat != NULL && dccl_clock_of(seat) == DCCL_COUNTS ? seat : NULL;
+}
+
 int64_t dynamiccl_limit(uint32_t owner, uint64_t comm_id, uint64_t distance) {
   int64_t limit = -ENOENT;
   pthread_mutex_lock(&dccl_seating);
-  struct dccl_seat* seat = dccl_seated(comm_id);
-  const bool is_there = seat != NULL && !atomic_load(&seat->is_frozen);
+  struct dccl_seat* seat = counting(comm_id);
+  const bool is_there = seat != NULL;
   if (is_there && seat->limit_owner != 0 && seat->limit_owner != owner) {
     limit = -EBUSY;
   } else if (is_there && changes_of(seat, dccl_get(&seat->n_colls), UINT64_MAX).n >= PLACES) {
@@ -267,8 +266,8 @@ int dynamiccl_switch(uint32_t owner, uint64_t comm_id, const struct dccl_span* s
   if (span->length != 0 && (span->one_of == 0 || span->until == 0)) return -EINVAL;
   if (!dccl_staged(owner, &staged)) return -EINVAL;
   pthread_mutex_lock(&dccl_seating);
-  struct dccl_seat* seat = dccl_seated(comm_id);
-  const bool is_there = seat != NULL && !atomic_load(&seat->is_frozen);
+  struct dccl_seat* seat = counting(comm_id);
+  const bool is_there = seat != NULL;
   const bool is_late = is_there && seat->limit_owner == NOBODY;
   const int error = is_late ? -ETIMEDOUT : is_there ? change(seat, staged, span) : -ENOENT;
   pthread_mutex_unlock(&dccl_seating);

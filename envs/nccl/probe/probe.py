@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
+import ctypes
 import os
 import struct
 import sys
@@ -99,29 +99,6 @@ class Probe:
             return False
         is_of_job = self._agreement is not None or bool(self._left)
         return not is_of_job and (self._run / NCCL).exists()
-
-    def watch_captures(self, torch: Any) -> None:
-        """NCCL 2.27 does not say which calls go into a CUDA graph: PyTorch does from now on."""
-        graph = torch.cuda.CUDAGraph
-
-        def tells(method: Any, on: bool) -> Any:
-            @functools.wraps(method)
-            def told(*args: Any, **more: Any) -> Any:
-                if not on:
-                    self._captures(False)
-                result = method(*args, **more)
-                if on:  # not before: nobody ends a capture that has failed to begin
-                    self._captures(True)
-                return result
-
-            return told
-
-        graph.capture_begin = tells(graph.capture_begin, True)
-        graph.capture_end = tells(graph.capture_end, False)
-
-    def _captures(self, on: bool) -> None:
-        if self._plugin is not None and self._plugin.abi[1] < 5:
-            self._plugin.capture(on)
 
     def _asked(self) -> int:
         """Collectives of which NCCL has asked the tuner in this process. Called in backward passes: never raises."""
@@ -223,7 +200,11 @@ def _note(path: Path, text: str) -> None:
 
 
 def _nccl(torch: Any) -> str:
-    """The version of NCCL in this process."""
+    """The version of the NCCL that is loaded in this process, which may not be what PyTorch was built with."""
+    with contextlib.suppress(Exception):
+        library, number = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD), ctypes.c_int()
+        if library.ncclGetVersion(ctypes.byref(number)) == 0:
+            return f"{number.value // 10_000}.{number.value // 100 % 100}.{number.value % 100}"
     try:
         return ".".join(map(str, torch.cuda.nccl.version()))
     except Exception:  # a build without it
@@ -291,7 +272,6 @@ def install() -> None:
     hook._torchdynamo_disable = True  # type: ignore[attr-defined]
     torch = sys.modules["torch"]
     probe._steps.watch(torch)
-    probe.watch_captures(torch)
     register_optimizer_step_post_hook(hook)
     atexit.register(probe.close)
     os.register_at_fork(after_in_child=probe.after_fork)

@@ -2,13 +2,14 @@
 
 import re
 
+import pytest
 from dynamiccl.agent.checks.doctor import TRAPS, examine
 from dynamiccl.agent.checks.facts import Facts
 from dynamiccl.agent.checks.faults import FAULTS
 
 
 def refused_releases():
-    return [fault for fault in FAULTS if fault.must_change and not fault.machine and fault.first > (2, 27)]
+    return [fault for fault in FAULTS if fault.must_change and not fault.machine and fault.first > (2, 28)]
 
 
 def named(cure):
@@ -33,12 +34,24 @@ def test_no_cure_names_a_release_that_is_refused():
     assert any(map(named, cures))
 
 
-def test_launch_blocking_costs_the_count_with_one_release_only():
-    """Before: no call count with any release; from 2.28 on NCCL tells of a call where it is made."""
-    (found,) = [one for one in examine(Facts({"CUDA_LAUNCH_BLOCKING": "1"})) if one.name == "launch blocking"]
-    assert (
-        "slows every step" in found.what and "With NCCL 2.27 over nodes" in found.what and found.must_change
-    )
+@pytest.mark.parametrize(
+    ("wheel", "cure"),
+    [
+        ("nvidia-nccl-cu12", "pip install nvidia-nccl-cu12==2.28.9"),
+        ("nvidia-nccl-cu13", "pip install nvidia-nccl-cu13==2.28.9"),
+        ("nvidia-nccl-cu11", "use NCCL 2.28.3 or newer"),  # there is none
+        ("", "use NCCL 2.28.3 or newer"),  # of a container, or a system
+    ],
+)
+def test_how_to_get_an_nccl_that_can_be_tuned_fits_the_installed_pytorch(wheel, cure):
+    """Of 2.27 it was said that it can be tuned; where it told late, calls ran in two ways."""
+    for nccl in ((2, 21, 5), (2, 27, 3), (2, 28, 2)):
+        found = [
+            one for one in examine(Facts(nccl=nccl, wheel=wheel)) if one.name in ("old NCCL", "no profiler")
+        ]
+        assert [one.must_change for one in found] == [True] and found[0].cure.startswith(cure)
+    named = {one.name for one in examine(Facts(nccl=(2, 28, 3), wheel=wheel))}
+    assert not named & {"old NCCL", "no profiler"}
 
 
 def test_what_no_table_does_over_nodes_is_said_of_replacing():

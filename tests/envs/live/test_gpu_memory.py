@@ -65,16 +65,21 @@ def test_where_the_job_does_not_tell_nothing_is_taken_out():
     assert mask[:, NVLS].any(axis=1).all() and not windows.withheld
 
 
+def enough(needs):
+    """The least free bytes of which half, and KEPT_FREE, stay the job's."""
+    return max(2 * needs, gpu_memory.KEPT_FREE + needs)
+
+
 def test_an_algorithm_gets_the_memory_it_may_take_and_no_byte_less():
+    """Before: all but one GiB of what was free."""
     windows, _ = begun(0)
     slot = profile_of(windows)
     nvls, pat = of_first_use("nvls", slot), of_first_use("pat", slot)
-    kept = gpu_memory.KEPT_FREE
     assert pat > nvls, "else less than both could be enough for the second"
     for free, has_nvls, has_pat in (
-        (kept + nvls + pat, True, True),
-        (kept + nvls + pat - 1, True, False),
-        (kept + nvls - 1, False, False),
+        (enough(nvls + pat), True, True),
+        (enough(nvls + pat) - 1, True, False),
+        (enough(nvls) - 1, False, False),
     ):
         _, mask = begun(free)
         assert (mask[:, NVLS].any(), mask[:, PAT].any()) == (has_nvls, has_pat), free
@@ -83,7 +88,7 @@ def test_an_algorithm_gets_the_memory_it_may_take_and_no_byte_less():
 def test_the_size_of_buffers_is_read_where_nccl_reads_it(tmp_path, monkeypatch):
     """Before: only in the environment, so that an algorithm was tried that the GPU had no room for."""
     windows, _ = begun(0)
-    free = gpu_memory.KEPT_FREE + of_first_use("nvls", profile_of(windows))
+    free = enough(of_first_use("nvls", profile_of(windows)))
     assert begun(free)[1][:, NVLS].any()
     file = tmp_path / "nccl.conf"
     monkeypatch.setenv("NCCL_CONF_FILE", str(file))
@@ -108,7 +113,7 @@ def test_the_size_of_buffers_is_read_as_nccl_reads_it():
 def test_each_communicator_of_a_class_takes_it():
     windows, _ = begun(0)
     slot = profile_of(windows)
-    for_one = gpu_memory.KEPT_FREE + of_first_use("nvls", slot)
+    for_one = enough(of_first_use("nvls", slot))
     assert begun(for_one)[1][:, NVLS].any()
     assert not begun(for_one, communicators=2)[1][:, NVLS].any()
 
@@ -117,8 +122,8 @@ def test_under_nvls_the_ring_is_the_one_that_must_be_connected():
     _, mask = begun(1, own="nvls")
     ring = [i for i, (algo, _) in enumerate(PAIRS, 1) if algo == "ring"]
     assert not mask[:, ring].any() and not mask[:, PAT].any()
-    enough = gpu_memory.KEPT_FREE + of_first_use("ring", profile_of(begun(0)[0]))
-    assert begun(enough, own="nvls")[1][:, ring].any()
+    has_room = enough(of_first_use("ring", profile_of(begun(0)[0])))
+    assert begun(has_room, own="nvls")[1][:, ring].any()
 
 
 def test_a_ring_that_runs_for_another_function_is_connected():

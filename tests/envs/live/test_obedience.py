@@ -10,12 +10,16 @@ SLOT = Slot(4, 2, "all_gather", 20)
 COMMS = {7: Communicator(7, 4, 2, "dp"), 8: Communicator(8, 2, 1, "tp")}
 
 
-def calls(rank, seqs, config="ring/simple/16", generation=1, comm_id=7, func="all_gather", n_bytes=2**20):
+def calls(
+    rank, seqs, config="ring/simple/16", generation=1, comm_id=7, func="all_gather", n_bytes=2**20, asked=None
+):
+    """``asked``: what NCCL asked about; their own bytes if nothing is said."""
     algo, proto, n_channels = config.split("/")
     rows = np.zeros(len(seqs), COLL_DTYPE)
     rows["kind"], rows["rank"], rows["seq"], rows["comm_id"] = COLL, rank, seqs, comm_id
     rows["func"], rows["n_bytes"], rows["generation"] = FUNCS.index(func), n_bytes, generation
     rows["algo"], rows["proto"], rows["n_channels"] = ALGOS.index(algo), PROTOS.index(proto), int(n_channels)
+    rows["asked_bytes"] = n_bytes if asked is None else asked
     return rows
 
 
@@ -98,9 +102,21 @@ def test_grouped_calls_stand_for_the_row_of_their_sum():
     check = Obedience()
     check.expect(Table.of(3, {SLOT: Decision("ring", "ll")}))
     check.expect(Table.of(4, {SLOT: Decision("ring", "ll128")}))
-    check.add(calls(0, np.arange(100), "ring/ll/8", generation=3, n_bytes=2**18))
-    check.add(calls(0, np.arange(100), "ring/ll/8", generation=4, n_bytes=2**18))
+    for generation in (3, 4):
+        parts = {"generation": generation, "n_bytes": 2**18, "asked": 2**20}
+        check.add(calls(0, np.arange(100), "ring/ll/8", **parts))
     assert check.verdict(3, COMMS) == () and len(check.verdict(4, COMMS)) == 1
+
+
+@pytest.mark.parametrize("sizes", [{"n_bytes": 2**27}, {"n_bytes": 2**20, "asked": 2**22}, {"asked": 0}])
+def test_calls_of_other_sizes_are_no_verdict_on_a_row(sizes):
+    """A job's messages change size, or nobody knows what NCCL asked. Before: NCCL was said not to obey the row."""
+    check = Obedience()
+    check.expect(Table.of(3, {SLOT: Decision("ring", "ll128", 4)}))
+    check.add(calls(0, np.arange(100), "ring/simple/16", generation=3, **sizes))
+    assert check.verdict(3, COMMS) == ()
+    check.add(calls(0, np.arange(100), "ring/simple/16", generation=3))
+    assert len(check.verdict(3, COMMS)) == 1
 
 
 def test_nothing_is_said_of_what_was_not_seen():

@@ -25,6 +25,7 @@ from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.traces.reasons import NotAgreeing, NotTuning, RowRefused
 from dynamiccl.traces.records import AgreementState, Table
 from memory_store import MemoryStore
+from nccl_halves import KEEPS_LOCK
 from nccl_late import TELLS_LATE
 from paths import HELPERS
 
@@ -190,6 +191,16 @@ def test_a_store_that_hangs_for_good_does_not_hold_calls_for_good():
     assert 2000 <= waited_ms(found) < 3500
     for rank in found["ranks"]:
         assert len(rank["answers"]["7"]) == 600, "the job went on to its end"
+
+
+@pytest.mark.parametrize("keeps", ["", "1"])
+def test_a_call_that_holds_python_s_lock_is_let_go_by_the_agreement(monkeypatch, keeps):
+    """Before: the agreement's thread, which is in Python, could not read the decision: the call was held to the end of
+    its time, and then ran two ways with the others, 81 of 640."""
+    monkeypatch.setenv(KEEPS_LOCK, keeps)
+    ran.cache_clear()
+    found = outcome("decision_late_for_one")
+    assert found["compared"] == 640 and 1000 < waited_ms(found) < 5000
 
 
 @pytest.mark.slow

@@ -5,14 +5,17 @@ import subprocess
 
 import pytest
 from clock_jobs import Job, run_job
-from dynamiccl.envs.nccl.plugin.build import FLAGS, HERE, SOURCES, compile_once, compiler, plugin_path
-from paths import TOOLS
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
+from dynamiccl.envs.nccl.plugin.build import HERE, SOURCES, compiler, plugin_path
+from nccl_groups import Groups
+from nccl_halves import Call
+from plugin_run import offer
 
-SHORT, LONG, UNSAID = 30, 200, 4
+SHORT, LONG = 30, 200
 OF_GROUP = "atomic_load_explicit(&seat->group, memory_order_relaxed)"
-ASKED = ("clock.c", "memory_order_relaxed) && !has_asked_about_group(seat)", "memory_order_relaxed) && false")
-HEARD = "2.27 counts though another thread tells than the one that asked"
-TICK = "a tick is a load and a store"
+LAUNCHED = ("clock.c", "if (has_tuner && !has_asked(seat, FUNC_BROADCAST + 1, N_FUNCS - 1)) return;", "")
+BEGUN = "  atomic_store_explicit(&seat->has_begun, true, memory_order_relaxed);\n"
+COUNTED = ("clock.c", "!has_tuner || has_asked(seat, FUNC_ALL_GATHER, FUNC_REDUCE_SCATTER)", "true")
 #: Mutations of the plugin's sources: file, what stands there, what stands there instead.
 MUTATIONS = {
     "a group counts when its collectives are told": [
@@ -29,20 +32,21 @@ MUTATIONS = {
             "  return n;\n}\n\nvoid dccl_note_launch",
             "  dccl_note_launch(seat, this_group);\n  return n;\n}\n\nvoid dccl_note_launch",
         ),
-        ASKED,
+        LAUNCHED,
+        COUNTED,
     ],
     "calls that were priced alone count with the next group": [
         (
             "clock.c",
-            "n_called == 0 || atomic_load_explicit(&seat->group, memory_order_relaxed) != this_group",
-            "n_called == 0",
+            " ||\n                     atomic_load_explicit(&seat->group, memory_order_relaxed) != this_group",
+            "",
         )
     ],
     "a launch counts whichever group it is of": [
         (
             "clock.c",
-            "n_called == 0 || atomic_load_explicit(&seat->group, memory_order_relaxed) != group_of_calls",
-            "n_called == 0",
+            "if (atomic_load_explicit(&seat->group, memory_order_relaxed) != group_of_calls) return;",
+            "",
         )
     ],
     "calls that were priced alone are in the hash": [
@@ -58,32 +62,41 @@ MUTATIONS = {
     "a collective is labelled by the table that answered last": [
         ("clock.c", "if (made >> 32 != (number & UINT32_MAX)) return;", "if (made >> 63 == 0) return;")
     ],
-    "2.27 counts on where calls were captured": [
-        ("clock.c", "&& !atomic_load(&seat->is_frozen)) dccl_freeze(seat);", "&& false) dccl_freeze(seat);")
+    "broadcasts are in the hash, and count": [
+        ("clock.c", "if (is_broadcast(call->func)) return", "if (false) return"),
+        ("clock.c", "if (!counts(call->func)) return", "if (false) return"),
     ],
-    "2.27 counts where launches block": [
-        ("clock.c", "atomic_store(&is_blocked, true);", "atomic_store(&is_blocked, false);")
-    ],
-    HEARD: [
-        ("clock.c", "atomic_store(&seat->is_heard_late, true);", "atomic_store(&seat->is_heard_late, false);")
-    ],
-    TICK: [
+    "a launch counts whether or not NCCL asked": [LAUNCHED, COUNTED],
+    "what was not asked about is in the hash": [LAUNCHED],
+    "a mark is there before its call counts": [("clock.c", "is_whole && at <= view->count", "is_whole")],
+}
+
+
+#: Mutations of what is in the hash. No job of ranks that call alike shows them.
+HASH_MUTATIONS = {
+    "a group that begins with an all-reduce begins anew": [
         (
             "clock.c",
-            "  atomic_fetch_add(&seat->n_colls, 1);",
-            "  extern int sched_yield(void);\n  const uint64_t was = atomic_load(&seat->n_colls);\n  sched_yield();\n"
-            "  atomic_store(&seat->n_colls, was + 1);",
+            f"{BEGUN}  if (!counts(call->func)) return beside;\n",
+            f"  if (!counts(call->func)) return beside;\n{BEGUN}",
         )
     ],
-    "broadcasts count": [("clock.c", "if (is_broadcast(call->func)) return", "if (false) return")],
-    "a launch counts whether or not NCCL asked": [ASKED],
-    "a mark is there before its call counts": [("clock.c", "is_whole && at <= view->count", "is_whole")],
+    "all-reduces are not in the hash": [
+        ("clock.c", "if (is_broadcast(call->func)) return", "if (!counts(call->func)) return")
+    ],
+    "the hash of a group of all-reduces is dropped": [
+        (
+            "clock.c",
+            "  const uint64_t hash = atomic_load_explicit(&seat->called_hash, memory_order_relaxed);\n",
+            "  if (seat->n_called == 0) return;\n  const uint64_t hash = atomic_load(&seat->called_hash);\n",
+        )
+    ],
 }
 
 
 def wrong(outcome):
     """What a job shows to be wrong with the clock."""
-    return outcome.two_ways or outcome.accused or (outcome.job.is_said and outcome.under_a_trial)
+    return outcome.two_ways or outcome.accused
 
 
 def found_within(library, copies, jobs):
@@ -97,8 +110,6 @@ def holds(copies, seeds):
     assert [outcome.accused for outcome in outcomes if outcome.accused] == []
     tried = [outcome for outcome in outcomes if outcome.under_a_trial > 20]
     assert len(tried) > 0.6 * len(outcomes), "most jobs are tuned all the same"
-    late = [outcome for outcome in outcomes if outcome.job.is_said]
-    assert late and all(outcome.no_clock and not outcome.under_a_trial for outcome in late)
     compared = sum(outcome.compared for outcome in outcomes)
     print(f"{len(outcomes)} jobs, {compared} calls compared, none in two ways, none accused")
 
@@ -109,15 +120,8 @@ def test_no_call_runs_in_two_ways_however_nccl_tells(tmp_path):
 
 @pytest.mark.slow
 def test_no_call_of_200_jobs_runs_in_two_ways_however_nccl_tells(tmp_path):
-    """Captured beside eager; launches that block, do not, or are switched; two nodes; releases 2.27 to 2.32."""
+    """Captured beside eager; launches that block, do not, or are switched; two nodes; releases 2.28 to 2.32."""
     holds(tmp_path, range(LONG))
-
-
-def test_a_thread_that_had_not_asked_ends_the_clock_and_accuses_nobody(tmp_path):
-    """No variable and no capture says that NCCL tells late: the thread alone does, and that ends the clock in time."""
-    for seed in range(UNSAID):
-        outcome = run_job(Job.unsaid(seed), plugin_path(), tmp_path)
-        assert not wrong(outcome) and "another thread than the caller's" in outcome.no_clock
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +132,7 @@ def mutant(tmp_path_factory):
         folder = tmp_path_factory.mktemp("mutant")
         for path in HERE.glob("*.[ch]"):
             shutil.copy(path, folder)
-        for file, stands, instead in MUTATIONS[name]:
+        for file, stands, instead in {**MUTATIONS, **HASH_MUTATIONS}[name]:
             text = (folder / file).read_text()
             assert text.count(stands) == 1, f"{file}: {stands}"
             (folder / file).write_text(text.replace(stands, instead))
@@ -142,36 +146,31 @@ def mutant(tmp_path_factory):
     return build
 
 
-#: Found after many jobs.
-RARE = ("2.27 counts on where calls were captured",)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in RARE else ())
-        for name in MUTATIONS
-        if name != TICK  # the jobs have one thread: see the test of two
-    ],
-)
+@pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_of_the_clock_is_found(mutant, tmp_path, name):
-    jobs = map(Job.unsaid if name == HEARD else Job.of, range(LONG))
-    seed = found_within(mutant(name), tmp_path, jobs)
+    seed = found_within(mutant(name), tmp_path, map(Job.of, range(LONG)))
     assert seed is not None
     print(f"found by job {seed}")
 
 
-def counted(library, n):
-    """How many collectives the plugin counts of 2 n that two threads tell on one communicator at once."""
-    program = compile_once("two-tell", (str(TOOLS / "two_tell.c"),), (*FLAGS, f"-I{HERE}"))
-    told = subprocess.run([program, library, str(n)], capture_output=True, text=True, check=True)
-    return int(told.stdout)
+#: What 16 groups of a rank are: g an all-gather, r an all-reduce.
+WAYS = ("g", "g r", "gr", "r g", "rg", "r r g", "rr g", "rrg")
 
 
-def test_two_threads_that_tell_at_once_are_both_counted(mutant):
-    """With 2.27 these are the caller and a thread of CUDA's. Before: a tick was a load and a store, and some were lost.
+def hashes(library, folder, monkeypatch):
+    """The hash of the first 16 all-gathers, each way; communicators with ids of their own stand for ranks."""
+    monkeypatch.setenv("DYNAMICCL_RUN", str(folder / "of another node"))
+    plugin, names = Plugin.load(library), {"g": "all_gather", "r": "all_reduce"}
+    for number, way in enumerate(WAYS, 1):
+        comm = Groups(library, number, 8, 1, 0)
+        for group in way.split() * 16:
+            comm.group([Call(names[one], 4096) for one in group], offer(ring_ll=10))
+    return [plugin.comms()[number].marks[16] for number in range(1, len(WAYS) + 1)]
 
-    From 2.28 on a communicator's group under way is its caller's alone. The mutant's ticks are met at any load.
-    """
-    assert counted(plugin_path(), 200_000) == 400_000
-    assert counted(mutant(TICK), 20_000) < 40_000
+
+def test_ranks_that_make_or_group_all_reduces_otherwise_have_other_hashes(tmp_path, monkeypatch, mutant):
+    """They do not count, and would let ranks that differ in them switch at other calls."""
+    copy = shutil.copy(plugin_path(), tmp_path / "plugin.so")
+    assert len(set(hashes(copy, tmp_path, monkeypatch))) == len(WAYS)
+    for name in HASH_MUTATIONS:
+        assert len(set(hashes(mutant(name), tmp_path, monkeypatch))) < len(WAYS), name

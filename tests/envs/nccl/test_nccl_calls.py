@@ -2,11 +2,13 @@
 
 import ctypes
 import json
+import shutil
 import subprocess
 
 import numpy as np
 import pytest
-from dynamiccl.envs.nccl.plugin.build import HERE, compiler
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
+from dynamiccl.envs.nccl.plugin.build import HERE, compiler, plugin_path
 from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 from nccl_groups import Groups
 from nccl_releases import DTYPE_BYTES, Call
@@ -197,3 +199,29 @@ def test_nccl_2_27_tells_of_no_collective_whose_group_has_no_handle(recorder):
     finally:
         recorder.answer_groups.value = 1
     assert told == {release: not release.startswith("2.27") for release in RECORDED}
+
+
+@pytest.mark.parametrize("release", [release for release in RECORDED if release > "2.28"])
+def test_of_the_recorded_job_all_gathers_and_reduce_scatters_count(tmp_path, monkeypatch, release):
+    """Before: the all-reduces, too."""
+    monkeypatch.setenv("DYNAMICCL_RUN", str(tmp_path / "of another node"))
+    plugin = Plugin.load(shutil.copy(plugin_path(), tmp_path / "plugin.so"))
+
+    def counted():
+        return [comm.made for comm in plugin.comms().values()]
+
+    counted.path = plugin.path
+    assert run_job(release, counted, False) == {
+        "init": [0],
+        "all_gather": [1],
+        "reduce_scatter sum": [2],
+        "reduce_scatter avg": [3],
+        "all_reduce": [3],
+        "broadcast": [3],
+        "group of two all_gathers of one size": [5],
+        "group of all_gathers of 2 MiB and 256 KiB": [7],
+        "send and recv": [7],
+        "new_group and all_gather on it": [7, 1],
+        "all_gather on the first again": [8, 1],
+        "barrier": [8, 1],
+    }

@@ -1,8 +1,5 @@
 """What the real plugin writes of what NCCL tells its profiler, at once or later."""
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-
 import numpy as np
 import pytest
 from dynamiccl.envs.nccl.plugin.bindings import Span
@@ -57,29 +54,6 @@ def test_what_ran_is_in_the_ring(run, plugin, release):
     assert (last["n_bytes"], rec.ALGOS[last["algo"]], last["dtype"]) == (8 * 1000, "nvls", 0)
     kernel = got[3:4].view(rec.KERNEL_DTYPE)[0]
     assert (kernel["start_ns"], kernel["end_ns"], kernel["seq"], kernel["func"]) == (999, 5000, 6, 3)
-
-
-@pytest.mark.parametrize("tells", ["at once"], indirect=True)  # here the test says who tells
-def test_who_tells_without_having_asked_is_flagged_and_ends_the_clock(run, plugin, tells):
-    """Of NCCL 2.27 that is a thread of CUDA's, which may come after later questions.
-
-    Before: such a collective had the size that NCCL had asked about last.
-    """
-    drained(run)
-    comm = Communicator(plugin.path, 96, 8, 1, 0, "2.27.7")
-    said = []
-    with ThreadPoolExecutor(1) as other:
-        for seq, does in enumerate((comm.start_coll, partial(other.submit, comm.start_coll))):
-            comm.get_coll_info("all_gather", 4096, offer(ring_ll=10))
-            does("all_gather", seq, 128, "float32", 1, 16, "ring", "ll")
-            other.submit(lambda: None).result()  # it has told
-            said.append(plugin.comms()[96].no_clock)
-    comm.finalize()
-    got = drained(run)
-    colls = got[got["kind"] == rec.COLL]
-    assert list(colls["flags"] & rec.FLAG_LATE) == [0, rec.FLAG_LATE]
-    assert list(colls["asked_bytes"]) == [4096, 0]
-    assert said == ["", "another thread than the caller's has told of one"]
 
 
 def test_kernel_times_end_with_a_trial_of_few_calls_though_no_switch_follows(plugin):

@@ -20,7 +20,7 @@ import pytest
 from dynamiccl.envs.nccl.agreement.protocol import ABORT
 from dynamiccl.envs.nccl.agreement.protocol import Decision as RoundDecision
 from dynamiccl.envs.nccl.agreement.store import RoundStore
-from dynamiccl.envs.nccl.plugin.build import job_env
+from dynamiccl.envs.nccl.plugin.build import compiler, job_env
 from dynamiccl.envs.nccl.probe.connection import StoreConnections, _takes_connections
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.records import (
@@ -324,3 +324,24 @@ print("trained")
         )
         assert done.stdout == "trained\n"
         assert "Traceback" not in done.stderr and done.stderr.count("dynamiccl:") <= 1
+
+
+LOADED = """
+import ctypes, os, sys
+from types import SimpleNamespace
+from dynamiccl.envs.nccl.probe.probe import _nccl
+built_with = SimpleNamespace(cuda=SimpleNamespace(nccl=SimpleNamespace(version=lambda: (2, 27, 3))))
+before = _nccl(built_with)
+ctypes.CDLL(sys.argv[1], mode=os.RTLD_NOW)
+print(before, _nccl(built_with))
+"""
+
+
+def test_the_nccl_that_is_named_is_the_one_that_is_loaded(tmp_path):
+    """PyTorch names the release that it was built with. Seen with 2.8.0 and NCCL 2.28.9 in place of its own: 2.27.3."""
+    source, library = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"
+    source.write_text("int ncclGetVersion(int* number) { *number = 22809; return 0; }")
+    command = [*compiler(), "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    said = subprocess.check_output([sys.executable, "-c", LOADED, str(library)], text=True)
+    assert said.split() == ["2.27.3", "2.28.9"]

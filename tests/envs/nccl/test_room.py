@@ -96,40 +96,44 @@ EIGHT = [8, 1]  # ranks, nodes
 @pytest.mark.parametrize(
     ("shm_mib", "shapes", "more", "mask"),
     [
-        (64, [[1, 1]], {}, ON),
+        (2 * 34, [[1, 1]], {}, ON),  # half of what is free stays the job's
+        (2 * 34 - 1, [[1, 1]], {}, OFF),
         (64, [[2, 1]], {}, OFF),  # Docker's default, as in NVIDIA/nccl#2326
-        (8 * 34, [EIGHT], {}, ON),
-        (8 * 34 - 1, [EIGHT], {}, OFF),
-        (8 * 34 + 100, [EIGHT], {"used_mib": 101}, OFF),  # what is free counts, not what there is
-        (8 * 34, [[16, 2]], {}, ON),  # of 16 ranks eight are here
-        (8 * 34, [[2, 2]], {"LOCAL_WORLD_SIZE": "8"}, ON),
+        (100, [[2, 1]], {}, OFF),  # before: 32 MiB were left, and a data loader's batch of 40 MB had no room
+        (2 * 8 * 34, [EIGHT], {}, ON),
+        (2 * 8 * 34 - 1, [EIGHT], {}, OFF),
+        (2 * 8 * 34 + 100, [EIGHT], {"used_mib": 101}, OFF),  # what is free counts, not what there is
+        (2 * 8 * 34, [[16, 2]], {}, ON),  # of 16 ranks eight are here
+        (2 * 8 * 34, [[2, 2]], {"LOCAL_WORLD_SIZE": "8"}, ON),
         # Seven more communicators of this kind are on the node.
-        (8 * 34 - 1, [[2, 2]], {"LOCAL_WORLD_SIZE": "8"}, OFF),
-        (8 * 34, [EIGHT, EIGHT], {}, OFF),  # each communicator needs its own
-        (2 * 8 * 34, [EIGHT, EIGHT], {}, ON),
-        (8 * 34, [EIGHT, EIGHT], {"gone": 1}, ON),
+        (2 * 8 * 34 - 1, [[2, 2]], {"LOCAL_WORLD_SIZE": "8"}, OFF),
+        (2 * 8 * 34, [EIGHT, EIGHT], {}, OFF),  # each communicator needs its own
+        (4 * 8 * 34, [EIGHT, EIGHT], {}, ON),
+        (2 * 8 * 34, [EIGHT, EIGHT], {"gone": 1}, ON),
         (64, [EIGHT], {"number": 22907}, OFF),
         (64, [EIGHT], {"number": 23102}, OFF),
         (64, [EIGHT], {"number": 23203}, ON),  # goes on without kernel times by itself
-        (1024, [EIGHT], {"files": 32}, OFF),
-        (8 * 34, [EIGHT], {"pids": [("", 140, 100)]}, ON),  # eight threads, and some to spare
-        (8 * 34, [EIGHT], {"pids": [("", 139, 100)]}, OFF),
-        (8 * 34, [EIGHT], {"pids": [("", "max", 100)]}, ON),
-        (8 * 34, [EIGHT], {"pids": [("/pids", 139, 100)]}, OFF),  # cgroups of version 1
+        (1024, [EIGHT], {"files": 64}, OFF),  # a few are open: less than twice 32 are free
+        (1024, [EIGHT], {"files": 128}, ON),
+        (2 * 8 * 34, [EIGHT], {"pids": [("", 116, 100)]}, ON),  # eight threads, and as many that stay free
+        (2 * 8 * 34, [EIGHT], {"pids": [("", 115, 100)]}, OFF),
+        (2 * 8 * 34, [EIGHT], {"pids": [("", "max", 100)]}, ON),
+        (2 * 8 * 34, [EIGHT], {"pids": [("/pids", 115, 100)]}, OFF),  # cgroups of version 1
         (64, [EIGHT], {"DYNAMICCL_CLUSTER": "dgx-h100-2x8"}, ON),
     ],
 )
 def test_kernel_times_are_asked_for_only_where_there_is_room(asks, shm_mib, shapes, more, mask):
-    """Before: always, and a rank of a container with Docker's 64 MiB died at its first collective."""
+    """Before: always, and a rank of a container with Docker's 64 MiB died at its first collective; then wherever they
+    fitted, and what the job wrote to /dev/shm afterwards failed."""
     launched = 2048  # asked for wherever NCCL has it; it takes no memory
     assert [found & ~launched for found in asks(shm_mib, shapes, **more)] == mask
 
 
 def test_a_communicator_that_comes_to_its_first_times_late_still_needs_room(asks):
     """Before: room was looked for once, and a /dev/shm that filled up meanwhile killed the rank."""
-    launched, room = 2048, 2 * 8 * 34
+    launched, room = 2048, 4 * 8 * 34
     for used, mask in ((1, [ON[0], OFF[0]]), (2, [ON[0], ON[0]])):
-        found = asks(room, [EIGHT, EIGHT], used=used, fill_mib=room - 8 * 34 + 1)
+        found = asks(room, [EIGHT, EIGHT], used=used, fill_mib=room - 2 * 8 * 34 + 1)
         assert [one & ~launched for one in found] == mask, used
 
 
@@ -146,7 +150,7 @@ int statvfs(const char* path, struct statvfs* found) {
 """
 
 
-@pytest.mark.parametrize(("free_mib", "mask"), [(8 * 34, ON), (8 * 34 - 1, OFF)])
+@pytest.mark.parametrize(("free_mib", "mask"), [(2 * 8 * 34, ON), (2 * 8 * 34 - 1, OFF)])
 def test_without_root_the_mask_follows_what_is_free(tmp_path, free_mib, mask):
     """The tests above mount a small /dev/shm: an ordinary user has none of them."""
     source, library = tmp_path / "free.c", tmp_path / "free.so"

@@ -1,17 +1,19 @@
 """Two tables take turns by the count of collectives, and steps that belong to one of them or to none."""
 
+import itertools
+
 import pytest
 from dynamiccl.envs.nccl.plugin.bindings import Plugin, Span
 from dynamiccl.traces.records import MIXED
 from nccl_groups import Groups
-from nccl_late import needs_a_clock, tells
+from nccl_late import tells
 from nccl_releases import Call, Communicator
 from plugin_run import offer
 from test_switch import calls, message, timed_call
 from test_switch import join as join
 from test_switch import plugin as plugin
 
-__all__ = ["needs_a_clock", "tells"]  # a fixture: each test runs in both modes
+__all__ = ["tells"]  # a fixture: each test runs in both modes
 
 
 def test_a_trial_of_few_calls_holds_at_one_of_so_many_and_what_stays_at_the_others(plugin, join):
@@ -31,8 +33,7 @@ def test_a_trial_of_few_calls_holds_at_one_of_so_many_and_what_stays_at_the_othe
     ranks[1].finalize()
 
 
-@pytest.mark.usefixtures("needs_a_clock")
-@pytest.mark.parametrize("release", ["2.27.7", "2.29.7", "2.32.3"])
+@pytest.mark.parametrize("release", ["2.28.9", "2.29.7", "2.32.3"])
 def test_few_calls_of_a_job_that_groups_its_calls_are_tried_as_often(plugin, release):
     """Before: a group was tried only if the call that begins it was the one in eight, which some never are."""
     comm = Groups(plugin.path, 7, 8, 1, 0, release)
@@ -99,16 +100,24 @@ def test_steps_of_another_length_belong_to_no_table(plugin, join):
     assert said[4:] == [(1, 2, True), (1, 2, False), (2, 2, True)], "five calls in two turns of one table"
 
 
-@pytest.mark.usefixtures("needs_a_clock")
-@pytest.mark.parametrize("release", ["2.27.7", "2.28.9", "2.32.3"])
-@pytest.mark.parametrize("step", ["ag b", "b ag", "ag bb", "ag"])
-def test_broadcasts_around_a_step_leave_it_whole(plugin, step, release):
-    """Before: the last of a step was answered by the next turn's table where they do not count: no step was whole."""
+@pytest.mark.parametrize("release", ["2.28.9", "2.32.3"])
+@pytest.mark.parametrize(
+    ("step", "tenth"),
+    [
+        *(("ag b", ""), ("b ag", ""), ("ag bb", ""), ("ag", ""), ("ag r", ""), ("rag r", "")),
+        *(("ag", "r"), ("ag", "rb"), ("b ag", "r r"), ("r ag", "r")),
+    ],
+)
+def test_what_tables_are_not_made_for_leaves_a_step_whole(plugin, step, tenth, release):
+    """Before: broadcasts at the end of a step were answered by the next turn's table, so no step was whole. And an
+    all-reduce every ten steps (``tenth``) counted: the turns broke off again and again."""
     comm = Groups(plugin.path, 7, 8, 1, 0, release)
-    names = {"a": "all_gather", "g": "all_gather", "b": "broadcast"}
+    names = {"a": "all_gather", "g": "reduce_scatter", "b": "broadcast", "r": "all_reduce"}
+    steps = itertools.count()
 
     def label():
-        for group in step.split():
+        more = tenth if next(steps) % 10 == 9 else ""
+        for group in (step + " " + more).split():
             comm.group([Call(names[one], 2**18) for one in group], offer(ring_ll=10, ring_simple=30))
         return plugin.ended()[:3]
 
@@ -116,9 +125,11 @@ def test_broadcasts_around_a_step_leave_it_whole(plugin, step, release):
     assert {label() for _ in range(6)} == {(1, 0, False)}
     a_step, made = plugin.comms()[7].a_step, plugin.comms()[7].made
     plugin.stage(1, message(2))
+    assert a_step == 2
     plugin.switch(1, 7, *Span(made + a_step, made + 9 * a_step, a_step, a_step, 2))
     plugin.lift(1, 2)
     assert [label() for _ in range(9)] == [(1, 0, False), *((int(table), 2, True) for table in "21122112")]
+    assert plugin.comms()[7].a_step == 2
     comm.finalize()
 
 
