@@ -21,6 +21,7 @@ from ....traces.here import machine
 from ....traces.outside import TraceError, atomically
 from ....traces.reasons import NotAgreeing, NotTuning
 from ....traces.records import RECORD_BYTES, STATE, UNSET, AgreementState
+from .. import life
 from ..agreement.agreement import Agreement
 from ..agreement.mailbox import TableMailbox
 from ..agreement.sources import DIGEST
@@ -261,6 +262,7 @@ def install() -> None:
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
+    life.announce()
     for variable, value in take_slots_back().items():
         if os.environ.get("RANK", "0") == "0":
             say(NotTuning.SLOT_TAKEN(variable=variable, value=value))
