@@ -183,9 +183,8 @@ class Probe:
             text = NotTuning.OTHER_BACKEND(backend=self._backend)
         _note(self._run / WORD, text)
         if state is not None and self._plugin is not None:
-            _note(
-                self._run / SAID, f"{os.getpid()} {int(state)}"
-            )  # a tuner may come when the ring has gone round
+            # A tuner may come when the ring has gone round.
+            _note(self._run / SAID, f"{life.own()} {int(state)}")
             step = self._recorder.step if self._recorder else 0
             head = (0, STATE, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, step, generation, self._rank, state)
             self._plugin.emit(_STATE.pack(*head, text.encode()[:80]) + bytes(RECORD_BYTES - _STATE.size))

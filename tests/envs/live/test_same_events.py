@@ -54,7 +54,7 @@ def test_a_run_has_the_events_that_it_had(tmp_path, folder, tuners):
     rng = np.random.default_rng(7)
     for tuner in range(tuners):
         job = Job(RunFolder(folder.path))
-        with TraceWriter(Path(tmp_path), {}, existing="resume", segment_rows=40) as writer:
+        with TraceWriter(Path(tmp_path), {}, existing="resume", part_rows=40) as writer:
             job.begin_trace(writer)
             for n in range(30 * tuner // tuners, 30 * (tuner + 1) // tuners):
                 for rank, ring in enumerate(rings):
