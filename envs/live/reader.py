@@ -117,6 +117,7 @@ class Reader:
             if source is None:  # what was announced before we came
                 source = self.sources.begin(ring, self._living())
                 self.assembler.add(ring.known(), ring.process)
+            n_gaps = len(ring.gaps)
             records = ring.drain()
         except (OSError, ValueError) as error:  # its process may have scribbled over it: the others go on
             self.damaged[ring.name] = str(error)
@@ -124,7 +125,8 @@ class Reader:
             return False
         if is_first and ring.gaps:
             self.state = self.state or self._last_state(ring)
-        self.lost[ring.name] = source.n_lost
+        if is_first or len(ring.gaps) > n_gaps:
+            self.lost[ring.name] = source.n_lost
         if len(records):
             self._read(records, source)
         return len(records) > 0

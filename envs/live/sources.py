@@ -40,8 +40,10 @@ class Source:
 
     def is_unwritten(self, rows: Array) -> Array:
         """(n,) bool: which records (n,) no earlier segment has, or a tuner must know in any case."""
-        is_written = are_in(_positions(rows), self.earlier)
-        return ~is_written | np.isin(rows["kind"], _TOLD_ONCE)
+        positions = _positions(rows)
+        if not self.earlier or positions.min(initial=0) >= self.earlier[-1][1]:
+            return np.ones(len(rows), bool)
+        return ~are_in(positions, self.earlier) | np.isin(rows["kind"], _TOLD_ONCE)
 
     def is_news(self, rows: Array) -> Array:
         """(n,) bool: which records (n,) came while this tuner was there."""
