@@ -21,6 +21,7 @@ from ..nccl.rings import Ring
 Array = np.ndarray[Any, Any]
 
 _TOLD_ONCE = COMM, OFFER  # kinds of which a tuner must know, whoever has written them
+_FAR = np.iinfo(np.int64).max
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Source:
     def is_unwritten(self, rows: Array) -> Array:
         """(n,) bool: which records (n,) no earlier segment has, or a tuner must know in any case."""
         positions = _positions(rows)
-        if not self.earlier or positions.min(initial=0) >= self.earlier[-1][1]:
+        if not self.earlier or positions.min(initial=_FAR) >= self.earlier[-1][1]:
             return np.ones(len(rows), bool)
         return ~are_in(positions, self.earlier) | np.isin(rows["kind"], _TOLD_ONCE)
 
