@@ -4,11 +4,12 @@
 
     trace/
       header.json            format, date, host, versions; what the run adds (cluster, scales, command ...)
-      events-00000.parquet   collectives (EVENT_COLUMNS), in segments: a killed process loses at most the last
-      steps-00000.parquet    optimizer steps (STEP_COLUMNS), in segments
-      waits-00000.parquet    when an emulated job stood still (WAIT_COLUMNS), in segments
-      comms.parquet          communicators (COMM_COLUMNS)
-      offers.parquet         what NCCL offered (OFFER_COLUMNS)
+      segment-000-LIFE.json  what one tuner has written: its parts, the positions of rings that it covers, and lacks
+      events-000-LIFE-00000.parquet  collectives (EVENT_COLUMNS), in parts: a killed tuner loses at most the last
+      steps-000-LIFE-00000.parquet   optimizer steps (STEP_COLUMNS), in parts
+      waits-000-LIFE-00000.parquet   when an emulated job stood still (WAIT_COLUMNS), in parts
+      comms-000-LIFE.parquet         communicators (COMM_COLUMNS)
+      offers-000-LIFE.parquet        what NCCL offered (OFFER_COLUMNS)
       windows.jsonl          one JSON object a line: measuring windows, tables published, what else was logged
 
 Every file but the log is written under another name and renamed when whole.
@@ -26,7 +27,7 @@ import pandas as pd
 
 from .assemble import COMPUTE_COLUMNS, WAIT_COLUMNS, empty
 from .outside import parse_json
-from .segments import SEGMENTED, WHOLE, read_header, read_parquet, read_segments
+from .segments import IN_PARTS_OF, WHOLE, Segment, read_header, read_parts, read_segments, read_whole
 from .segments import TraceError as TraceError
 
 
@@ -44,14 +45,15 @@ class Trace:
     log: list[dict[str, Any]] = field(default_factory=list)  # the lines of windows.jsonl, in order
     warnings: list[str] = field(default_factory=list)  # what could not be read, one line each
     waits: pd.DataFrame = field(default_factory=lambda: empty(WAIT_COLUMNS))  # when emulated jobs stood still
+    segments: list[Segment] = field(default_factory=list)  # which tuner wrote what, and what each lacks
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str], most_events: int | None = None) -> Trace:
         """Read a trace folder, or the run folder whose ``trace/`` it is.
 
-        ``most_events``: of a longer trace only the first and the last segments are read, about so many events; a
+        ``most_events``: of a longer trace only the first and the last parts are read, about so many events; a
         warning says so. Raises TraceError if there is none, if it is of another format, or if a file other than the
-        last segment is damaged.
+        last part of a segment is damaged.
         """
         path = Path(folder)
         if not (path / "header.json").exists() and (path / "trace" / "header.json").exists():
@@ -59,16 +61,12 @@ class Trace:
         header = read_header(path)
         warnings: list[str] = []
         most = {"events": most_events}
-        parts = {kind: read_segments(path, kind, warnings, most.get(kind)) for kind in SEGMENTED}
-        whole = {}
-        for kind, columns in WHOLE.items():
-            try:
-                whole[kind] = read_parquet(path / f"{kind}.parquet", columns)
-            except FileNotFoundError:  # of no communicator yet, or removed by a new run
-                whole[kind] = empty(columns)
+        segments = read_segments(path)
+        parts = {kind: read_parts(path, segments, kind, warnings, most.get(kind)) for kind in IN_PARTS_OF}
+        whole = {kind: read_whole(path, segments, kind) for kind in WHOLE}
         log = _read_log(path / "windows.jsonl", warnings)
         warnings += _what_went(header, log)
-        return cls(path, header, **parts, **whole, log=log, warnings=warnings)
+        return cls(path, header, **parts, **whole, log=log, warnings=warnings, segments=segments)
 
     @property
     def windows(self) -> pd.DataFrame:
@@ -112,15 +110,15 @@ def is_of(row: Mapping[str, Any], n_ranks: int, n_nodes: int) -> bool:
 def _what_went(header: dict[str, Any], log: list[dict[str, Any]]) -> list[str]:
     """What the writer removed to keep within its space, in words."""
     told = []
-    for kind in SEGMENTED:
-        if n := header.get(f"{kind}_segments_rotated"):
+    for kind in IN_PARTS_OF:
+        if n := header.get(f"{kind}_parts_rotated"):
             told.append(
-                f"the trace had reached its space: {n} segments of {kind} after its beginning were removed"
+                f"the trace had reached its space: {n} parts of {kind} after its beginning were removed"
             )
     for line in log:
         if line["kind"] == "left_out":
-            tables = line.get("tables", 1)  # earlier releases kept none
-            lost = ", tables too: which one ran then may be told wrongly" if tables else " (windows only)"
+            is_whole = line.get("tables") == 0
+            lost = " (windows only)" if is_whole else ", tables too: which one ran then may be told wrongly"
             told.append(
                 f"the log had reached its space: {line.get('lines')} lines of its middle were removed{lost}"
             )

@@ -18,9 +18,9 @@ from .here import host, kernel, version_of
 from .records import Decision, Slot, Table
 
 #: Version of a trace folder's layout. Raise it when a reader of the old layout would go wrong.
-FORMAT = 2
-#: Kinds of rows in a trace: those in numbered segments, and those in one file each.
-IN_SEGMENTS, IN_ONE_FILE = ("events", "steps", "waits"), ("comms", "offers")
+FORMAT = 3
+#: Kinds of rows in a segment of a trace: those in numbered parts, and those in one file each.
+IN_PARTS, IN_ONE_FILE = ("events", "steps", "waits"), ("comms", "offers")
 
 #: Key of another tool's recording: where the number of ranks is 0, all_gather and reduce_scatter have one rank's bytes.
 OF_ONE_RANK = "bytes_of_one_rank"
@@ -28,9 +28,8 @@ OF_ONE_RANK = "bytes_of_one_rank"
 
 def files_of_trace(folder: Path) -> list[Path]:
     """The files of a trace in ``folder``, and no others: what may be removed with it."""
-    names = ["header.json", "windows.jsonl", "*.tmp"]
-    names += [f"{kind}.parquet" for kind in IN_ONE_FILE]
-    names += [f"{kind}-*.parquet" for kind in IN_SEGMENTS]
+    names = ["header.json", "windows.jsonl", "segment-*.json", "*.tmp"]
+    names += [f"{kind}*.parquet" for kind in (*IN_ONE_FILE, *IN_PARTS)]
     return [path for name in names for path in folder.glob(name)]
 
 

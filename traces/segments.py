@@ -1,9 +1,15 @@
-"""The files of a trace: written whole or not at all, read though the last segment was cut short."""
+"""The segments of a trace: each is what one tuner has written, and nobody else adds to it.
+
+A segment names the positions of the rings that it covers, and those that it lacks, with the reason. A later segment
+covers none of these again. Its rows lie in parts, files that are written whole or not at all; parts that it does not
+name, as its tuner was killed before, do not count.
+"""
 
 from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +18,26 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .assemble import COMM_COLUMNS, EVENT_COLUMNS, OFFER_COLUMNS, STEP_COLUMNS, WAIT_COLUMNS, complete, empty
-from .header import FORMAT, IN_ONE_FILE, IN_SEGMENTS
+from .assemble import (
+    COMM_COLUMNS,
+    EVENT_COLUMNS,
+    MOST_OFFERS,
+    OFFER_COLUMNS,
+    STEP_COLUMNS,
+    WAIT_COLUMNS,
+    complete,
+    empty,
+)
+from .header import FORMAT, IN_ONE_FILE, IN_PARTS
 from .outside import TraceError as TraceError
 from .outside import atomically, parse_json, read_json
+from .positions import Spans, size_of, union
 
-SEGMENTED = dict(zip(IN_SEGMENTS, (EVENT_COLUMNS, STEP_COLUMNS, WAIT_COLUMNS), strict=True))
+IN_PARTS_OF = dict(zip(IN_PARTS, (EVENT_COLUMNS, STEP_COLUMNS, WAIT_COLUMNS), strict=True))
 #: Part of a trace's space that each of these may take.
 SPACE = {"events": 5 / 8, "steps": 1 / 4, "waits": 1 / 8}
 WHOLE = dict(zip(IN_ONE_FILE, (COMM_COLUMNS, OFFER_COLUMNS), strict=True))
+_KEYS = {"comms": ["comm_id", "rank", "pid"], "offers": ["comm_id", "func", "n_bytes"]}
 _ARROW = {
     "bool": pa.bool_(),
     "int16": pa.int16(),
@@ -36,21 +53,74 @@ _ARROW = {
 _LEFT_OUT, _WINDOW, _TRIAL = b'{"kind": "left_out"', b'{"kind": "window"', b'"trial_steps":'
 
 
-def segments(folder: Path, kind: str) -> list[Path]:
-    """Of one kind that are whole, in order."""
-    return sorted(p for p in folder.glob(f"{kind}-*.parquet") if p.stem.rpartition("-")[2].isdigit())
+#: Why a segment lacks positions: no tuner of this trace was there yet, or the records were gone before they were read.
+UNWATCHED, LOST = "unwatched", "lost"
 
 
-def next_segment(folder: Path, kind: str) -> int:
-    """Number after the last segment; a last segment that a crash cut short is set aside first."""
-    paths = segments(folder, kind)
-    if not paths:
-        return 0
-    try:
-        read_parquet(paths[-1], SEGMENTED[kind])
-    except TraceError:
-        paths[-1].rename(paths[-1].with_suffix(".damaged"))
-    return int(paths[-1].stem.rpartition("-")[2]) + 1
+@dataclass
+class Coverage:
+    """Positions of rings, by their keys (``LIFE/RING``)."""
+
+    covers: dict[str, Spans] = field(default_factory=dict)
+    gaps: dict[str, dict[str, Spans]] = field(default_factory=dict)  # by reason, then by key
+
+    def named(self, key: str) -> Spans:
+        """The positions of one ring of which it says anything."""
+        gaps = [of_reason.get(key, []) for of_reason in self.gaps.values()]
+        return union(self.covers.get(key, []), *gaps)
+
+    @property
+    def n_lost(self) -> int:
+        """Records that were gone before they were read."""
+        return sum(map(size_of, self.gaps.get(LOST, {}).values()))
+
+
+@dataclass
+class Segment:
+    """What one tuner has written. ``name``: a number, by which segments of a trace have their order, and its life."""
+
+    name: str
+    parts: dict[str, int] = field(default_factory=dict)  # by kind, how many
+    coverage: Coverage = field(default_factory=Coverage)
+
+    def part(self, folder: Path, kind: str, number: int) -> Path:
+        """The file of a part."""
+        return folder / f"{kind}-{self.name}-{number:05d}.parquet"
+
+    def whole(self, folder: Path, kind: str) -> Path:
+        """The file of what lies in one file."""
+        return folder / f"{kind}-{self.name}.parquet"
+
+    def write(self, folder: Path) -> None:
+        """From now on its parts count. Raises TraceError."""
+        text = json.dumps(asdict(self))
+        atomically(folder / f"segment-{self.name}.json", lambda draft: draft.write_text(text))
+
+
+def read_segments(folder: Path) -> list[Segment]:
+    """All segments of a trace, in order. Raises TraceError where one is damaged."""
+    found = []
+    for path in sorted(folder.glob("segment-*.json")):
+        try:
+            told = read_json(path)
+            coverage = Coverage(_spans(told["coverage"]["covers"]))
+            coverage.gaps = {why: _spans(gaps) for why, gaps in told["coverage"]["gaps"].items()}
+            parts = {kind: int(told["parts"].get(kind, 0)) for kind in IN_PARTS}
+            found.append(Segment(path.stem.removeprefix("segment-"), parts, coverage))
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+            cure = "remove it to read the rest of the trace"
+            raise TraceError(f"{path} is damaged ({type(error).__name__}: {error}): {cure}") from None
+    return found
+
+
+def _spans(told: dict[str, Any]) -> dict[str, Spans]:
+    return {str(key): [(int(start), int(end)) for start, end in spans] for key, spans in told.items()}
+
+
+def parts_of(folder: Path, segments: list[Segment], kind: str) -> list[Path]:
+    """The parts of one kind that count, in order; a trace at its limit of space has removed some."""
+    named = (one.part(folder, kind, n) for one in segments for n in range(one.parts[kind]))
+    return [path for path in named if path.exists()]
 
 
 def write_parquet(path: Path, frame: pd.DataFrame, columns: dict[str, str]) -> None:
@@ -73,13 +143,16 @@ def read_parquet(path: Path, columns: dict[str, str]) -> pd.DataFrame:
         raise TraceError(f"{path} is damaged ({why}): remove it to read the rest of the trace") from None
 
 
-def read_segments(folder: Path, kind: str, warnings: list[str], most_rows: int | None = None) -> pd.DataFrame:
+def read_parts(
+    folder: Path, segments: list[Segment], kind: str, warnings: list[str], most_rows: int | None = None
+) -> pd.DataFrame:
     """All of one kind, or the first and the last of ``most_rows``; what is left out is told in ``warnings``.
 
-    Raises TraceError when one that is not the last is damaged.
+    Raises TraceError when one that is not the last of a segment is damaged.
     """
-    columns = SEGMENTED[kind]
-    paths = sorted(folder.glob(f"{kind}-*.parquet"))
+    columns = IN_PARTS_OF[kind]
+    paths = parts_of(folder, segments, kind)
+    lasts = [one.part(folder, kind, one.parts[kind] - 1) for one in segments]
     frames, n_gone = [], 0
     for path in _ends(paths, most_rows, warnings) if most_rows is not None else paths:
         try:
@@ -87,18 +160,18 @@ def read_segments(folder: Path, kind: str, warnings: list[str], most_rows: int |
         except FileNotFoundError:
             n_gone += 1
         except TraceError:
-            if path != paths[-1]:
+            if path not in lasts:
                 raise
             warnings.append(f"{path.name} was cut short and is left out: the last {kind} are missing")
     if n_gone:
-        warnings.append(f"the running job removed {n_gone} segments of {kind} meanwhile: these are left out")
+        warnings.append(f"the running job removed {n_gone} parts of {kind} meanwhile: these are left out")
     if list(folder.glob(f"{kind}-*.tmp")):
-        warnings.append(f"the writer was stopped while it wrote a segment: the last {kind} are missing")
+        warnings.append(f"the writer was stopped while it wrote: the last {kind} are missing")
     return pd.concat(frames, ignore_index=True) if frames else empty(columns)
 
 
 def _ends(paths: list[Path], most_rows: int, warnings: list[str]) -> list[Path]:
-    """The first and the last of the segments, half of ``most_rows`` each, at least one of either."""
+    """The first and the last of the parts, half of ``most_rows`` each, at least one of either."""
     rows = []
     for path in paths:
         try:
@@ -143,6 +216,23 @@ def thinned(lines: list[bytes], most_bytes: float) -> list[bytes]:
 
 def _size(lines: list[bytes]) -> int:
     return sum(map(len, lines))
+
+
+def read_whole(folder: Path, segments: list[Segment], kind: str) -> pd.DataFrame:
+    """Of all segments what lies in one file each: communicators, or offers, of each the newest word."""
+    columns, frames = WHOLE[kind], [empty(WHOLE[kind])]
+    for one in segments:
+        try:
+            frames.append(read_parquet(one.whole(folder, kind), columns))
+        except FileNotFoundError:  # it told of none
+            continue
+    rows = pd.concat(frames[1:] or frames, ignore_index=True)
+    if len(frames) < 3:  # of one segment
+        return rows
+    rows = rows.drop_duplicates(_KEYS[kind], keep="last").astype(columns)
+    if kind == "offers":
+        rows = rows.groupby(["comm_id", "func"], sort=False).tail(MOST_OFFERS)
+    return rows.reset_index(drop=True)
 
 
 def read_header(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Writes a trace: events and steps in segments, a log line by line; a process that is killed loses a segment at most.
+"""Writes a segment of a trace: events and steps in parts, a log line by line; who is killed loses a part at most.
 
 :mod:`.files` reads it, and tells of its files.
 """
@@ -8,47 +8,47 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
-from .assemble import MOST_OFFERS, Assembler
+from .assemble import Assembler
 from .header import FORMAT, files_of_trace, masked, new_header, plain
 from .outside import atomically
 from .segments import (
-    SEGMENTED,
+    IN_PARTS_OF,
     SPACE,
     WHOLE,
+    Coverage,
+    Segment,
     TraceError,
-    next_segment,
+    parts_of,
     read_header,
-    read_parquet,
-    segments,
+    read_segments,
     thinned,
     write_parquet,
 )
 
 #: The log may take one part in so many of what a trace may take.
 LOG_SHARE = 16
-_KEYS = {"comms": ["comm_id", "rank", "pid"], "offers": ["comm_id", "func", "n_bytes"]}
 
 
 class TraceWriter:
-    """Writes a trace into ``folder``; use it as a context manager or call :meth:`close`.
+    """Writes a segment of the trace in ``folder``; use it as a context manager or call :meth:`close`.
 
     Args:
         folder: made if missing.
-        header: what is known of the run; host, versions, date and ``trace_id`` are added: a random word, which tells
-            this trace from one that was in the folder before; "" where a release before has begun
-            it. See :meth:`update_header`.
+        header: what is known of the run; host, versions and date are added. See :meth:`update_header`.
         existing: what to do if the folder holds a trace already: ``refuse`` (TraceError), ``resume`` (add
-            segments to it and keep its header) or ``replace`` (remove its files, and no others).
-        segment_rows: a segment is written when so many rows have come,
-        segment_seconds: or so much time has passed; up to a minute in a long run, or its files would be too many.
-        most_bytes: of all segments together. Beyond it the oldest go, save those of the beginning (a quarter). The
-            log may have a sixteenth of it beside them.
+            a segment to it and keep its header) or ``replace`` (remove its files, and no others).
+        part_rows: a part is written when so many rows have come,
+        part_seconds: or so much time has passed; up to a minute in a long run, or its files would be too many.
+        most_bytes: of all segments together. Beyond it the oldest parts go, save those of the beginning (a quarter).
+            The log may have a sixteenth of it beside them.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class TraceWriter:
         header: dict[str, Any],
         *,
         existing: Literal["refuse", "resume", "replace"] = "refuse",
-        segment_rows: int = 50_000,
-        segment_seconds: float = 10.0,
+        part_rows: int = 50_000,
+        part_seconds: float = 10.0,
         most_bytes: float = float("inf"),
     ) -> None:
         self.folder = Path(folder)
-        self.segment_rows, self.segment_seconds, self.most_bytes = segment_rows, segment_seconds, most_bytes
+        self.part_rows, self.part_seconds, self.most_bytes = part_rows, part_seconds, most_bytes
         old: dict[str, Any] = {}
         if (self.folder / "header.json").exists():
             if existing == "refuse":
@@ -78,12 +78,19 @@ class TraceWriter:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise TraceError(f"cannot make the trace folder {self.folder}: {error.strerror}") from None
-        word = {"trace_id": "" if old else os.urandom(8).hex()}  # a release before has given none
-        self.header = {**new_header(), **word, **old, **_without_secrets(plain(header)), "format": FORMAT}
+        self.earlier = read_segments(self.folder)  # of the tuners before
+        self.segment = Segment(
+            f"{len(self.earlier):03d}-{os.urandom(8).hex()}", dict.fromkeys(IN_PARTS_OF, 0)
+        )
+        self.header = {**new_header(), **old, **_without_secrets(plain(header)), "format": FORMAT}
         self._write_header()
-        self._buffers: dict[str, list[pd.DataFrame]] = {kind: [] for kind in SEGMENTED}
-        self._next = {kind: next_segment(self.folder, kind) for kind in SEGMENTED}
-        self._sizes = {kind: {p: p.stat().st_size for p in segments(self.folder, kind)} for kind in SEGMENTED}
+        self.segment.write(self.folder)
+        self._told = Coverage()  # of all rows that were taken in
+        self._buffers: dict[str, list[pd.DataFrame]] = {kind: [] for kind in IN_PARTS_OF}
+        self._sizes: dict[str, dict[Path, int]] = {}
+        for kind in IN_PARTS_OF:
+            parts = parts_of(self.folder, self.earlier, kind)
+            self._sizes[kind] = {path: path.stat().st_size for path in parts}
         self._comms: dict[int, dict[int, int]] = {}
         self._assembler: Assembler | None = None
         self._offers, self._offers_at = (0, 0), float("-inf")  # how many were written, and when
@@ -102,16 +109,22 @@ class TraceWriter:
         self._write_header()
 
     def drain(
-        self, assembler: Assembler, everything: bool = False, thin: bool = False
+        self,
+        assembler: Assembler,
+        everything: bool = False,
+        thin: bool = False,
+        coverage: Callable[[], Coverage] = Coverage,
     ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
         """Write and return new events, steps and waits of ``assembler``; keep comms and offers up to date too.
 
-        Offers are written as rarely as segments, the last ones by :meth:`close`. ``thin``: of the events only those
+        ``coverage`` tells what of the rings this segment has by now, but for what ``assembler`` still holds back.
+        Offers are written as rarely as parts, the last ones by :meth:`close`. ``thin``: of the events only those
         whose kernels were timed are written, and no offers before the end.
         """
         events, steps = assembler.take(everything)
         written = events[events["start_ns"].notna()] if thin else events
         waits = assembler.take_waits()
+        self._told = coverage()
         self.write(written, steps, waits)
         comms = {c.comm_id: dict(c.ranks) for c in assembler.comms.values()}
         if comms != self._comms:
@@ -135,34 +148,35 @@ class TraceWriter:
         steps: pd.DataFrame | None = None,
         waits: pd.DataFrame | None = None,
     ) -> None:
-        """Take in rows; they are on disk when the segment is full or old, or after :meth:`flush`."""
+        """Take in rows; they are on disk when the part is full or old, or after :meth:`flush`."""
         for kind, frame in (("events", events), ("steps", steps), ("waits", waits)):
             if frame is not None and len(frame):
                 self._buffers[kind].append(frame)
         rows = max(sum(map(len, frames)) for frames in self._buffers.values())
         now = time.monotonic()
-        if rows >= self.segment_rows or now - self._flushed >= self._oldest(now):
+        if rows >= self.part_rows or now - self._flushed >= self._oldest(now):
             self.flush()
 
     def _oldest(self, now: float) -> float:
         """Seconds that may be missing on disk."""
-        return max(self.segment_seconds, min(60.0, (now - self._began) / 60))
-
-    @property
-    def is_all_on_disk(self) -> bool:
-        """No rows wait for the next segment."""
-        return not any(self._buffers.values())
+        return max(self.part_seconds, min(60.0, (now - self._began) / 60))
 
     def flush(self) -> None:
-        """Write the rows taken in so far as segments."""
+        """Write the rows taken in so far as parts, then that they count."""
+        parts = dict(self.segment.parts)
         for kind, frames in self._buffers.items():
             if frames:
-                path = self.folder / f"{kind}-{self._next[kind]:05d}.parquet"
-                write_parquet(path, pd.concat(frames, ignore_index=True), SEGMENTED[kind])
+                path = self.segment.part(self.folder, kind, parts[kind])
+                write_parquet(path, pd.concat(frames, ignore_index=True), IN_PARTS_OF[kind])
                 self._sizes[kind][path] = path.stat().st_size
-                self._next[kind] += 1
-                frames.clear()
-                self._rotate(kind)
+                parts[kind] += 1
+        now = replace(self.segment, parts=parts, coverage=self._told)
+        if now != self.segment:
+            now.write(self.folder)
+            self.segment = now
+        for kind, frames in self._buffers.items():
+            frames.clear()
+            self._rotate(kind)
         self._flushed = time.monotonic()
 
     def _rotate(self, kind: str) -> None:
@@ -182,18 +196,12 @@ class TraceWriter:
             over -= size
             gone += 1
         if gone:
-            name = f"{kind}_segments_rotated"
+            name = f"{kind}_parts_rotated"
             self.update_header(**{name: self.header.get(name, 0) + gone})
 
     def write_whole(self, kind: Literal["comms", "offers"], frame: pd.DataFrame) -> None:
-        """Write comms or offers, keeping rows that an earlier life of this trace has written; of offers the newest."""
-        path = self.folder / f"{kind}.parquet"
-        if path.exists():
-            both = pd.concat([read_parquet(path, WHOLE[kind]), frame], ignore_index=True)
-            frame = both.drop_duplicates(_KEYS[kind], keep="last").astype(WHOLE[kind])
-            if kind == "offers":
-                frame = frame.groupby(["comm_id", "func"], sort=False).tail(MOST_OFFERS)
-        write_parquet(path, frame, WHOLE[kind])
+        """Write comms or offers, in place of those that this segment had."""
+        write_parquet(self.segment.whole(self.folder, kind), frame, WHOLE[kind])
 
     def log(self, kind: str, entry: dict[str, Any]) -> None:
         """Append one line to the log, on disk at once.

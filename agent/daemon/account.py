@@ -1,22 +1,16 @@
-"""The names of a run's tables, what its windows cost, how it stands after its verdict, and its earlier tuners."""
+"""The names of a run's tables, what its windows cost, earlier tuners' too, and how it stands after its verdict."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...envs.nccl.shm import RunFolder
 from ...envs.search.comparison import Comparison, TimedWindow
 from ...envs.search.search import Search
 from ...envs.search.state import Account, Milestones
-from ...traces.here import absolute
-from ...traces.outside import TraceError, atomically, parse_json
 from ...traces.records import Decision, Decisions, Slot
 from ..report.summary import RunSummary
 from ..report.verdict import DEFAULT, rows_text
@@ -29,31 +23,6 @@ def speedups(*logs: float) -> list[float]:
 
 #: Letters of the alphabet, from which tables are named.
 LETTERS = 26
-#: In the run folder: the folders in which its tuners left their results.
-SERVED = "served"
-
-
-def earlier_summary(run: RunFolder, out: Path) -> RunSummary:
-    """What was written last of this run by an earlier tuner, wherever that was; nothing where there was none.
-
-    From now on ``out`` counts among these folders.
-    """
-    folders = {*_served(run.path), str(absolute(out))}
-    with contextlib.suppress(TraceError):
-        text = json.dumps(sorted(folders))
-        atomically(run.path / SERVED, lambda draft: draft.write_text(text))
-    for folder in sorted(map(Path, folders), key=RunSummary.written_ns, reverse=True):
-        found = RunSummary.read(folder)
-        if found.run_id == run.id:  # else of another run, which had this folder before or since
-            return found
-    return RunSummary()
-
-
-def _served(run: Path) -> list[str]:
-    """The folders of the tuners before; none where there were none, or the word of them is damaged."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return [str(folder) for folder in parse_json((run / SERVED).read_text())]
-    return []
 
 
 def row_of(slot: Slot, d: Decision) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from ..policies.choosing import make_chooser
 from ..report.outputs import claim, link, refuse_others, run_of, task_folder
 from ..report.summary import RunSummary, read_object
 from ..report.verdict import VERDICT, seconds, verdict
-from .account import Costs, Stand, earlier_summary
+from .account import Costs, Stand
 from .following import start_follower
 from .log import LOG, log, open_log
 from .memory import Memory, facts_of
@@ -82,13 +82,13 @@ class Daemon:
         self.tuner = Tuner(windows, policy, config_of(request), self._tell, self._recall)
         self.outcome = self.tuner.outcome
         self._closed = ""  # why the ranks change no tables, while they do not
-        self._results, self._page = Results(self.out), ReportPage(self.out)
+        self._results, self._page = Results(self.out, run.path), ReportPage(self.out)
         if request.log_to:
             start_follower(self.out, request.log_to)
         self._before = RunSummary()  # of an earlier tuner of the run: it holds until this one searches
         if self.job.confirmed:
             self.outcome.kept = True  # also if this tuner ends before it has measured anything
-        self._go_on_from(earlier_summary(run, self.out))
+        self._go_on_from(RunSummary.read(run.path))
         if again:  # last: one that is refused has undone nothing
             (run.path / STOP).unlink(missing_ok=True)
 

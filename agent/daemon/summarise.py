@@ -16,7 +16,7 @@ from typing import Any
 from ...envs.live.job import Job
 from ...envs.nccl.tables import TABLE, to_json
 from ...traces.here import program
-from ...traces.outside import atomically
+from ...traces.outside import TraceError, atomically
 from ...traces.reasons import RunEnds, names
 from ...traces.records import Decisions, Table
 from ..report.outputs import logged
@@ -88,10 +88,14 @@ def _seen(request: Request, job: Job) -> dict[str, Any]:
 
 
 class Results:
-    """The summary of a run and its table, as they lie in the folder of its results: all that others read of it."""
+    """The summary of a run and its table, as they lie in the folder of its results: all that others read of it.
 
-    def __init__(self, out: Path) -> None:
-        self.out = out
+    The budget and the result belong to the job: the summary lies in its run folder too, and a later tuner goes on from
+    it, wherever it leaves its own results.
+    """
+
+    def __init__(self, out: Path, run: Path) -> None:
+        self.out, self.run = out, run
         self._next = math.inf  # no summary before the verdict
 
     def write(self, summary: RunSummary, table: Decisions) -> None:
@@ -101,6 +105,8 @@ class Results:
         """
         path = self.out / TABLE
         summary.write(self.out)
+        with contextlib.suppress(TraceError):  # the run folder goes with the job, and may be full
+            summary.write(self.run)
         if table:
             text = to_json(Table.of(1, table))
             atomically(path, lambda draft: draft.write_text(text))

@@ -183,13 +183,6 @@ class RunSummary(OfFiles, OfEnd, OfSearch, OfCosts, OfVerdict, OfJob):
         """What the first of these folders tells that holds a whole ``summary.json``."""
         return cls.of(next(filter(None, (read_object(folder / _FILE) for folder in folders)), {}))
 
-    @staticmethod
-    def written_ns(folder: Path) -> int:
-        """When a folder's ``summary.json`` was written; 0 where there is none."""
-        with contextlib.suppress(OSError):
-            return (folder / _FILE).stat().st_mtime_ns
-        return 0
-
     @classmethod
     def of_trace(cls, trace: Trace) -> RunSummary:
         """What the run of a trace came to. Another tool's recording has none: beside it may lie any run's."""

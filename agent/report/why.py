@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...envs.replay.decisions import default_generations, load
-from ...traces.files import Trace, applies, is_of, row_for
+from ...traces.files import Trace, applies, row_for
 from ...traces.queries.exposed import exposed_parts_of, exposed_text
 from ...traces.queries.slots import SlotProfile
 from ...traces.records import PAIRS, Slot, decided
@@ -70,8 +70,8 @@ def _chain(p: SlotProfile, trace: Trace, summary: RunSummary) -> dict[str, Any]:
 
 
 def _names(row: Mapping[str, Any], slot: Slot) -> bool:
-    """Whether a row of a summary names a slot. Rows of earlier releases have no numbers of ranks and nodes."""
-    return row["slot"] == str(slot) and is_of(row, slot.n_ranks, slot.n_nodes)
+    """Whether a row of a summary names a slot."""
+    return (row["slot"], row["n_ranks"], row["n_nodes"]) == (str(slot), slot.n_ranks, slot.n_nodes)
 
 
 def _call_of(p: SlotProfile) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -117,10 +118,10 @@ class Job(Reader):
         """Turn what was read into tables: to the trace, and kept for :meth:`take_events`."""
         self._taken = time.monotonic()
         if self.writer:
-            lost = sum(self.lost.values())
-            self.readings.note_lost(self.writer, lost)
-            events, steps, waits = self.writer.drain(self.assembler, everything, self.thin)
-            self.readings.note(self.writer, self.assembler, lost)
+            writer = self.writer
+            coverage = partial(self.sources.coverage, self.assembler)
+            events, steps, waits = writer.drain(self.assembler, everything, self.thin, coverage)
+            self._note_lost(writer)
         else:
             events, steps = self.assembler.take(everything)
             waits = self.assembler.take_waits()
@@ -135,13 +136,21 @@ class Job(Reader):
     def begin_trace(self, writer: TraceWriter) -> None:
         """From now on ``writer`` gets every event, step and table. Before the first poll."""
         self.writer = writer
-        self.readings.begin_trace(writer)
+        self.on_disk = lambda: writer.segment.coverage
+        self.sources.begin_trace(writer.earlier, self.run.gone())
 
     def end_trace(self) -> None:
-        """The trace is closed; what could not be written does not count as read."""
-        writer, self.writer = self.writer, None
-        if writer is not None:
-            self.readings.note(writer, self.assembler, sum(self.lost.values()))
+        """The trace is closed."""
+        self.writer = self.on_disk = None
+
+    def _note_lost(self, writer: TraceWriter) -> None:
+        """The header of the trace tells how many records it lacks."""
+        lost = self.records_lost
+        told = int(writer.header.get("records_lost") or 0)
+        if lost != told:
+            writer.update_header(records_lost=lost)
+        if lost > told:
+            log.warning("%d records of the job were lost so far", lost)
 
     def _note_memory(self, steps: pd.DataFrame) -> None:
         """Keep the last word of each rank about its GPU: a batch of records seldom has all of them."""
@@ -149,7 +158,7 @@ class Job(Reader):
         columns = [known[name].tolist() for name in ("pid", "rank", "memory_used", "memory_total")]
         for pid, rank, used, total in zip(*columns, strict=True):
             self._memory[pid, rank] = used, total
-        alive = {ring.pid for ring in self.run.rings() if ring.is_alive()}
+        alive = {ring.process for ring in self.run.rings() if ring.is_alive()}
         if alive:  # a job that was started again has other processes
             self._memory = {key: told for key, told in self._memory.items() if key[0] in alive}
         if self._memory:

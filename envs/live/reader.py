@@ -6,22 +6,25 @@ import contextlib
 import logging
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ...traces.assemble import Assembler, as_records
+from ...traces.outside import TraceError
 from ...traces.reasons import NotAgreeing, NotTuning, RunEnds
 from ...traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState
+from ...traces.segments import Coverage
 from ..nccl.rings import Ring
 from ..nccl.run_folder import LAUNCHER, SAID, STATUS, STOP, WORD
-from ..nccl.shm import PIDS, RunFolder
+from ..nccl.shm import RunFolder
 from ..nccl.site_switch import switched_off
 from .job_ends import FEWEST_STEPS, Closed, Stopped, Withdrawn
 from .locks import is_locked
 from .obedience import CallAudit, Obedience
-from .readings import Reading, Readings
+from .sources import Source, Sources
 
 log = logging.getLogger("dynamiccl.live")
 logging.getLogger("dynamiccl").addHandler(logging.NullHandler())
@@ -57,16 +60,16 @@ class Reader:
             None  # of the ranks' agreement, as rank 0 said it last
         )
         self.heard = HeardOfTurns()
-        self.readings = Readings(run.path)
+        self.sources = Sources(was_tuned=run.table.generation() > 0)
+        self.on_disk: Callable[[], Coverage] | None = None  # what of the rings the trace has that is written
         self._fresh: list[np.ndarray[Any, Any]] = []
-        self._stepped_at = 0.0  # when the first step of any rank was seen in this life of the job
         self._alive_at = time.monotonic()
 
     @property
     def records_lost(self) -> int:
         """Records that the trace lacks: those that this tuner has lost, and the earlier ones that wrote the trace."""
         lost_here = sum(self.lost.values())
-        return lost_here + self.readings.lost_before
+        return lost_here + self.sources.lost_before
 
     @property
     def status(self) -> int | None:
@@ -94,49 +97,45 @@ class Reader:
         """Take everything new out of the rings; remove those of processes that others have replaced."""
         rings = self.run.rings()
         silent = [ring for ring in rings if not self._take(ring)]
-        self.readings.is_joining = False
+        self.sources.is_joining = False
         if len(rings) > 1 and silent:
             needless = []
             for ring in filter(self._is_over, silent):
-                self.assembler.end(ring.pid)
+                self.assembler.end(ring.process)
                 if self._is_needless(ring):
                     needless.append(ring)
-            self.run.remove(needless)
+            with contextlib.suppress(TraceError):  # the run folder is full: they stay
+                self.run.remove(needless)
 
     def _take(self, ring: Ring) -> bool:
         """Take everything new out of one ring; whether there was anything."""
         if ring.name in self.damaged:
             return False
         try:
-            reading = self.readings.of(ring.name)
-            is_first = not reading.is_begun
-            if is_first:  # what was announced before we came
-                self.assembler.add(ring.known(), ring.pid)
-                self.readings.begin(ring, self._living())
-            lost = ring.lost
+            source = self.sources.by_name.get(ring.name)
+            is_first = source is None
+            if source is None:  # what was announced before we came
+                source = self.sources.begin(ring, self._living())
+                self.assembler.add(ring.known(), ring.process)
+            n_gaps = len(ring.gaps)
             records = ring.drain()
         except (OSError, ValueError) as error:  # its process may have scribbled over it: the others go on
             self.damaged[ring.name] = str(error)
             log.warning("ring %s cannot be read any more: %s", ring.name, error)
             return False
-        gone = ring.lost - lost
-        is_joining = is_first and self.readings.is_joining
-        if gone and (is_joining or reading.read < reading.before):
-            reading.joined(gone, self.readings.is_ours)
+        if is_first and ring.gaps:
             self.state = self.state or self._last_state(ring)
-        if is_joining:
-            rows = as_records(records, COLL_DTYPE)
-            self.readings.skip_forgotten(reading, rows)
-        self.lost[ring.name] = ring.lost - reading.lost_before
+        if is_first or len(ring.gaps) > n_gaps:
+            self.lost[ring.name] = source.n_lost
         if len(records):
-            self._read(records, ring.pid, reading)
+            self._read(records, source)
         return len(records) > 0
 
     def _last_state(self, ring: Ring) -> tuple[AgreementState, str] | None:
         """As a ring's process, if it lives, left it in the run folder: its record is gone where the ring went round."""
         with contextlib.suppress(OSError, ValueError):
-            pid, code = map(int, (self.run.path / SAID).read_text().split())
-            if pid == ring.pid % PIDS and ring.is_alive():
+            life, code = map(int, (self.run.path / SAID).read_text().split())
+            if life == ring.life and ring.is_alive():
                 state = AgreementState(code)
                 return state, self._word()
         return None
@@ -148,19 +147,21 @@ class Reader:
         return ring.name in self.damaged or ring.is_read()
 
     def _is_needless(self, ring: Ring) -> bool:
-        """Whether a ring from which nothing more comes has nothing for a later tuner either."""
-        return ring.name in self.damaged or self.readings.is_noted(ring.name)
+        """Whether a ring from which nothing more comes has nothing for a later tuner either. Who writes no trace does
+        not know."""
+        if self.on_disk is None:
+            return False
+        return ring.name in self.damaged or self.sources.is_needless(ring, self.on_disk())
 
-    def _read(self, records: np.ndarray[Any, Any], pid: int, reading: Reading) -> None:
+    def _read(self, records: np.ndarray[Any, Any], source: Source) -> None:
         rows = as_records(records, COLL_DTYPE)
-        reading.came(rows)
-        unwritten = rows[reading.is_unwritten(rows)]
-        self.assembler.add(unwritten, pid)
-        if reading.is_past:
+        process = source.ring.process
+        self.assembler.add(rows[source.is_unwritten(rows)], process)
+        if source.is_past:
             return
         is_call = rows["kind"] == COLL
-        calls = rows[is_call & reading.is_unjudged(rows)]
-        self.audit.add(calls, pid)
+        calls = rows[is_call & source.is_news(rows)]
+        self.audit.add(calls, process)
         self.obedience.add(calls)
         for row in rows[rows["kind"] == STATE].view(STATE_DTYPE):
             raw = bytes(row["text"]).split(b"\0", 1)[0]
@@ -172,10 +173,9 @@ class Reader:
             log.info("the ranks' agreement is %s: %s", self.state[0].name, text)
         steps = rows[rows["kind"] == STEP].view(STEP_DTYPE)
         if len(steps):
-            if not self.readings.has_stepped():
-                self._stepped_at = time.monotonic()
-            reading.ranks.update(map(int, np.unique(steps["rank"])))
-            self.ranks |= reading.ranks
+            source.stepped_at = source.stepped_at or time.monotonic()
+            source.ranks.update(map(int, np.unique(steps["rank"])))
+            self.ranks |= source.ranks
             steps = steps[steps["rank"] == 0]
         if len(steps):
             self._fresh.append(steps)
@@ -220,7 +220,8 @@ class Reader:
         if not self.ranks:
             return NotTuning.NO_STEP()
         if 0 not in self._ranks_now():
-            is_late = time.monotonic() - self._stepped_at >= ELSEWHERE_S
+            newest = max((one.stepped_at for one in self._living_sources()), default=0.0)
+            is_late = time.monotonic() - newest >= ELSEWHERE_S
             return NotTuning.ELSEWHERE() if is_late else NotTuning.NO_STEP_OF_RANK_0()
         why = self.no_switch()
         if not why:
@@ -234,8 +235,15 @@ class Reader:
         return 1 < self.last_step < FEWEST_STEPS
 
     def _ranks_now(self) -> set[int]:
-        """Ranks of the job's present life; of all lives, where none of its processes has told its rank."""
-        return self.readings.ranks() or self.ranks
+        """Ranks whose processes live, one that has told no step by the name of its ring; all that ever stepped here,
+        where no process tells its rank."""
+        found = set[int]()
+        for one in self._living_sources():
+            found |= one.ranks or one.named
+        return found or self.ranks
+
+    def _living_sources(self) -> list[Source]:
+        return [one for ring in self._living() if (one := self.sources.by_name.get(ring.name)) is not None]
 
     def _living(self) -> list[Ring]:
         """Rings of processes that live."""

@@ -6,6 +6,8 @@ All reads are ``pread``: a file that another process truncates gives an error he
 from __future__ import annotations
 
 import fcntl
+import functools
+import hashlib
 import os
 import stat
 import struct
@@ -15,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from ...traces.positions import Spans, size_of, spans_of
 from ...traces.records import COLL_DTYPE, RECORD_BYTES
 
-RING_MAGIC, RING_VERSION = b"DCCLRNG1", 2
+RING_MAGIC, RING_VERSION = b"DCCLRNG1", 3
 _NO_RING = b"DCCLNONE"  # begins a file that says why a rank has no ring
 _HEAD = struct.Struct("<8sIIQII")  # magic, version, record_bytes, capacity, pid, places for known records
 _HEAD_BYTES = 128
-_CALLS_AT, _HEAD_AT, _KNOWN_AT, _WAITED_AT = 32, 64, 72, 80
+_CALLS_AT, _HEAD_AT, _KNOWN_AT, _WAITED_AT, _LIFE_AT = 32, 64, 72, 80, 88
 _NUMBER = struct.Struct("<Q")
 _BUSY = np.uint64(2**64 - 1)
 _PATIENCE_S = 1.0  # how long a record may stay half written before it counts as lost
@@ -36,13 +39,14 @@ class Ring:
         try:
             self.name = path.name
             self.pid, self.capacity, self._known_places = self._check()
+            self.life = int(_NUMBER.unpack(os.pread(self._fd, 8, _LIFE_AT))[0])
         except BaseException:
             os.close(self._fd)
             raise
         self._start = _HEAD_BYTES + self._known_places * RECORD_BYTES
-        #: Records that were overwritten, or dropped by the producer, before they could be read.
-        self.lost = 0
-        self._tail = 0
+        #: Positions of records that were overwritten, or dropped by the producer, before they could be read: spans.
+        self.gaps: Spans = []
+        self.tail = 0  # positions that were read, or are gaps
         self._stuck_at, self._stuck_since = -1, 0.0
 
     @classmethod
@@ -76,6 +80,22 @@ class Ring:
             raise ValueError(f"{self.name}: cut off: {status.st_size} bytes for {capacity + known} records")
         return int(pid), int(capacity), int(known)
 
+    @property
+    def key(self) -> str:
+        """What names these positions in a trace: the life, and its ring, as a plugin that is loaded again makes one."""
+        return f"{self.life:016x}/{self.name}"
+
+    @functools.cached_property
+    def process(self) -> int:
+        """The process in tables, a number of 63 bits: process ids come again."""
+        digest = hashlib.blake2b(self.key.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    @property
+    def lost(self) -> int:
+        """Records that could not be read."""
+        return size_of(self.gaps)
+
     def is_alive(self) -> bool:
         """Whether the process that writes this ring still runs: it holds a lock as long as it does.
 
@@ -91,7 +111,7 @@ class Ring:
     def is_read(self) -> bool:
         """Whether nothing is left to drain."""
         head = os.pread(self._fd, 8, _HEAD_AT)
-        read = _NUMBER.pack(self._tail)
+        read = _NUMBER.pack(self.tail)
         return head == read
 
     def calls(self) -> tuple[int, int]:
@@ -119,11 +139,12 @@ class Ring:
         self._fill(memoryview(records.view(np.uint8).data), _HEAD_BYTES)
         return records
 
-    def _head(self) -> int:
+    def head(self) -> int:
+        """Positions handed out so far. Raises ValueError where the file is damaged."""
         raw = os.pread(self._fd, 8, _HEAD_AT)
         head = int(_NUMBER.unpack(raw)[0]) if len(raw) == 8 else -1
-        if not self._tail <= head < 2**62:
-            raise ValueError(f"{self.name}: damaged: head {head} with {self._tail} records read")
+        if not self.tail <= head < 2**62:
+            raise ValueError(f"{self.name}: damaged: head {head} with {self.tail} records read")
         return head
 
     def _copy(self, start: int, n: int) -> np.ndarray[Any, Any]:
@@ -148,41 +169,46 @@ class Ring:
     def drain(self) -> np.ndarray[Any, Any]:
         """Records written since the last call, oldest first: COLL_DTYPE, shape (n,), other kinds by ``.view``.
 
-        Lost records are counted in :attr:`lost`; where some are, what is :meth:`known` comes again before the rest:
-        they may have told of it. Raises ValueError when the file is no sound ring any more.
+        Lost records become :attr:`gaps`; where some are, what is :meth:`known` comes again before the rest, without
+        stamps: they may have told of it. Raises ValueError when the file is no sound ring any more.
         """
-        before = self.lost
+        before = len(self.gaps)
         records = self._drain()
-        return records if self.lost == before else np.concatenate([self.known(), records])
+        if len(self.gaps) == before:
+            return records
+        known = self.known()
+        known["stamp"] = 0
+        return np.concatenate([known, records])
 
     def _drain(self) -> np.ndarray[Any, Any]:
-        head = self._head()
+        head = self.head()
         if (
-            head - self._tail > self.capacity
+            head - self.tail > self.capacity
         ):  # lapped: half a ring of distance, or we are lapped again at once
-            self.lost += head - self.capacity // 2 - self._tail
-            self._tail = head - self.capacity // 2
-        records = self._copy(self._tail, head - self._tail)
+            self.gaps.append((self.tail, head - self.capacity // 2))
+            self.tail = head - self.capacity // 2
+        records = self._copy(self.tail, head - self.tail)
         if len(records) == 0:
             return records
-        positions = np.arange(self._tail, head, dtype=np.uint64)
+        positions = np.arange(self.tail, head, dtype=np.uint64)
         stamps = records["stamp"]
         # A producer at position p + capacity may have been in the slot of p while we copied it.
-        safe = positions + np.uint64(self.capacity) >= np.uint64(self._head())
+        safe = positions + np.uint64(self.capacity) >= np.uint64(self.head())
         whole = safe & (stamps == positions + np.uint64(1))
         pending = np.flatnonzero(safe & ((stamps == _BUSY) | (stamps <= positions)))
         if len(pending) and self._waits_for(int(positions[pending[0]]), head):
             records, whole = records[: pending[0]], whole[: pending[0]]
-        self._tail += len(records)
-        self.lost += int(len(whole) - whole.sum())
+        self.gaps += spans_of(positions[: len(whole)][~whole])
+        self.tail += len(records)
         return records if whole.all() else records[whole]
 
     def _waits_for(self, position: int, head: int) -> bool:
-        """True while a half-written record deserves patience: its writer may have been put to sleep."""
+        """True while a half-written record deserves patience: its writer may sleep, and has not ended."""
         now = time.monotonic()
         if position != self._stuck_at:
             self._stuck_at, self._stuck_since = position, now
-        return now - self._stuck_since < _PATIENCE_S and head - position < self.capacity // 2
+        is_soon = now - self._stuck_since < _PATIENCE_S and head - position < self.capacity // 2
+        return is_soon and self.is_alive()
 
     def close(self) -> None:
         """Close the file; it stays."""

@@ -20,8 +20,10 @@ from .plugin.private import private_folder
 #: The launcher's lock and the job's status from it, the lock of the run's one tuner, the wish to end, the table, the
 #: last word of the ranks' agreement.
 LAUNCHER, STATUS, TUNER, STOP, TABLE, WORD = "launcher", "status", "tuner", "stop", "table", "agreement"
-#: The state of the ranks' agreement that goes with that word: rank 0's process, and a number.
+#: The state of the ranks' agreement that goes with that word: rank 0's life, and a number.
 SAID = "agreement-state"
+#: How many records each ring had that was removed.
+GONE = "gone"
 #: A random word that is made with the folder: one of the same name that comes later is another run.
 RUN_ID = "run-id"
 #: NCCL's release, as rank 0 leaves it at its first step: only on its node.

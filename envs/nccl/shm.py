@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import struct
@@ -19,16 +20,16 @@ from pathlib import Path
 
 import numpy as np
 
+from ...traces.outside import atomically, read_json
 from ...traces.records import RULE_DTYPE, TABLE_VERSION, Rule, Table, Trial
 from .plugin.private import private_folder
 from .rings import Ring
-from .run_folder import RUN_ID, TABLE, TABLE_FILE_BYTES, make_folder
+from .run_folder import GONE, RUN_ID, TABLE, TABLE_FILE_BYTES, make_folder
 
 TABLE_MAGIC = b"DCCLTBL1"
 MAX_RULES = 126  # what fits into TABLE_FILE_BYTES
 #: magic, version, n_rows, generation, crc; trial_steps, one_of, turn_steps, swap
 _HEAD = struct.Struct("<8sIIII8xIIII16x")
-PIDS = 2**22  # above every process id
 
 
 def encode_table(table: Table) -> bytes:
@@ -170,7 +171,6 @@ class RunFolder:
             raise
         self._rings: dict[tuple[str, int], Ring] = {}
         self._no_rings = set[tuple[str, int]]()
-        self._pids = set[int]()  # of all rings so far, those included that were removed
         #: Files that look like rings by name but are not, or cannot be opened now, with the reason.
         self.refused: dict[str, str] = {}
 
@@ -199,26 +199,33 @@ class RunFolder:
                     self.refused[entry.name] = str(error)
                     continue
                 self.refused.pop(entry.name, None)
-                # Two containers, or two lives of one, may each have a process of this number: they are not one.
-                while ring.pid in self._pids:
-                    ring.pid += PIDS
-                self._pids.add(ring.pid)
                 self._rings[key] = ring
         return list(self._rings.values())
 
     def remove(self, over: Sequence[Ring]) -> None:
         """Remove rings from which nothing more can come, while another process of the job lives.
 
-        Else they stay, and tell that the job had begun. Another reader that has one open can read it to its end.
+        Else they stay, and tell that the job had begun. Another reader that has one open can read it to its end. Raises
+        TraceError.
         """
         if not over or not any(ring.is_alive() for ring in self._rings.values() if ring not in over):
             return
+        text = json.dumps(self.gone() | {ring.key: ring.tail for ring in over})
+        atomically(self.path / GONE, lambda draft: draft.write_text(text))
         for key, ring in list(self._rings.items()):
             if ring in over:
                 with contextlib.suppress(OSError):  # where it cannot be removed it stays known: it was read
                     (self.path / ring.name).unlink(missing_ok=True)
                     ring.close()
                     del self._rings[key]
+
+    def gone(self) -> dict[str, int]:
+        """How many records each ring had that was removed, by its key."""
+        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+            told = read_json(self.path / GONE)
+            names = {path.name for path in self.path.iterdir()}
+            return {str(key): int(n) for key, n in told.items() if key.partition("/")[2] not in names}
+        return {}
 
     def close(self, remove: bool = True) -> None:
         """Close all files; with ``remove`` delete the folder. Running jobs keep their mapping and go on."""

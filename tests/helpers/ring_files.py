@@ -5,7 +5,7 @@ import os
 import struct
 
 import numpy as np
-from dynamiccl.envs.nccl.rings import _HEAD, _HEAD_AT, _HEAD_BYTES, RING_MAGIC, RING_VERSION
+from dynamiccl.envs.nccl.rings import _HEAD, _HEAD_AT, _HEAD_BYTES, _LIFE_AT, RING_MAGIC, RING_VERSION
 from dynamiccl.traces.records import COLL_DTYPE, RECORD_BYTES, STATE, STATE_DTYPE, STEP, STEP_DTYPE
 
 CAPACITY, KNOWN = 256, 16
@@ -15,13 +15,14 @@ class RingFile:
     """The ring of one process in a run folder; it holds the lock as a process does, until :meth:`die`."""
 
     def __init__(self, folder, rank, pid, moment=None):
-        self.head, self.pid = 0, pid
+        self.head, self.pid, self.life = 0, pid, int.from_bytes(os.urandom(8), "little")
         self.places = np.zeros(CAPACITY, COLL_DTYPE)
         self.fd = os.open(folder / f"ring-{rank}-{moment or pid}", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self.fd, fcntl.LOCK_EX)
 
     def put(self, *batches):
-        for row in np.concatenate([batch.view(COLL_DTYPE) for batch in batches]):
+        none = np.zeros(0, COLL_DTYPE)
+        for row in np.concatenate([none, *(batch.view(COLL_DTYPE) for batch in batches)]):
             at = self.head % CAPACITY
             self.places[at] = row
             self.head += 1
@@ -29,6 +30,7 @@ class RingFile:
         head = bytearray(_HEAD_BYTES)
         _HEAD.pack_into(head, 0, RING_MAGIC, RING_VERSION, RECORD_BYTES, CAPACITY, self.pid, KNOWN)
         struct.pack_into("<Q", head, _HEAD_AT, self.head)
+        struct.pack_into("<Q", head, _LIFE_AT, self.life)
         os.pwrite(self.fd, bytes(head) + bytes(KNOWN * RECORD_BYTES) + self.places.tobytes(), 0)
         return self
 

@@ -12,7 +12,7 @@ import pytest
 from dynamiccl.agent.daemon import daemon
 from dynamiccl.agent.daemon.request import Request
 from dynamiccl.envs.live.job_ends import Withdrawn
-from dynamiccl.envs.live.readings import Readings
+from dynamiccl.envs.live.sources import Sources
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.records import Decision
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
@@ -37,7 +37,7 @@ class WatchedJob(FakeJob):
         self.damaged: dict[str, str] = {}
         self.ranks, self.state, self.status, self.writer = {0}, None, None, None
         self.thin, self.is_over = False, False
-        self.readings = Readings(run.path)
+        self.sources = Sources()
 
     def _ms(self, decisions: Any) -> float:
         rows = [decisions.get(slot) for slot in (GATHER, SCATTER)]
@@ -55,11 +55,11 @@ class WatchedJob(FakeJob):
 
     @property
     def records_lost(self) -> int:
-        return sum(self.lost.values()) + self.readings.lost_before
+        return sum(self.lost.values()) + self.sources.lost_before
 
     def begin_trace(self, writer: Any) -> None:
         self.writer = writer
-        self.readings.begin_trace(writer)
+        self.sources.begin_trace(writer.earlier, {})
 
     def end_trace(self) -> None:
         self.writer = None

@@ -84,7 +84,7 @@ HEAD, SECONDS, MOVES = 84, 10, 0.7
 def animated(trace, summary):
     """The demo's run as it goes by, every step of it; at its end what changed. Without animation it shows the end."""
     wide = SIZES[0]
-    plot = draw(course_of(trace, summary), wide)
+    plot = draw(course_of(trace), wide)
     inside = plot[plot.index(">") + 1 : plot.rindex("</svg>")]
     height = HEAD + wide.height
     timing = f'dur="{SECONDS}s" repeatCount="indefinite"'

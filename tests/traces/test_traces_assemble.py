@@ -114,7 +114,7 @@ def test_of_ever_new_sizes_the_newest_are_kept(tmp_path):
     assembler = Assembler()
     assembler.add(offers_of([4096], comm_id=8), pid=1)
     sizes = np.arange(1, MOST_OFFERS + 11)
-    with TraceWriter(tmp_path, {}, segment_seconds=1e9) as writer:
+    with TraceWriter(tmp_path, {}, part_seconds=1e9) as writer:
         assembler.add(offers_of(sizes[:20]), pid=1)
         writer.drain(assembler)
         assembler.add(offers_of(sizes[:5]), pid=1)  # told again

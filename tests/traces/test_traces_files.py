@@ -10,7 +10,16 @@ import numpy as np
 import pandas as pd
 import pytest
 from dynamiccl.traces import segments
-from dynamiccl.traces.assemble import EVENT_COLUMNS, STEP_COLUMNS, Assembler, Communicator, Offer, complete
+from dynamiccl.traces.assemble import (
+    COMM_COLUMNS,
+    EVENT_COLUMNS,
+    STEP_COLUMNS,
+    Assembler,
+    Communicator,
+    Offer,
+    complete,
+    empty,
+)
 from dynamiccl.traces.files import Trace, TraceError
 from dynamiccl.traces.header import FORMAT
 from dynamiccl.traces.records import Decision, Rule, Slot, Table
@@ -104,13 +113,13 @@ def test_log_holds_records_and_no_nan(tmp_path):
 
 
 def test_segments_follow_rows_and_age(tmp_path):
-    writer = TraceWriter(tmp_path, {}, segment_rows=10, segment_seconds=1e9)
+    writer = TraceWriter(tmp_path, {}, part_rows=10, part_seconds=1e9)
     for i in range(5):
         writer.write(some_events(4, first=4 * i))
     assert len(list(tmp_path.glob("events-*.parquet"))) == 1  # 12 rows; 8 are held back
     writer.close()
     assert len(Trace.read(tmp_path).events) == 20
-    aged = TraceWriter(tmp_path / "aged", {}, segment_seconds=0.0)
+    aged = TraceWriter(tmp_path / "aged", {}, part_seconds=0.0)
     aged.write(some_events(1))
     assert len(Trace.read(tmp_path / "aged").events) == 1
 
@@ -122,7 +131,7 @@ import sys
 sys.path[:] = sys.argv[2:]
 from test_traces_files import some_events
 from dynamiccl.traces.writer import TraceWriter
-writer = TraceWriter(sys.argv[1], {}, segment_rows=50)
+writer = TraceWriter(sys.argv[1], {}, part_rows=50)
 for i in range(10**6):
     writer.write(some_events(10, first=10 * i))
     writer.log("window", {"index": i})
@@ -142,23 +151,23 @@ for i in range(10**6):
 
 
 def test_a_cut_last_segment_is_reported_and_skipped(tmp_path):
-    writer = TraceWriter(tmp_path, {}, segment_rows=5)
+    writer = TraceWriter(tmp_path, {}, part_rows=5)
     for i in range(3):
         writer.write(some_events(5, first=5 * i))
     writer.close()
-    last, middle = tmp_path / "events-00002.parquet", tmp_path / "events-00001.parquet"
+    _, middle, last = sorted(tmp_path.glob("events-*.parquet"))
     last.write_bytes(last.read_bytes()[:200])
     with (tmp_path / "windows.jsonl").open("a") as log:
         log.write('{"kind": "window", "index": 0}\n{"kind": "win')
     trace = Trace.read(tmp_path)
     assert trace.events["seq"].tolist() == list(range(10)) and len(trace.windows) == 1
-    assert len(trace.warnings) == 2 and "events-00002.parquet" in trace.warnings[0]
-    # A writer that comes back sets the damaged segment aside and goes on behind it.
+    assert len(trace.warnings) == 2 and last.name in trace.warnings[0]
+    # A writer that comes later begins a segment of its own behind it.
     with TraceWriter(tmp_path, {}, existing="resume") as again:
         again.write(some_events(2, first=15))
     assert Trace.read(tmp_path).events["seq"].tolist() == [*range(10), 15, 16]
     middle.write_bytes(b"PAR1")
-    with pytest.raises(TraceError, match=r"events-00001\.parquet is damaged .*remove it"):
+    with pytest.raises(TraceError, match=rf"{middle.name} is damaged .*remove it"):
         Trace.read(tmp_path)
 
 
@@ -199,14 +208,17 @@ def test_a_run_folder_leads_to_its_trace(tmp_path):
         (lambda p: (p / "header.json").write_text('{"a": 1}'), "not a trace of dynamiccl"),
         (lambda p: (p / "header.json").write_text(json.dumps({"format": 99})), "upgrade dynamiccl"),
         (
-            lambda p: (p / "header.json").write_text(json.dumps({"format": 1})),
-            "read it with the release that wrote it",
+            lambda p: (p / "header.json").write_text(json.dumps({"format": 2})),
+            "trace format 2, this release reads 3: read it with the release that wrote it",
         ),
-        (lambda p: (p / "comms.parquet").write_bytes(b"x"), "comms.parquet is damaged"),
+        (lambda p: next(p.glob("comms-*")).write_bytes(b"x"), ".parquet is damaged"),
+        (lambda p: next(p.glob("segment-*")).write_text('{"parts": 7}'), "remove it to read the rest"),
+        (lambda p: next(p.glob("segment-*")).write_text("{"), "remove it to read the rest"),
     ],
 )
 def test_errors_are_one_line_with_a_cure(tmp_path, spoil, says):
-    TraceWriter(tmp_path, {}).close()
+    with TraceWriter(tmp_path, {}) as writer:
+        writer.write_whole("comms", empty(COMM_COLUMNS))
     spoil(tmp_path)
     with pytest.raises(TraceError) as caught:
         Trace.read(tmp_path)
@@ -279,10 +291,11 @@ def test_a_log_full_of_trials_keeps_the_tables_that_lasted_and_then_says_what_we
 
 def test_segments_that_a_running_job_removes_meanwhile_are_left_out(tmp_path, monkeypatch):
     """Before: "is damaged: remove it to read the rest", of a trace that was whole."""
-    size = TraceWriter(tmp_path / "one", {}, segment_rows=1)
+    size = TraceWriter(tmp_path / "one", {}, part_rows=1)
     size.write(some_events())
-    n_bytes = (tmp_path / "one" / "events-00000.parquet").stat().st_size
-    writer = TraceWriter(tmp_path / "t", {}, segment_rows=1, most_bytes=6 * n_bytes / SPACE["events"])
+    (part,) = (tmp_path / "one").glob("events-*.parquet")
+    n_bytes = part.stat().st_size
+    writer = TraceWriter(tmp_path / "t", {}, part_rows=1, most_bytes=6 * n_bytes / SPACE["events"])
     for i in range(6):
         writer.write(some_events(first=10 * i))
     real, seen = segments.read_parquet, []
@@ -298,7 +311,6 @@ def test_segments_that_a_running_job_removes_meanwhile_are_left_out(tmp_path, mo
     trace = Trace.read(tmp_path / "t")
     assert any("meanwhile" in text for text in trace.warnings)
     assert any(
-        "segments of events after its beginning were removed" in w
-        for w in Trace.read(tmp_path / "t").warnings
+        "parts of events after its beginning were removed" in w for w in Trace.read(tmp_path / "t").warnings
     )
     assert 0 < len(trace.events) < 60

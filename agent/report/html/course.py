@@ -17,7 +17,6 @@ from ....traces.files import Trace
 from ....traces.queries.lives import last_life
 from ....traces.queries.steps import of_one_rank
 from ....traces.records import MIXED
-from ..summary import RunSummary
 from ..verdict import DEFAULT, VERDICT, ms, side
 
 Array = np.ndarray[Any, Any]
@@ -71,9 +70,8 @@ class _Table:
     is_trial: bool
 
 
-def course_of(trace: Trace, summary: RunSummary) -> Course:
+def course_of(trace: Trace) -> Course:
     """Returns the course of a run, of the job's last life; without any step where the trace has none."""
-    first_verdict = None if any(line["kind"] == VERDICT for line in trace.log) else summary.steps_to_verdict
     trace = last_life(trace)
     steps = of_one_rank(trace.steps).sort_values("index")
     index = steps["index"].to_numpy(int)
@@ -86,7 +84,7 @@ def course_of(trace: Trace, summary: RunSummary) -> Course:
     for place, number in enumerate(generation.tolist()):
         ran = names.get(number, _UNNAMED)
         on_trial[place] = ran != _current(bands, index[place])
-    marks = _marks(trace, first_verdict, bands)
+    marks = _marks(trace, bands)
     return Course(index, times, on_trial, bands, marks)
 
 
@@ -148,14 +146,12 @@ def _current(bands: Sequence[Band], step: int) -> str:
     return bands[place - 1].table
 
 
-def _marks(trace: Trace, first_verdict: int | None, bands: list[Band]) -> list[Mark]:
-    """Switches and verdicts, in the order of the steps. ``first_verdict``: of a trace whose log has none."""
+def _marks(trace: Trace, bands: list[Band]) -> list[Mark]:
+    """Switches and verdicts, in the order of the steps."""
     marks = []
     for band in bands[1:]:
         marks.append(Mark(band.first, f"switch to {side(band.table)}"))
     verdicts = [int(line["step"]) for line in trace.log if line["kind"] == VERDICT]
-    if first_verdict is not None:  # a trace of an earlier release
-        verdicts = [first_verdict]
     for step in verdicts:
         marks.append(Mark(step, VERDICT, is_verdict=True))
     return sorted(marks, key=lambda mark: mark.step)

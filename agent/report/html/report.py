@@ -66,7 +66,7 @@ def write_report(path: Path | str, summary: RunSummary, trace: Trace) -> Path:
     place = str(s.cluster or trace.header.get("host") or "a run")
     which = generations(trace, s.decisions or None)
     costs = slot_costs(trace.events, which.default, which.tuned)
-    course = course_of(trace, s)
+    course = course_of(trace)
     parts = [
         _masthead(s, trace, place),
         _headline(s, trace),

@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import secrets
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ....traces.outside import TraceError, atomically, read_json
 from ....traces.reasons import NotAgreeing
+from .. import life
 from ..run_folder import CONFIRMED, TRIED
 from ..shm import TableFile, decode_table, message_of, row_digest, trial_of
-
-#: Of this process: one id may be two processes', before a restart and after it.
-_PROCESS = secrets.token_hex(8)
-
-
-def _draw() -> None:
-    global _PROCESS
-    _PROCESS = secrets.token_hex(8)
-
-
-# Ranks may be forked from a launcher that has imported this.
-os.register_at_fork(after_in_child=_draw)
 
 
 @dataclass(frozen=True)
 class Note:
     """The last trial of which a round has begun, and the rows in whose trials ranks have ended."""
 
-    process: str = ""  # of rank 0
+    life: int = 0  # of rank 0
     generation: int = 0
     rows: tuple[str, ...] = ()  # digests of its unproven rows; none: its end was seen, or it has none
     fatal: tuple[str, ...] = ()  # such digests
@@ -50,7 +37,7 @@ class TableMailbox:
         """Of the lives before, on rank 0."""
         self._note = note = self._read_note()
         self._before = note.generation
-        if note.rows and note.process != _PROCESS:  # its ranks ended before it did
+        if note.rows and note.life != life.own():  # its ranks ended before it did
             self._write(replace(note, rows=(), fatal=(*note.fatal, *note.rows)))
 
     def take(self) -> tuple[int, bytes] | None:
@@ -79,7 +66,7 @@ class TableMailbox:
         """A round for a trial begins: if the ranks end in it, later lives know."""
         generation, message = found
         rows = self._unproven(message)
-        self._write(replace(self._note, process=_PROCESS, generation=generation, rows=rows))
+        self._write(replace(self._note, life=life.own(), generation=generation, rows=rows))
 
     def trial_is_over(self) -> None:
         """The ranks have outlived it, or did not get it."""
@@ -106,7 +93,7 @@ class TableMailbox:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             found = read_json(self._path.parent / TRIED)
             rows, fatal = (tuple(map(str, found[name])) for name in ("rows", "fatal"))
-            return Note(str(found["process"]), int(found["generation"]), rows, fatal)
+            return Note(int(found["life"]), int(found["generation"]), rows, fatal)
         return Note()
 
     def confirmed(self) -> tuple[int, bytes] | None:

@@ -89,7 +89,7 @@ void dccl_table_after_fork(void);
 
 #define DCCL_RING_MAGIC UINT64_C(0x31474e524c434344)  // "DCCLRNG1"
 #define DCCL_RING_BUSY UINT64_MAX                     // stamp of a record that is being written
-enum { DCCL_RING_VERSION = 2, DCCL_RING_RECORDS = 1 << 16, DCCL_RING_LEAST = 1 << 11 };
+enum { DCCL_RING_VERSION = 3, DCCL_RING_RECORDS = 1 << 16, DCCL_RING_LEAST = 1 << 11 };
 enum { DCCL_KNOWN_RECORDS = 1 << 10 };  // places for what is told once: communicators and offers
 
 enum { DCCL_COMM = 1, DCCL_OFFER, DCCL_COLL, DCCL_KERNEL, DCCL_STEP, DCCL_STATE, DCCL_WAIT };
@@ -176,11 +176,13 @@ struct dccl_ring {
   _Atomic uint64_t head;       // positions handed out so far; on its own cache line
   _Atomic uint64_t known;      // known records written so far
   _Atomic uint64_t waited_ns;  // by threads of the job at the limit of a communicator
-  uint64_t reserved_line[5];
+  uint64_t life;               // of the process: the same in its votes, see envs/nccl/life.py
+  uint64_t reserved_line[4];
   struct dccl_slot slots[];  // the known records, then the ring
 };
 
 _Static_assert(offsetof(struct dccl_ring, head) == 64, "ring");
+_Static_assert(offsetof(struct dccl_ring, life) == 88, "ring");
 _Static_assert(offsetof(struct dccl_ring, slots) == 128, "ring");
 
 static inline size_t dccl_ring_bytes(uint64_t records) {

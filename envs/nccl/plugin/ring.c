@@ -13,6 +13,7 @@
 #include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <time.h>
@@ -211,6 +212,22 @@ static int reserve(int fd, size_t size) {
   return error;
 }
 
+// What the probe has announced; of a process without one, or that was forked behind Python's back, a number
+// of its own.
+static uint64_t own_life(void) {
+  const char* text = getenv("DYNAMICCL_LIFE");
+  char* end = NULL;
+  if (text != NULL && strtoull(text, &end, 10) == (unsigned long long)getpid() && *end == ':') {
+    const unsigned long long announced = strtoull(end + 1, &end, 10);
+    if (*end == 0 && announced != 0) return announced;
+  }
+  uint64_t drawn = 0;
+  if (getrandom(&drawn, sizeof drawn, GRND_NONBLOCK) == (ssize_t)sizeof drawn && drawn != 0) return drawn;
+  struct timespec t;
+  clock_gettime(CLOCK_REALTIME, &t);
+  return (uint64_t)t.tv_sec << 32 ^ (uint64_t)t.tv_nsec << 16 ^ (uint64_t)getpid();
+}
+
 // The file is made whole under another name first: the reader never meets a ring without header and lock.
 // Its name is the rank and the moment: processes of two containers may have one id.
 static struct dccl_ring* create_ring(int folder) {
@@ -246,6 +263,7 @@ static struct dccl_ring* create_ring(int folder) {
     r->capacity = records;
     r->pid = (uint32_t)getpid();
     r->n_known = DCCL_KNOWN_RECORDS;
+    r->life = own_life();
     if (renameat(folder, draft, folder, name) == 0) {
       if (records < DCCL_RING_RECORDS && rank == 0)
         fprintf(stderr,

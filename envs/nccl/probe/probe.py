@@ -21,6 +21,7 @@ from ....traces.here import machine
 from ....traces.outside import TraceError, atomically
 from ....traces.reasons import NotAgreeing, NotTuning
 from ....traces.records import RECORD_BYTES, STATE, UNSET, AgreementState
+from .. import life
 from ..agreement.agreement import Agreement
 from ..agreement.mailbox import TableMailbox
 from ..agreement.sources import DIGEST
@@ -159,9 +160,8 @@ class Probe:
             text = NotTuning.OTHER_BACKEND(backend=self._backend)
         _note(self._run / WORD, text)
         if state is not None and self._plugin is not None:
-            _note(
-                self._run / SAID, f"{os.getpid()} {int(state)}"
-            )  # a tuner may come when the ring has gone round
+            # A tuner may come when the ring has gone round.
+            _note(self._run / SAID, f"{life.own()} {int(state)}")
             step = self._recorder.step if self._recorder else 0
             head = (0, STATE, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, step, generation, self._rank, state)
             self._plugin.emit(_STATE.pack(*head, text.encode()[:80]) + bytes(RECORD_BYTES - _STATE.size))
@@ -242,6 +242,7 @@ def install() -> None:
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
+    life.announce()
     for variable, value in take_slots_back().items():
         if os.environ.get("RANK", "0") == "0":
             say(NotTuning.SLOT_TAKEN(variable=variable, value=value))

@@ -2,9 +2,9 @@
 
 import os
 import shutil
+from itertools import pairwise
 
 import pytest
-from dynamiccl.agent.daemon import account
 from dynamiccl.agent.daemon.account import Costs
 from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
@@ -16,6 +16,8 @@ from dynamiccl.envs.nccl.run_folder import RUN_ID
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.search.config import SearchConfig
 from dynamiccl.envs.search.state import Account
+from dynamiccl.traces.assemble import Assembler
+from dynamiccl.traces.segments import LOST, Coverage
 from dynamiccl.traces.writer import TraceWriter
 from fake_job import STEP_MS, FakeJob
 from watched_job import WatchedJob, tuner_of
@@ -146,15 +148,12 @@ def test_what_was_lost_before_comes_with_the_steps_that_allow_it():
 
 def test_a_run_folder_of_the_same_name_is_another_run(tmp_path):
     """Before: a tuner took over the costs of the job before, where one of this job was killed before it told any."""
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "lock").touch()  # of the tuner before
     seen = []
     for _ in range(2):
         run = RunFolder.create(f"named-{os.getpid()}")
         if not seen:
-            RunSummary(run=str(run.path), run_id=run.id, cost_s=7.0, windows=3).write(out)
-        with tuner_of(WatchedJob(run, lambda job: False), out) as one:
+            RunSummary(cost_s=7.0, windows=3).write(run.path)
+        with tuner_of(WatchedJob(run, lambda job: False), tmp_path / "out") as one:
             seen.append(one.tuner.costs.windows)
         for fd in (one._lock, one._out_lock):
             os.close(fd)
@@ -165,32 +164,32 @@ def test_a_run_folder_of_the_same_name_is_another_run(tmp_path):
 
 def test_what_a_tuner_has_lost_counts_for_the_next_one_in_whichever_folder(folder, tmp_path):
     """Before: a tuner knew of what was lost under its own --out only, and the job lost that of the others beside."""
-    seen = []
-    for number, name in enumerate(("x", "y", "x", "x", "y")):
-        out = tmp_path / name
-        with tuner_of(WatchedJob(folder, lambda job: False), out) as one:
-            seen.append(one.tuner.costs.windows)
+    told = []
+    for name in ("x", "y", "x"):
+        job = WatchedJob(folder, lambda job: False)
+        with tuner_of(job, tmp_path / name) as one, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(folder, "close", lambda remove: None)
+            before = one.tuner.costs.windows
+            told.append((before, one.serve().windows))
         for fd in (one._lock, one._out_lock):
             os.close(fd)
-        if number != 2:  # killed before it could tell
-            RunSummary(run_id=folder.id, windows=10 + number).write(out)
-            os.utime(out / "summary.json", (number, number))
-    assert seen == [0, 10, 11, 11, 13]
+        (folder.path / "confirmed").unlink(missing_ok=True)
+    for (_, after), (before, _) in pairwise(told):
+        assert before == after > 0
 
 
-def test_a_damaged_word_of_the_folders_of_a_run_counts_as_none(folder, tmp_path):
-    RunSummary(run_id=folder.id, windows=3).write(tmp_path)
-    for word in ("x", "7", "{}", "[7]"):
-        (folder.path / account.SERVED).write_text(word)
-        assert account.earlier_summary(folder, tmp_path).windows == 3
-    shutil.rmtree(folder.path)
-    assert account.earlier_summary(folder, tmp_path).windows == 3
+def test_a_damaged_account_of_a_run_counts_as_none(folder):
+    for word in ("x", "7", "[7]"):
+        (folder.path / "summary.json").write_text(word)
+        assert not RunSummary.read(folder.path)
 
 
 def test_what_earlier_tuners_of_a_trace_have_lost_stands_in_the_summary_too(folder, tmp_path):
     """Before: the summary and the report told of a whole recording, and the trace of 500 lost records."""
     out = tmp_path / "out"
-    TraceWriter(out / "trace", {"run_id": folder.id, "records_lost": 500}).close()
+    with TraceWriter(out / "trace", {"run_id": folder.id}) as writer:
+        coverage = Coverage({}, {LOST: {"a life/ring-0-1": [(20, 520)]}})
+        writer.drain(Assembler(), coverage=lambda: coverage)
     job = WatchedJob(folder, lambda job: False)
     job.lost["a ring"] = 7
     with tuner_of(job, out) as one:

@@ -285,7 +285,8 @@ def test_a_restarted_tuner_tells_the_earlier_figures_until_it_has_searched_itsel
         first, kept = one.serve(), dict(one.job.confirmed)
     dear = {"cost_s": 1000.0, "budget_s": 2000.0, "windows": 50, "trials": 4, "trials_cost_s": 9.0}
     vars(first).update(dear, speedup=3.0, speedup_ci95=[2.9, 3.1])
-    first.write(out)
+    for place in (out, folder.path):
+        first.write(place)
     for fd in (one._lock, one._out_lock):
         os.close(fd)
     job, stands, said = WatchedJob(folder, lambda job: look(job)), [], []

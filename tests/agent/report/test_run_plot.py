@@ -53,7 +53,7 @@ def long_run(n_steps=10_000):
 
 @pytest.fixture(scope="module")
 def course():
-    return course_of(long_run(), RunSummary())
+    return course_of(long_run())
 
 
 def test_bands_switches_verdicts_and_trials_are_those_of_the_run(course):
@@ -76,7 +76,7 @@ def test_turns_are_two_bands_of_step_times_and_a_mixed_step_is_no_table():
     table[2500:2600:2] = 0  # the trial of A and the default take turns
     table[2550] = MIXED
     trace.steps["table_generation"] = table
-    course = course_of(trace, RunSummary())
+    course = course_of(trace)
     assert [band.table for band in course.bands] == ["default", "A"] and course.bands[1].first == 2700
     assert course.on_trial[2500:2600].sum() == 51 and course.on_trial[2550]
     points = binned(course.steps[course.on_trial], course.ms[course.on_trial], 2000)
@@ -111,25 +111,18 @@ def drawn(svg, colour, width=r"[\d.]+"):
     return re.findall(rf'<path d="([^"]*)"[^>]*{style}', svg)
 
 
-def test_an_earlier_releases_verdict_is_the_summarys():
-    trace = long_run()
-    trace.log = [line for line in trace.log if line["kind"] != "verdict"]
-    marks = course_of(trace, RunSummary(steps_to_verdict=2900)).marks
-    assert [mark.step for mark in marks if mark.is_verdict] == [2900]
-
-
 def test_no_long_step_is_lost_among_many(course):
     steps, times = binned(course.steps, course.ms, 2000)
     assert len(steps) == 2000 and np.nanmax(times) == pytest.approx(LONG_MS)
     assert np.nanmin(times) == course.ms.min()
-    few = course_of(long_run(300), RunSummary())
+    few = course_of(long_run(300))
     assert binned(few.steps, few.ms, 2000)[1].tolist() == few.ms.tolist()
 
 
 def test_steps_that_were_not_recorded_leave_a_gap():
     trace = long_run(300)
     trace.steps = trace.steps[~trace.steps["index"].between(100, 199)]
-    course = course_of(trace, RunSummary())
+    course = course_of(trace)
     steps, times = binned(course.steps, course.ms, 2000)
     (place,) = np.flatnonzero(np.isnan(steps))
     assert (steps[place - 1], steps[place + 1]) == (99, 200) and np.isnan(times[place])
@@ -176,7 +169,7 @@ def test_the_report_of_10_000_steps_is_small_and_says_first_what_changed(tmp_pat
     assert not set(run_plot.COLOURS.values()) & set(re.findall(r"(?:fill|stroke): (#\w{6})", html))
     # `top` reads the step times that the report leaves.
     values = state(tmp_path)["step_times_ms"]
-    assert values == sparks(course_of(long_run(), summary))
+    assert values == sparks(course_of(long_run()))
     drawn = sparkline(values, 20)
     assert len(drawn) == 20 and (drawn[0], drawn[8], drawn[-1]) == ("█", "▇", "▇")
 

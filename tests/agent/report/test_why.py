@@ -120,7 +120,20 @@ def test_a_chain_tells_the_exposed_part_as_the_run_did(run):
     assert all(
         chain["exposed"] is None for chain in chains(trace, unknown)
     )  # a trace without waits or compute
-    known = RunSummary.of(told | {"exposed": [{"slot": str(GATHER), "share": 0.3, "exposed": 0.62}]})
+    known = RunSummary.of(
+        told
+        | {
+            "exposed": [
+                {
+                    "slot": str(GATHER),
+                    "n_ranks": GATHER.n_ranks,
+                    "n_nodes": GATHER.n_nodes,
+                    "share": 0.3,
+                    "exposed": 0.62,
+                }
+            ]
+        }
+    )
     first_lines = [lines(chain, known)[0] for chain in chains(trace, known)]
     assert [str(GATHER) in line for line in first_lines] == [
         "exposed: 62 % of its time" in line for line in first_lines

@@ -57,10 +57,11 @@ def seed_of(seed):
 class Rank:
     """The ring of one rank: what it holds is put there by :class:`Told`."""
 
-    lost = 0
+    gaps, tail = (), 0
 
     def __init__(self, rank, known):
         self.name, self.pid, self.records, self._known = f"ring-{rank}", 1000 + rank, [], known
+        self.key, self.process = f"{rank}/ring-{rank}", self.pid
 
     def known(self):
         return self._known
@@ -68,9 +69,15 @@ class Rank:
     def is_alive(self):
         return True
 
+    def head(self):
+        return 0
+
     def drain(self):
         records, self.records = self.records, []
-        return np.concatenate(records) if records else np.zeros(0, COLL_DTYPE)
+        rows = np.concatenate(records) if records else np.zeros(0, COLL_DTYPE)
+        rows["stamp"] = np.arange(self.tail, self.tail + len(rows)) + 1
+        self.tail += len(rows)
+        return rows
 
 
 class Told(live.Job):

@@ -1,7 +1,7 @@
 """Rows in whose trials the ranks have ended: which of a table's rows these are, where rank 0 refuses all of it."""
 
 import pytest
-from dynamiccl.envs.nccl.agreement import mailbox
+from dynamiccl.envs.nccl import life
 from dynamiccl.envs.nccl.agreement.mailbox import TableMailbox
 from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.traces.reasons import NotAgreeing
@@ -21,8 +21,8 @@ def ends(folder, monkeypatch):
     """``ends(decisions)``: the ranks end in a trial of these, and are started again."""
 
     def end(decisions):
-        for life, begins in enumerate((True, False)):
-            monkeypatch.setattr(mailbox, "_PROCESS", f"life {life}")
+        for number, begins in enumerate((True, False)):
+            monkeypatch.setattr(life, "_own", number + 1)
             rank_0 = TableMailbox(folder.path / "table")
             rank_0.read_note()
             if begins:

@@ -151,7 +151,10 @@ def test_a_process_that_has_ended_holds_no_memory(folder, monkeypatch):
     job = Job(folder)
     told = {"rank": [0], "memory_total": [80 * GIB]}
     job._note_memory(pd.DataFrame(told | {"pid": [1], "memory_used": [79 * GIB]}))
-    rings = [SimpleNamespace(pid=1, is_alive=lambda: False), SimpleNamespace(pid=2, is_alive=lambda: True)]
+    rings = [
+        SimpleNamespace(process=1, is_alive=lambda: False),
+        SimpleNamespace(process=2, is_alive=lambda: True),
+    ]
     monkeypatch.setattr(folder, "rings", lambda: rings)
     job._note_memory(pd.DataFrame(told | {"pid": [2], "memory_used": [60 * GIB]}))
     assert job.memory_free == 20 * GIB and job.memory_pressure == pytest.approx(60 / 80)

@@ -33,7 +33,7 @@ TRIAL = {SLOT: Decision("ring", "ll", 4)}
 class Ring:
     """A rank whose every poll is one step under the table published last, as ``script`` says: ms, or what to do."""
 
-    name, pid, lost = "ring-1", 1, 0
+    name, key, pid, process, gaps, tail = "ring-1", "1/ring-1", 1, 1, (), 0
 
     def __init__(self, folder, script=(), rank=0):
         self.folder, self.script, self.rank = folder, iter(script), rank
@@ -45,6 +45,9 @@ class Ring:
 
     def is_alive(self):
         return self.alive
+
+    def head(self):
+        return 0
 
     def drain(self):
         item = next(self.script, 10.0)
@@ -60,7 +63,10 @@ class Ring:
             row["kind"], row["rank"], row["step"], row["duration_ns"] = STEP, self.rank, self.step, item * 1e6
             row["generation"] = found[0] if found else 0
             records = [*records, row.view(COLL_DTYPE)]
-        return np.concatenate(records) if records else np.zeros(0, COLL_DTYPE)
+        rows = np.concatenate(records) if records else np.zeros(0, COLL_DTYPE)
+        rows["stamp"] = np.arange(self.tail, self.tail + len(rows)) + 1
+        self.tail += len(rows)
+        return rows
 
     def says(self, code, text):
         row = np.zeros(1, STATE_DTYPE)
@@ -277,7 +283,7 @@ def test_the_first_call_that_ran_two_ways_ends_tuning(world):
     job, ring, _ = world
     job.window({}, 2)
     other = Ring(job.run, rank=1)
-    other.name, other.pid = "ring-2", 2
+    other.name, other.key, other.process = "ring-2", "2/ring-2", 2
     job.run.rings = lambda: [ring, other]
     for seq in range(5):
         ring.extra.append(calls(0, [seq], "ring/ll/4"))

@@ -13,7 +13,7 @@ import pytest
 from dynamiccl.envs.nccl import rings
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import plugin_path
-from dynamiccl.envs.nccl.rings import Ring
+from dynamiccl.envs.nccl.rings import RING_VERSION, Ring
 from dynamiccl.envs.nccl.shm import RunFolder, decode_table, encode_table, trial_of
 from dynamiccl.traces.records import COLL, RECORD_BYTES, Decision, Rule, Table
 from hypothesis import HealthCheck, given, settings
@@ -184,7 +184,12 @@ c.finalize()
 
 
 def forge(
-    path, capacity: int = 8, head: int = 0, magic: bytes = b"DCCLRNG1", version: int = 2, cut: int = 0
+    path,
+    capacity: int = 8,
+    head: int = 0,
+    magic: bytes = b"DCCLRNG1",
+    version: int = RING_VERSION,
+    cut: int = 0,
 ) -> None:
     body = struct.pack("<8sIIQI", magic, version, RECORD_BYTES, capacity, 1).ljust(64, b"\0")
     body += struct.pack("<Q", head).ljust(64, b"\0")
@@ -232,7 +237,7 @@ def test_a_ring_that_goes_bad_while_it_is_read(folder):
 @given(st.binary(max_size=2000), st.integers(0, 2**64 - 1), st.booleans())
 def test_hostile_rings_never_break_the_reader(folder, noise, head, keep_header):
     path = folder.path / "ring-1"
-    body = struct.pack("<8sIIQI", b"DCCLRNG1", 2, RECORD_BYTES, 8, 1).ljust(64, b"\0")
+    body = struct.pack("<8sIIQI", b"DCCLRNG1", RING_VERSION, RECORD_BYTES, 8, 1).ljust(64, b"\0")
     body += struct.pack("<Q", head).ljust(64, b"\0")
     path.write_bytes((body if keep_header else b"") + noise + bytes(9 * RECORD_BYTES))
     try:

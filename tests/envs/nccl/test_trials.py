@@ -1,11 +1,10 @@
 """Which trials rank 0 leads after a restart: what its mailbox notes of them in the run folder."""
 
 import json
-import os
 from itertools import count
 
 import pytest
-from dynamiccl.envs.nccl.agreement import mailbox
+from dynamiccl.envs.nccl import life
 from dynamiccl.envs.nccl.agreement.leader import Leader
 from dynamiccl.envs.nccl.agreement.mailbox import TableMailbox
 from dynamiccl.envs.nccl.agreement.protocol import ABORT, Decision
@@ -52,8 +51,8 @@ class Lives:
 @pytest.fixture
 def restarted(monkeypatch):
     """The next life is another process."""
-    tokens = count()
-    return lambda: monkeypatch.setattr(mailbox, "_PROCESS", f"process {next(tokens)}")
+    lives = count(1)
+    return lambda: monkeypatch.setattr(life, "_own", next(lives))
 
 
 @pytest.mark.parametrize("trial", [TRIAL, TURNS])
@@ -63,11 +62,11 @@ def test_rows_in_whose_trial_the_ranks_ended_are_not_tried_again(tmp_path, resta
     leader = job.begin()
     assert job.tries(leader, 2, (FATAL,), UNTIL, *trial) == ""
     leader.sees({7: 128, 9: 140})
-    for life in range(3):
+    for n in range(3):
         restarted()
         leader = job.begin()
-        assert leader.look() == (2 + life, NotAgreeing.FATAL_TRIAL())
-        assert job.tries(leader, 3 + life, (FATAL,), UNTIL, *trial) == NotAgreeing.FATAL_TRIAL()
+        assert leader.look() == (2 + n, NotAgreeing.FATAL_TRIAL())
+        assert job.tries(leader, 3 + n, (FATAL,), UNTIL, *trial) == NotAgreeing.FATAL_TRIAL()
     assert job.tries(leader, 6, (FATAL, OTHER), UNTIL) == NotAgreeing.FATAL_TRIAL(), "nor beside another row"
     assert job.tries(leader, 6, (OTHER,), UNTIL) == "", "other rows may be tried"
     restarted()
@@ -76,16 +75,6 @@ def test_rows_in_whose_trial_the_ranks_ended_are_not_tried_again(tmp_path, resta
         NotAgreeing.FATAL_TRIAL()
     }
     assert len(NotAgreeing.FATAL_TRIAL()) <= 80, "what a record holds"
-
-
-def test_each_process_that_is_forked_has_a_token_of_its_own():
-    """Before: ranks that are forked from one launcher had its token, and no trial was ever fatal."""
-    reads, writes = os.pipe()
-    if not (child := os.fork()):
-        os.write(writes, mailbox._PROCESS.encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert os.read(reads, 100).decode() != mailbox._PROCESS
 
 
 @pytest.mark.parametrize("ends", ["by itself", "withdrawn", "lost"])
