@@ -23,13 +23,17 @@ from pathlib import Path
 
 
 def parsed():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kind", choices=("fsdp2", "zero"), required=True)
     parser.add_argument("--stage", type=int, default=3, help="of zero()")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--uneven", action="store_true", help="accumulate 1 to 3 batches: steps are not alike")
+    parser.add_argument(
+        "--uneven", action="store_true", help="accumulate 1 to 3 batches: steps are not alike"
+    )
     parser.add_argument("--losses", type=Path, required=True)
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--backend-module", default="", help="imported first: it registers the backend")

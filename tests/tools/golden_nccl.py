@@ -73,7 +73,11 @@ class Runner:
         began = time.monotonic()
         command = [str(self.options.launcher), *map(str, arguments)]
         process = subprocess.Popen(
-            command, env=self.environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=sys.stderr
+            command,
+            env=self.environment,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=sys.stderr,
         )
         try:
             code = process.wait(limit_s)
@@ -132,7 +136,9 @@ def digest(losses):
 def first_difference(losses, untuned):
     """The first step at which some rank has another loss than untuned; None: all are equal."""
     pairs = zip(losses, untuned, strict=True)
-    return min((i for a, b in pairs for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), default=None)
+    return min(
+        (i for a, b in pairs for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), default=None
+    )
 
 
 def events_of(out):
@@ -160,7 +166,10 @@ def compare(events):
     example = ""
     if len(bad):
         rows = shared.set_index(CALL).loc[[bad[0]]].reset_index()
-        example = "; ".join(f"rank {r['rank']}: " + ", ".join(f"{n} {r[n]}" for n in AGREE) for r in rows.to_dict("records"))
+        views = (
+            f"rank {r['rank']}: " + ", ".join(f"{n} {r[n]}" for n in AGREE) for r in rows.to_dict("records")
+        )
+        example = "; ".join(views)
     return calls.ngroups, len(bad), example
 
 
@@ -192,7 +201,15 @@ def switches(out, events):
 
 def audited(runner, out):
     """What `dynamiccl doctor` says of the traces of both hosts."""
-    command = [runner.options.bin / "dynamiccl", "doctor", "--json", "--trace", out / "h0", "--trace", out / "h1"]
+    command = [
+        runner.options.bin / "dynamiccl",
+        "doctor",
+        "--json",
+        "--trace",
+        out / "h0",
+        "--trace",
+        out / "h1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     try:
         return json.loads(done.stdout)["checked"]["settings"]
@@ -233,9 +250,17 @@ def golden(runner, name):
     events = events_of(out)
     compared, mismatches, example = compare(events)
     kinds = switches(out, events)
-    found = {"job": name, "how": how, "workload": workload, "ranks": ranks, "steps": steps, "exit_status": code}
+    found = {
+        "job": name,
+        "how": how,
+        "workload": workload,
+        "ranks": ranks,
+        "steps": steps,
+        "exit_status": code,
+    }
     found |= {"compared": compared, "mismatches": mismatches, "example": example}
-    found |= {"switches": sum(kinds.values()), "kinds": kinds, "channels_run": sorted(map(int, events["n_channels"].unique()))}
+    found |= {"switches": sum(kinds.values()), "kinds": kinds}
+    found["channels_run"] = sorted(map(int, events["n_channels"].unique()))
     found |= {"losses": sum(map(len, losses)), "losses_equal": losses == expected, "digest": digest(losses)}
     found |= {"untuned_digest": digest(expected), "seconds": seconds, "untuned_seconds": reference["seconds"]}
     if how == "tune":
@@ -268,14 +293,17 @@ def control(runner, fault):
     compared, mismatches, example = compare(events_of(out))
     caught = []
     if code is None and not losses:
-        caught.append(f"the job hangs: not over after {limit_s:.0f} s, untuned it takes {reference['seconds']:.0f} s")
+        caught.append(
+            f"the job hangs: not over after {limit_s:.0f} s, untuned it takes {reference['seconds']:.0f} s"
+        )
     elif code:
         caught.append(f"the job fails with status {code}")
     elif (step := first_difference(losses, [one[:steps] for one in expected])) is not None:
         caught.append(f"the losses differ from step {step} on")
     if mismatches:
         caught.append(f"{mismatches} of {compared} collectives with different settings: {example}")
-    return {"control": fault, "caught": caught, "exit_status": code, "seconds": seconds, "compared": compared, "mismatches": mismatches}
+    found = {"control": fault, "caught": caught, "exit_status": code, "seconds": seconds}
+    return found | {"compared": compared, "mismatches": mismatches}
 
 
 def _late_tuner(runner):
@@ -283,8 +311,8 @@ def _late_tuner(runner):
     library = runner.work / "golden_late.so"
     runner.work.mkdir(parents=True, exist_ok=True)
     include = HERE.parent.parent / "envs" / "nccl" / "plugin"
-    command = ["cc", "-std=c11", "-shared", "-fPIC", "-O1", f"-I{include}", "-o", library, HERE / "golden_late.c", "-ldl"]
-    subprocess.run(command, check=True)
+    compiler = ["cc", "-std=c11", "-shared", "-fPIC", "-O1", f"-I{include}"]
+    subprocess.run([*compiler, "-o", library, HERE / "golden_late.c", "-ldl"], check=True)
     return library
 
 
@@ -312,10 +340,14 @@ def tell(found):
 
 
 def parsed():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--launcher", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--bin", type=Path, default=Path(sys.executable).parent, help="folder of the tree to test")
+    parser.add_argument(
+        "--bin", type=Path, default=Path(sys.executable).parent, help="folder of the tree to test"
+    )
     parser.add_argument("--backend", default="ncclcpu")
     parser.add_argument("--backend-module", default="nccl_cpu")
     parser.add_argument("--quick", action="store_true", help="six jobs")
@@ -340,7 +372,9 @@ def main():
         jobs.append(kept(options.out / f"{name}.json", lambda name=name: golden(runner, name)))
         tell(jobs[-1])
     for fault in CONTROLS if options.controls else ():
-        controls.append(kept(options.out / f"control-{fault}.json", lambda fault=fault: control(runner, fault)))
+        controls.append(
+            kept(options.out / f"control-{fault}.json", lambda fault=fault: control(runner, fault))
+        )
         told = "; ".join(controls[-1]["caught"])
         print(f"control {fault}: " + (f"caught: {told}" if told else "NOT CAUGHT"), flush=True)
     rows = [{key: value for key, value in job.items() if key != "summary"} for job in jobs]

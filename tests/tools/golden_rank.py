@@ -76,7 +76,9 @@ class Publisher:
 
 
 def parsed():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kinds", required=True)
     parser.add_argument("--headroom", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
