@@ -104,12 +104,19 @@ def _settings(traces: list[Trace]) -> tuple[str, list[Finding]]:
 
 def _not_compared(traces: list[Trace]) -> str:
     """Why no collective could be compared, in words."""
+    import pandas as pd
+
     ours = [trace.events for trace in traces if "source" not in trace.header]
     if not ours:
         return "not compared: another tool's recording does not number the calls"
     if any(events["captured"].any() for events in ours):
         return "not compared: the calls are captured in CUDA graphs"
-    return "not known: no collective was recorded on two ranks"
+    told = "not known: no collective was recorded on two ranks"
+    comms = pd.concat([trace.comms for trace in traces])
+    recorded = comms.groupby("comm_id")["rank"].nunique()
+    ranks = comms.groupby("comm_id")["n_ranks"].max()
+    are_elsewhere = bool((ranks > recorded).any()) and not any(t.header.get("emulated") for t in traces)
+    return f"{told}; give --trace for the results of each host of the job" if are_elsewhere else told
 
 
 def _example(found: Consistency) -> str:

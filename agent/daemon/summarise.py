@@ -81,10 +81,19 @@ def _seen(request: Request, job: Job) -> dict[str, Any]:
         "steps": job.last_step,
         "loss_first": losses[0],
         "loss_last": losses[-1],
-        "consistency": {"calls_checked": audit.calls_checked, "mismatches": audit.mismatches},
+        "consistency": {
+            "calls_checked": audit.calls_checked,
+            "mismatches": audit.mismatches,
+            "ranks_elsewhere": 0 if request.emulated else _ranks_elsewhere(job),
+        },
         "records_lost": job.records_lost,
         "job_status": job.status,
     }
+
+
+def _ranks_elsewhere(job: Job) -> int:
+    """Most ranks of one communicator that other hosts record."""
+    return max((c.n_ranks - len(c.ranks) for c in job.assembler.comms.values()), default=0)
 
 
 class Results:

@@ -130,7 +130,7 @@ class OfEnd:
     refused: list[dict[str, Any]] = field(default_factory=list)
     #: state and text of the ranks' agreement
     agreement: dict[str, str] | None = None
-    #: calls_checked, mismatches
+    #: calls_checked, mismatches, ranks_elsewhere (of one communicator, on other hosts: not compared)
     consistency: dict[str, int] = field(default_factory=dict)
     #: records that the rings lost
     records_lost: int | None = None

@@ -114,13 +114,25 @@ def result_lines(summary: RunSummary) -> list[str]:
     return [line for line in found if line]
 
 
+#: The command that compares the ranks of all hosts; each host's results hold its own ranks.
+ACROSS_HOSTS = "dynamiccl doctor --trace RESULTS_OF_HOST_0 --trace RESULTS_OF_HOST_1 ..."
+
+
 def consistency_text(found: Mapping[str, Any]) -> str:
     """Whether the ranks ran their collectives in the same way; empty if nothing is known."""
     if not found:
         return ""
-    if not found["calls_checked"]:
-        return "consistency: no collective was recorded by two ranks, so nothing was compared"
-    return f"consistency: {found['calls_checked']} collectives compared across ranks, {found['mismatches']} mismatches"
+    elsewhere = found.get("ranks_elsewhere", 0)
+    if found["calls_checked"]:
+        of_whom = " of this host" if elsewhere else ""
+        counts = f"{found['calls_checked']} collectives compared across ranks{of_whom}"
+        told = f"consistency: {counts}, {found['mismatches']} mismatches"
+    else:
+        told = "consistency: no collective was recorded here by two ranks, so nothing was compared"
+    if elsewhere:
+        ranks = "1 other rank is" if elsewhere == 1 else f"{elsewhere} other ranks are"
+        told += f"; {ranks} recorded on other hosts: {ACROSS_HOSTS} compares all"
+    return told
 
 
 def cost_rows(costs: Sequence[Mapping[Any, Any]]) -> list[list[str | None]]:

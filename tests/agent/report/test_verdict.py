@@ -9,6 +9,7 @@ import pytest
 from dynamiccl.agent.daemon.console import show_summary
 from dynamiccl.agent.daemon.daemon import Daemon
 from dynamiccl.agent.report.summary import RunSummary
+from dynamiccl.agent.report.texts import consistency_text
 from dynamiccl.agent.report.verdict import outcome, rows_text, verdict
 from dynamiccl.traces.reasons import RunEnds
 from rich.console import Console
@@ -111,6 +112,16 @@ def test_equal_decisions_are_told_together():
         == "ring/ll128/8: all_gather 33-64, 129-256 MiB; reduce_scatter 5-8, 33-64, 129-256 MiB"
     )
     assert rows_text(rows[:1]) == "NCCL's default"
+
+
+def test_a_host_says_that_other_ranks_are_recorded_elsewhere_and_how_to_compare_them():
+    """Before: no collective was recorded by two ranks, and nothing said that all are on another host."""
+    alone = consistency_text({"calls_checked": 0, "mismatches": 0, "ranks_elsewhere": 1})
+    assert "1 other rank is recorded on other hosts" in alone and "doctor --trace" in alone
+    some = consistency_text({"calls_checked": 70, "mismatches": 0, "ranks_elsewhere": 8})
+    assert "70 collectives compared across ranks of this host, 0 mismatches; 8 other ranks" in some
+    whole = consistency_text({"calls_checked": 70, "mismatches": 0, "ranks_elsewhere": 0})
+    assert whole == "consistency: 70 collectives compared across ranks, 0 mismatches"
 
 
 def test_a_view_has_no_arithmetic_of_its_own():
