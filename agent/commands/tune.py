@@ -24,6 +24,7 @@ from . import (
     Headroom,
     Option,
     OrUntuned,
+    Untouched,
     become_owner,
     emulation_here,
     fail,
@@ -32,6 +33,7 @@ from . import (
     refusing,
     run_alone_if_off,
     run_folder,
+    untouched_from,
     untuned_if_refused,
 )
 
@@ -105,6 +107,7 @@ def tune(
         ),
     ] = None,
     headroom: Headroom = None,
+    untouched: Untouched = None,
     attach: Annotated[
         str | None,
         Option(
@@ -188,7 +191,7 @@ def tune(
     _check(call)
     run_alone_if_off(command, headroom, json)
     if attach:
-        if headroom:
+        if headroom or untouched:
             fail(
                 "the job already has its communicators: give --headroom to `dynamiccl env` before the job starts"
             )
@@ -240,6 +243,7 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     from ..report.outputs import begin, default_url, full_url, link
 
     command, own = asked["command"], not asked["command"]
+    untouched = untouched_from(asked["headroom"], asked["untouched"])
     memory = None if asked["no_memory"] else asked["memory"] or default_url()
     memory = memory and full_url(memory)
     if memory and "://" in memory:
@@ -260,6 +264,8 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     left |= {"out": out, "memory": memory, "emulated": emulated, "job_log": job_log, "launched": not own}
     left |= {"facts": facts, "job": " ".join(command)}
     Request(**left).write(run)
+    if untouched:
+        untouched.write(run)
     link(out, run)
     tuner = [*program(), "tune", "--attach", str(run)]
     environment = {**job_env(run, asked["headroom"]), **(emulated.env() if emulated else {})}

@@ -146,7 +146,7 @@ def _is_empty(found: tuple[int, bytes] | None) -> bool:
     from ...envs.nccl.shm import decode_table
 
     table = decode_table(found[1])
-    return not table.rules and not table.trial_steps
+    return not table.deciding and not table.trial_steps
 
 
 def _tries_a_table(folder: RunFolder) -> bool:

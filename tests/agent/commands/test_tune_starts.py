@@ -82,8 +82,8 @@ def test_env_is_what_a_shell_can_evaluate(tmp_path):
     assert set(variables) >= {"DYNAMICCL_RUN", "NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"}
     Path(variables["DYNAMICCL_RUN"], "table").unlink()
     assert run("env").stdout.startswith("export DYNAMICCL_RUN=/")
-    assert "NCCL_MIN_CTAS" not in variables
-    assert json.loads(run("env", "--json", "--headroom", "24").stdout)["NCCL_MIN_CTAS"] == "24"
+    assert "NCCL_MIN_NCHANNELS" not in variables
+    assert json.loads(run("env", "--json", "--headroom", "24").stdout)["NCCL_MIN_NCHANNELS"] == "24"
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_a_job_that_is_joined_on_an_emulated_cluster_is_known_for_one():
 
 
 def test_headroom_reaches_the_job_before_its_communicators_are_made(tmp_path):
-    program = "import os; raise SystemExit('channels ' + os.environ['NCCL_MIN_CTAS'])"
+    program = "import os; raise SystemExit('channels ' + os.environ['NCCL_MIN_NCHANNELS'])"
     run("tune", "--out", str(tmp_path), "--headroom", "24", "--", sys.executable, "-c", program)
     assert "channels 24" in (tmp_path / "job.log").read_text()
 
