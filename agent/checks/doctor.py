@@ -113,7 +113,7 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
      "name it as `dynamiccl env` does, with its folder on LD_LIBRARY_PATH", CHANGE),
     ("channels", lambda f: f.release((2, 31)) and not f.env.keys() & {"NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS"},
      "NCCL {nccl} lets a tuner lower the channel count and not raise it",
-     "dynamiccl tune --headroom with the most channels worth trying (costs GPU memory for buffers)", NOTE),
+     "dynamiccl tune --headroom N --untouched RUN, N the most channels worth trying (costs GPU memory)", NOTE),
     ("channel limit", _channel_limit,
      "the environment limits communicators to {found[0]} channels, {found[1]} are asked for",
      "raise NCCL_MAX_NCHANNELS and NCCL_MAX_CTAS", CHANGE),

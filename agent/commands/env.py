@@ -40,7 +40,8 @@ def env(
 ) -> None:
     """Print the variables of a job that a tuner can join later, leave, and join again.
 
-    Set them before the job starts, on all nodes. Without a tuner the job runs under NCCL's default.
+    Set them before the job starts, on all nodes. Without a tuner the job runs under NCCL's default, with --headroom on
+    all channels.
 
     \b
     eval "$(dynamiccl env --name big)"

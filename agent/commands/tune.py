@@ -171,6 +171,11 @@ def tune(
     The kept table is stored for the next run of the job on the same cluster (OPERATING.md says where). There it is the
     first candidate, and is compared with the default like any other table.
 
+    With --headroom N, NCCL prepares N channels, so that tables may use them. --untouched RUN names the results of a
+    run of this job without that option. Its channel counts make the untouched table, which holds from the ranks' first
+    agreement on wherever no other table decides. So a gain is one against NCCL untouched. A job that groups calls, or
+    captures them in CUDA graphs, is not tuned then: no table can hold NCCL untouched there.
+
     With a COMMAND this is a launcher for schedulers. Its exit status is the job's (128 + n after signal n). It passes
     on all signals and the job's output. The tuner prints one line per event to stderr. `dynamiccl top` in another
     terminal shows the state of the run. The tuner is a separate process: the job does not notice its end, and

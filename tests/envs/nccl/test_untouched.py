@@ -10,28 +10,29 @@ from dynamiccl.envs.nccl.plugin.bindings import Span
 from dynamiccl.envs.nccl.shm import RunFolder, decode_table, encode_table
 from dynamiccl.envs.nccl.tables import load_table, to_json
 from dynamiccl.envs.nccl.untouched import FUNCS, MAX_BYTES, ClassChannels, Untouched
-from dynamiccl.envs.nccl_model.untouched import as_run, fault, own_limit
+from dynamiccl.envs.nccl_model.untouched import as_run, fault, of_run, own_limit
 from dynamiccl.traces.records import Decision, Rule, Slot, Table
-from paths import DATA
+from untouched_run import filed, write_untouched
 
-FILED = DATA / "nccl_on_cpu" / "untouched"
 TWO = ClassChannels(2, 2, 2, 256)
-
-
-def filed(name):
-    return pd.read_csv(FILED / f"{name}.csv")
 
 
 @pytest.mark.parametrize("channels", [2, 6])
 def test_raised_communicators_under_the_table_ran_as_untouched_ones_at_every_size(channels):
     keys = ["func", "n_bytes"]
-    untouched, raised = (filed(f"{kind}_{channels}").set_index(keys).sort_index() for kind in ("untouched", "raised"))
-    assert len(untouched) >= 99 and {"all_gather", "reduce_scatter", "all_reduce"} == set(untouched.index.levels[0])
+    untouched, raised = (
+        filed(f"{kind}_{channels}").set_index(keys).sort_index() for kind in ("untouched", "raised")
+    )
+    assert len(untouched) >= 99 and {"all_gather", "reduce_scatter", "all_reduce"} == set(
+        untouched.index.levels[0]
+    )
     sizes = untouched.index.get_level_values("n_bytes")
     assert sizes.min() == 1 << 10 and sizes.max() == 64 << 20
     ran = ["algo", "proto", "n_channels"]
     pd.testing.assert_frame_equal(untouched[ran], raised[ran])
-    before = filed(f"before_{channels}").set_index(keys).sort_index()  # raised, and no table yet: the check can fail
+    before = (
+        filed(f"before_{channels}").set_index(keys).sort_index()
+    )  # raised, and no table yet: the check can fail
     assert (before["n_channels"] > untouched["n_channels"]).sum() > 20
 
 
@@ -44,8 +45,8 @@ def test_the_model_says_what_ran_at_every_size(channels):
     assert (own_limit(events, channels, 256) >= events["n_channels"]).all()
 
 
-def rule(low, high, decision=Decision("ring", "simple", 8), func="all_gather"):
-    return Rule(2, 2, func, low, high, decision)
+def rule(low, high):
+    return Rule(2, 2, "all_gather", low, high, Decision("ring", "simple", 8))
 
 
 @pytest.mark.parametrize(
@@ -151,3 +152,27 @@ def test_limits_do_not_fall_with_size():
         rows = pd.DataFrame({"n_bytes": n_bytes, "algo": "ring", "proto": proto, "n_ranks": 8})
         limit = own_limit(rows, 24, 512)
         assert (np.diff(limit) >= 0).all() and limit.min() == 1 and limit.max() == 24
+
+
+def test_what_nccl_does_untouched_is_read_from_a_run(tmp_path):
+    assert of_run(write_untouched(tmp_path / "a"), 8) == Untouched(8, (TWO,))
+    six = write_untouched(tmp_path / "b", filed("untouched_6"), header={"nccl": "-"})
+    assert of_run(six, 8) == Untouched(8, (ClassChannels(2, 2, 6, 256),))
+    large = filed("untouched_2")
+    large = large[large["n_bytes"] >= 1 << 20]  # both numbers of threads fit: the usual one
+    assert of_run(write_untouched(tmp_path / "c", large), 8).classes[0].threads == 512
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"header": {"headroom": 8}}, "is a run with --headroom: give one without it"),
+        ({"captured": True}, "shows no call of its own"),
+        ({"table_generation": 7}, "shows no call of its own"),
+        ({"algo": "collnet_direct"}, "NCCL runs collnet_direct on communicators of 2 ranks on 2 nodes"),
+        ({"n_channels": 3}, "by ring/ll on 3 channels on .*, and our model says 1: --headroom cannot hold"),
+    ],
+)
+def test_a_run_that_does_not_show_it_is_refused(tmp_path, changed, why):
+    with pytest.raises(ValueError, match=why):
+        of_run(write_untouched(tmp_path, **changed), 8)
