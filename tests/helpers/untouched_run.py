@@ -18,7 +18,8 @@ def write_untouched(folder, rows=None, **changed):
     ``header``."""
     header = {"nccl": "2.28.9", **changed.pop("header", {})}
     rows = (filed("untouched_2") if rows is None else rows).assign(n_ranks=2, n_nodes=2)
-    rows = rows.assign(asked_bytes=rows["n_bytes"], dtype="float32", captured=False, **changed)
+    rows = rows.assign(**{"asked_bytes": rows["n_bytes"], "dtype": "float32", "captured": False, **changed})
+    rows = rows.reset_index(drop=True)
     events = pd.DataFrame({name: np.zeros(len(rows)) for name in EVENT_COLUMNS})
     for name, kind in EVENT_COLUMNS.items():
         values = rows[name] if name in rows else events[name]
