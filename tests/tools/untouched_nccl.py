@@ -17,7 +17,7 @@ with --headroom once its table holds, before_N.csv of the steps before that. N i
 seconds are over; call it again for more. Its arms:
 
   plain, again   NCCL without dynamiccl, twice: the A/A interval
-  raised         --headroom, no trials: the untouched table holds
+  raised         as many channels as --headroom makes, under the untouched table alone (`dynamiccl apply --no-gate`)
   default        NCCL without dynamiccl on as many channels as --headroom makes: the option without its table
 """
 
@@ -32,13 +32,15 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from dynamiccl.envs.nccl_model.untouched import is_alone
+from dynamiccl.envs.nccl.tables import to_json
+from dynamiccl.envs.nccl_model.untouched import is_alone, of_run
 from dynamiccl.traces.files import Trace
+from dynamiccl.traces.records import Table
 
 HERE = Path(__file__).parent
 JOB = HERE / "untouched_job.py"
 ARMS = ("plain", "again", "raised", "default")
-FIRST = 16  # steps of a run that do not count: until the table holds
+FIRST = 16  # steps of a run that do not count: connections are made, memory is touched
 KEYS = ["func", "n_bytes", "algo", "proto", "n_channels"]
 
 
@@ -132,14 +134,14 @@ def time_arm(runs, arm, number):
     load = os.getloadavg()[0]
     words = [*runs.words("fsdp2", runs.options.steps), "--times", str(file)]
     out = runs.folder / f"{arm}_{number}"
+    headroom = runs.options.headroom
     if arm == "raised":
-        settings = ["--budget", "0", "--no-memory", *runs.raise_to("fsdp2")]
-        runs.start("tune", out, words, settings)
-        trace = Trace.read(out / "h0" / "trace")
-        steps = trace.steps[trace.steps["table_generation"] > 0]
-        assert steps["index"].min() < FIRST, f"the table holds from step {steps['index'].min()} on"
+        table = runs.folder / "untouched.json"
+        table.write_text(to_json(of_run(runs.watch("fsdp2", runs.options.steps), headroom).over(Table(1))))
+        apply = ["dynamiccl", "apply", str(table), "--no-gate", "--headroom", str(headroom), "--"]
+        runs.start("run", out, [*apply, "python", *words])
     else:
-        env = {"NCCL_MIN_NCHANNELS": str(runs.options.headroom)} if arm == "default" else None
+        env = {"NCCL_MIN_NCHANNELS": str(headroom)} if arm == "default" else None
         runs.start("run", out, ["python", *words], env=env)
     told = json.loads(file.read_text())
     steps = told.pop("ms")
