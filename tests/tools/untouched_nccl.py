@@ -1,7 +1,7 @@
 """Is NCCL untouched under ``--headroom``? Whole runs on NCCL's library, with and without more channels.
 
   python tests/tools/untouched_nccl.py channels FOLDER --launcher L --module nccl_cpu --backend ncclcpu
-  python tests/tools/untouched_nccl.py times FOLDER --launcher L ... [--runs 6] [--seconds 230]
+  python tests/tools/untouched_nccl.py times FOLDER --launcher L ... [--arms ...] [--runs 6] [--seconds 230]
   python tests/tools/untouched_nccl.py tune FOLDER --launcher L ... [--runs 2]
   python tests/tools/untouched_nccl.py show FOLDER
 
@@ -54,6 +54,7 @@ def parsed():
     parser.add_argument("--backend", default="nccl")
     parser.add_argument("--module", default="")
     parser.add_argument("--headroom", type=int, default=8)
+    parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--runs", type=int, default=6)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=1e9)
@@ -162,9 +163,9 @@ def times(runs):
     order = random.Random(options.seed)
     longest = 0.0
     while True:
-        counts = {arm: sum(row["arm"] == arm for row in rows) for arm in ARMS}
+        counts = {arm: sum(row["arm"] == arm for row in rows) for arm in options.arms.split(",")}
         least = min(counts.values())
-        left = [arm for arm in ARMS if counts[arm] == least]  # the rest of a round
+        left = [arm for arm in counts if counts[arm] == least]  # the rest of a round
         if least >= options.runs:
             break
         for arm in order.sample(left, len(left)):
@@ -200,13 +201,16 @@ def show(runs):
     path = runs.folder / "times.csv"
     if path.exists():
         rows = pd.read_csv(path)
-        by_arm = {arm: rows.loc[rows["arm"] == arm, "step_ms"].to_numpy() for arm in ARMS}
+        by_arm = {
+            arm: rows.loc[rows["arm"] == arm, "step_ms"].to_numpy() for arm in ARMS if arm in set(rows["arm"])
+        }
         for arm, ms in by_arm.items():
             print(f"{arm:8} {len(ms)} runs, median {np.median(ms):.1f} ms:", *(f"{x:.0f}" for x in ms))
         untouched = np.concatenate([by_arm["plain"], by_arm["again"]])
         print("A/A: plain over again", interval(by_arm["plain"], by_arm["again"]))
         print("raised over untouched", interval(by_arm["raised"], untouched))
-        print("default over untouched", interval(by_arm["default"], untouched))
+        if "default" in by_arm:
+            print("default over untouched", interval(by_arm["default"], untouched))
         print(
             rows.groupby("arm")[["rss_kib", "shared_memory_kib", "threads", "sockets"]].median().to_string()
         )
