@@ -26,6 +26,7 @@ from . import (
     Headroom,
     Option,
     OrUntuned,
+    Untouched,
     become_owner,
     emulation_here,
     fail,
@@ -34,6 +35,7 @@ from . import (
     refusing,
     run_alone_if_off,
     run_folder,
+    untouched_from,
     untuned_if_refused,
 )
 
@@ -116,6 +118,7 @@ def tune(
         ),
     ] = None,
     headroom: Headroom = None,
+    untouched: Untouched = None,
     attach: Annotated[
         str | None,
         Option(
@@ -179,6 +182,11 @@ def tune(
     The kept table is stored for the next run of the job on the same cluster (OPERATING.md says where). There it is the
     first candidate, and is compared with the default like any other table.
 
+    With --headroom N, NCCL prepares N channels, so that tables may use them. --untouched RUN names the results of a
+    run of this job without that option. Its channel counts make the untouched table, which holds from the ranks' first
+    agreement on wherever no other table decides. So a gain is one against NCCL untouched. A job that groups calls, or
+    captures them in CUDA graphs, is not tuned then: no table can hold NCCL untouched there.
+
     With a COMMAND this is a launcher for schedulers. Its exit status is the job's (128 + n after signal n). It passes
     on all signals and the job's output. The tuner prints one line per event to stderr. `dynamiccl top` in another
     terminal shows the state of the run. The tuner is a separate process: the job does not notice its end, and
@@ -199,7 +207,7 @@ def tune(
     _check(call)
     run_alone_if_off(command, headroom, json)
     if attach:
-        if headroom:
+        if headroom or untouched:
             fail(
                 "the job already has its communicators: give --headroom to `dynamiccl env` before the job starts"
             )
@@ -254,6 +262,7 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     from ..report.outputs import begin, default_url, full_url, link
 
     command, own = asked["command"], not asked["command"]
+    untouched = untouched_from(asked["headroom"], asked["untouched"])
     memory = None if asked["no_memory"] else asked["memory"] or default_url()
     memory = memory and full_url(memory)
     if memory and "://" in memory:
@@ -275,6 +284,8 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     typed = shlex.join(["dynamiccl", *sys.argv[1:]])
     left |= {"facts": facts, "job": " ".join(command), "typed": typed}
     Request(**left).write(run)
+    if untouched:
+        untouched.write(run)
     link(out, run)
     tuner = [*program(), "tune", "--attach", str(run)]
     environment = {**job_env(run, asked["headroom"]), **(emulated.env() if emulated else {})}
