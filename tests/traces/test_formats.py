@@ -15,30 +15,11 @@ from dynamiccl.traces.importers.formats import FORMATS, detect
 from dynamiccl.traces.importers.recording import read_recording
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from recordings_made import MADE
 from test_traces_importers import kineto
 
 KINDS = [(func, n_bytes) for func, n_bytes, *_ in made.STEP]
 LASTS = [us for *_, us in made.STEP]
-
-#: Name -> (format, made in an empty folder, what it knows: steps, times, choice).
-MADE = {
-    "kineto": ("kineto", lambda d: made.kineto(d / "r"), "steps times"),
-    "nsys": ("nsys", lambda d: made.nsys(d / "r.sqlite"), "steps times"),
-    "inspector verbose": ("inspector", lambda d: made.inspector(d / "r"), "times"),
-    "inspector": ("inspector", lambda d: made.inspector(d / "r", verbose=False), "times"),
-    "log of numbers": ("nccl-log", lambda d: made.nccl_log(d / "r", "numbers"), "choice"),
-    "log of names": ("nccl-log", lambda d: made.nccl_log(d / "r", "names"), "choice channels"),
-    "log of the cost model": ("nccl-log", lambda d: made.nccl_log(d / "r", "cost model"), "choice channels"),
-    "log with times": (
-        "nccl-log",
-        lambda d: made.nccl_log(d / "r", prefix="[2026-11-26 12:00:00] "),
-        "choice channels",
-    ),
-    "pickle": ("flight-recorder", lambda d: made.flight(d / "r"), ""),
-    "pickle with times": ("flight-recorder", lambda d: made.flight(d / "r", timing=True), "times"),
-    "flight json": ("flight-recorder", lambda d: made.flight(d / "r", pickled=False), ""),
-}
-
 
 @pytest.mark.parametrize("name", MADE)
 def test_each_format_is_read_as_the_job_was(tmp_path, name):
