@@ -39,6 +39,19 @@ class TraceError(Exception):
         super().__init__(shown(message))
 
 
+def readable(text: str) -> str:
+    """``text`` without the surrogates by which Python passes on bytes that are no UTF-8: it can be encoded.
+
+    >>> readable("j\\udcc3\\udcb6b"), readable("\\udcff"), readable("\\ud800")
+    ('jöb', '\\\\xff', '\\\\ud800')
+    """
+    try:
+        raw = text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # surrogates that stand for no byte
+        raw = text.encode("utf-8", "backslashreplace")
+    return raw.decode("utf-8", "backslashreplace")
+
+
 def shown(text: object) -> str:
     """A text or a path as one line that can be printed and encoded: bytes that are no UTF-8, and control characters,
     as ``\\xfc``.
@@ -46,8 +59,7 @@ def shown(text: object) -> str:
     >>> shown(os.fsdecode(b"r\\xfcn/a\\nb"))
     'r\\\\xfcn/a\\\\x0ab'
     """
-    whole = str(text).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    return _UNSHOWN.sub(lambda one: f"\\x{ord(one[0]):02x}", whole)
+    return _UNSHOWN.sub(lambda one: f"\\x{ord(one[0]):02x}", readable(str(text)))
 
 
 def said(error: BaseException, most: int = 120) -> str:
@@ -58,13 +70,7 @@ def said(error: BaseException, most: int = 120) -> str:
 
 def text_of(data: bytes) -> str:
     """Bytes as text, without a loss: those that are no UTF-8 come back by ``surrogateescape``."""
-    return data.removeprefix(_BOM).decode("utf-8", "surrogateescape")
-
-
-def read_text(path: Path, most: int = MOST_TEXT) -> str:
-    """The text of a file, at most so many bytes of it. Raises OSError."""
-    with path.open("rb") as file:
-        return text_of(file.read(most))
+    return data.decode("utf-8", "surrogateescape")
 
 
 def blocks(path: Path, size: int | None = None) -> Iterator[bytes]:
@@ -77,7 +83,7 @@ def blocks(path: Path, size: int | None = None) -> Iterator[bytes]:
         with path.open("rb") as raw:
             packed = raw.peek(2)[:2] == _GZIP
             file = gzip.GzipFile(fileobj=raw) if packed else raw
-            while data := file.read(size or BLOCK):
+            for data in _of_size(file, size or BLOCK):
                 given += len(data)
                 if packed and given > max(RATIO_FROM, MAX_RATIO * raw.tell()):
                     raise TraceError(
@@ -90,6 +96,23 @@ def blocks(path: Path, size: int | None = None) -> Iterator[bytes]:
         # What follows the packed part is none of it: a line end, say.
     except (OSError, EOFError, zlib.error) as error:
         raise _unread(path, error) from None
+
+
+def _of_size(file: Any, size: int) -> Iterator[bytes]:
+    """The content of an open file in blocks of this size. What comes before an error is given first."""
+    held, fault = bytearray(), None
+    try:
+        while part := file.read1(size - len(held)):
+            held += part
+            if len(held) == size:
+                yield bytes(held)
+                held.clear()
+    except (OSError, EOFError, zlib.error) as error:
+        fault = error
+    if held:
+        yield bytes(held)
+    if fault is not None:
+        raise fault
 
 
 def _unread(path: Path, error: Exception) -> TraceError:
@@ -216,7 +239,5 @@ def atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file by this text, in UTF-8; what cannot be encoded is escaped as :func:`shown` does. Raises
-    TraceError."""
-    data = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    atomically(path, lambda draft: draft.write_text(data, encoding="utf-8"))
+    """Replace a file by this text, :func:`readable` and in UTF-8. Raises TraceError."""
+    atomically(path, lambda draft: draft.write_text(readable(text), encoding="utf-8"))

@@ -1,7 +1,7 @@
 """What must not change while code is taken out or moved: an episode of each environment, a trace, other tools' files.
 
 A change that is meant to alter one of them writes the data anew, and says in its commit why:
-``PYTHONPATH=tests/helpers:tests/tools python tests/project/test_golden.py --write`` (all) or ``--write episodes`` (one part).
+``PYTHONPATH=tests/helpers:tests/tools python tests/project/test_golden.py --write`` (all) or ``--write episodes``.
 Whole numbers are kept as a digest; of others a few weighted sums are, so that the last digits of another machine do
 not matter.
 """
@@ -199,7 +199,7 @@ def test_a_change_is_seen(change):
 
 if __name__ == "__main__":
     if sys.argv[1:2] != ["--write"]:
-        sys.exit("PYTHONPATH=tests/helpers:tests/tools python tests/project/test_golden.py --write [episodes] [trace] [imported]")
+        sys.exit(f"python tests/project/test_golden.py --write [{'] ['.join(PARTS)}]")
     for part in sys.argv[2:] or PARTS:
         (GOLDEN / f"{part}.json").write_text(json.dumps(PARTS[part](), indent=1) + "\n")
         print(f"written: {GOLDEN / part}.json")

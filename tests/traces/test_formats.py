@@ -21,6 +21,7 @@ from test_traces_importers import kineto
 KINDS = [(func, n_bytes) for func, n_bytes, *_ in made.STEP]
 LASTS = [us for *_, us in made.STEP]
 
+
 @pytest.mark.parametrize("name", MADE)
 def test_each_format_is_read_as_the_job_was(tmp_path, name):
     """Before: all but Kineto's were refused as "is not text" or "is not JSON"."""

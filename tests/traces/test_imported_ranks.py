@@ -8,7 +8,6 @@ import pytest
 import recordings_made as made
 from command import invoke
 from dynamiccl.envs.replay.recordings import named, on_cluster
-from dynamiccl.traces.files import TraceError
 from dynamiccl.traces.importers.found import rank_in_name
 from dynamiccl.traces.importers.recording import read_recording
 from dynamiccl.traces.queries.costs import slot_costs

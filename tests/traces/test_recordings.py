@@ -17,8 +17,8 @@ from dynamiccl.envs.replay.decisions import load
 from dynamiccl.envs.replay.recordings import named, on_cluster
 from dynamiccl.envs.replay_env import ReplayEnv
 from dynamiccl.envs.search.observation import N_OBSERVATION
-from dynamiccl.traces.files import TraceError
 from dynamiccl.traces import outside
+from dynamiccl.traces.files import TraceError
 from dynamiccl.traces.importers import json_stream
 from dynamiccl.traces.importers.recording import read_recording
 from paths import DATA

@@ -7,8 +7,8 @@ import pickle
 import pytest
 import recordings_made as made
 from command import invoke
-from dynamiccl.traces.outside import TraceError
 from dynamiccl.traces.importers.recording import read_recording
+from dynamiccl.traces.outside import TraceError
 
 COLUMNS = ["rank", "step", "comm_id", "func", "n_bytes", "start_ns", "end_ns"]
 
@@ -108,13 +108,20 @@ def test_the_root_of_a_broadcast_is_not_the_caller(tmp_path):
 
 
 def flight_dump(*entries, **more):
-    return json.dumps({"version": "2.10", "pg_status": {}, "pg_config": {}, "entries": [*entries], **more}).encode()
+    return json.dumps(
+        {"version": "2.10", "pg_status": {}, "pg_config": {}, "entries": [*entries], **more}
+    ).encode()
 
 
 GLOO = {"profiling_name": "gloo:all_reduce", "process_group": ["0", "x"], "time_created_ns": 1}
 #: Format -> (maker of good files, odd file's name, its content, what is said of it).
 ODD = {
-    "coordinator": (made.kineto, "async_llm.1760.json", b'{"deviceProperties": [], "traceEvents": []}', "without a call"),
+    "coordinator": (
+        made.kineto,
+        "async_llm.1.json",
+        b'{"deviceProperties": [], "traceEvents": []}',
+        "without a call",
+    ),
     "cut profile": (made.kineto, "rank2.json", b'{"traceEvents": [{"ph": "X", "cat": "ke', "cut short"),
     "profile of gloo": (
         made.kineto,
@@ -122,7 +129,12 @@ ODD = {
         b'{"traceEvents": [], "distributedInfo": {"backend": "gloo", "rank": 2}}',
         "is of gloo",
     ),
-    "packed profile, cut": (made.kineto, "a.json.gz", gzip.compress(b'{"traceEvents": []}' * 99)[:40], "cannot read"),
+    "packed profile, cut": (
+        made.kineto,
+        "a.json.gz",
+        gzip.compress(b'{"traceEvents": []}' * 99)[:40],
+        "cannot read",
+    ),
     "dump without calls": (made.flight, "nccl_trace_rank_2", flight_dump(), "holds no call"),
     "dump without entries": (made.flight, "nccl_trace_rank_2", b'{"pg_status": {}}', "it has no entries"),
     "cut dump": (made.flight, "nccl_trace_rank_2", flight_dump(GLOO)[:-9], "is not JSON"),
@@ -203,8 +215,18 @@ def test_lines_that_are_not_understood_are_counted_and_shown(tmp_path):
     with pytest.raises(TraceError, match=r"job\.log: 7 lines of NCCL, none understood, .*'node7-0 says NCCL"):
         read_recording([path])
     path.write_text("node7:500:500 [0] NCCL INFO NET/Socket : Using [0]eth0\n" * 3)
-    with pytest.raises(TraceError, match=r"3 lines of NCCL, and none tells of a collective: log with NCCL_DEBUG"):
+    with pytest.raises(
+        TraceError, match=r"3 lines of NCCL, and none tells of a collective: log with NCCL_DEBUG"
+    ):
         read_recording([path])
+
+
+def test_what_follows_a_packed_file_is_no_fault_of_it(tmp_path):
+    """Copied as text, or padded by a disk. Before: a line end there refused the file."""
+    plain = made.nccl_log(tmp_path / "plain")
+    for tail in (b"\r\n", b"\n", b"\x00" * 512):
+        (tmp_path / "job.log.gz").write_bytes(gzip.compress(plain.read_bytes()) + tail)
+        assert len(read_recording([tmp_path / "job.log.gz"]).events) == 2 * made.N_STEPS * len(made.STEP)
 
 
 # Bytes ----------------------------------------------------------------------------------------------------------------

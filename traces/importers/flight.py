@@ -53,7 +53,11 @@ def read(file: Path, found: Found) -> None:
         else:
             process.calls.append(call)
     if not process.calls and (odd or of_gloo):
-        why = f"{odd} calls that are not whole" if odd else f"{of_gloo} calls of gloo, which say nothing of NCCL"
+        why = (
+            f"{odd} calls that are not whole"
+            if odd
+            else f"{of_gloo} calls of gloo, which say nothing of NCCL"
+        )
         raise TraceError(f"{file} holds {why}, and none of NCCL: record the job over NCCL")
     if not process.calls:
         raise TraceError(f"{file} holds no call: dump it while the job runs, with TORCH_FR_BUFFER_SIZE set")
@@ -164,4 +168,6 @@ def _unpickled(file: Path, data: bytes) -> Any:
     except TraceError as error:
         raise TraceError(f"{file} was not read: {error}; {cure}") from None
     except Exception as error:  # a damaged pickle can raise anything
-        raise TraceError(f"{file} is no whole pickle of {len(data):,} bytes ({said(error)}); {cure}") from None
+        raise TraceError(
+            f"{file} is no whole pickle of {len(data):,} bytes ({said(error)}); {cure}"
+        ) from None

@@ -40,8 +40,16 @@ KINETO = Format(
 #: In this order: an earlier format's sign is looked for first. Signs at a file's begin come first: a file that packs
 #: others holds their signs too.
 FORMATS = (
-    Format("nsys", "an export of Nsight Systems", _sign(rb"\ASQLite format 3\x00"), lambda: nsys.read, nsys.GAPS),
-    Format("flight-recorder", "a dump of the Flight Recorder", _sign(rb"\A\x80[\x02-\x05]"), lambda: flight.read, flight.GAPS),
+    Format(
+        "nsys", "an export of Nsight Systems", _sign(rb"\ASQLite format 3\x00"), lambda: nsys.read, nsys.GAPS
+    ),
+    Format(
+        "flight-recorder",
+        "a dump of the Flight Recorder",
+        _sign(rb"\A\x80[\x02-\x05]"),
+        lambda: flight.read,
+        flight.GAPS,
+    ),
     Format("zip", "a zip archive", _sign(rb"\APK\x03\x04"), cure="unpack it and give the files in it"),
     Format(
         "packed",
@@ -61,14 +69,14 @@ FORMATS = (
         "a dump of the Flight Recorder",
         _sign(rb'\A\s*\{[\s\S]*"(collective_seq_id|pg_status|nccl_comm_state|comm_lib_version)"\s*:'),
         lambda: flight.read,
-    flight.GAPS,
+        flight.GAPS,
     ),
     Format(
         "inspector",
         "a log of NCCL's Inspector",
         _sign(rb'"(inspector_output_format_version|coll_perf|coll_sn)"\s*:'),
         inspector.Logs,
-    inspector.GAPS,
+        inspector.GAPS,
     ),
     Format(
         "nccl-tests",
@@ -76,7 +84,13 @@ FORMATS = (
         _sign(rb'Collective test starting|# nThread|#\s+size\s+count\s+\(?(type|elements)|"out_of_place"'),
         cure="it measures an idle network, not a job: record a profile of the job",
     ),
-    Format("nccl-log", "a log of NCCL", _sign(rb"NCCL (INFO|WARN|TRACE) |NCCL version \d"), nccl_log.Logs, nccl_log.GAPS),
+    Format(
+        "nccl-log",
+        "a log of NCCL",
+        _sign(rb"NCCL (INFO|WARN|TRACE) |NCCL version \d"),
+        nccl_log.Logs,
+        nccl_log.GAPS,
+    ),
     Format(
         "deepspeed-log",
         "a log of DeepSpeed's communication",

@@ -102,9 +102,13 @@ class Found:
     processes: list[Process] = field(default_factory=list)
     header: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    counted: Counter[str] = field(default_factory=Counter)  # a note with the places {calls} and {n} -> how many
+    counted: Counter[str] = field(
+        default_factory=Counter
+    )  # a note with the places {calls} and {n} -> how many
     groups: dict[int, tuple[int, ...]] = field(default_factory=dict)  # comm_id -> ranks, () where not told
-    nodes: dict[int, int] = field(default_factory=dict)  # comm_id -> nodes, where they are told apart from the calls
+    nodes: dict[int, int] = field(
+        default_factory=dict
+    )  # comm_id -> nodes, where they are told apart from the calls
     nothing: list[str] = field(default_factory=list)  # what was seen in place of calls, where there are none
 
     def add(self, other: Found) -> None:

@@ -16,9 +16,7 @@ from .found import Found, Gaps, Process, func_of, many, process_of, whole_bytes
 
 GAPS = Gaps(steps="the Inspector marks no steps: what part of a step calls take is not known")
 _MADE_UP = "durations are measured, starts are laid end to end: NCCL_INSPECTOR_DUMP_VERBOSE=1 tells them"
-_DROPPED = (
-    "the Inspector dropped {n} calls, which are left out: raise NCCL_INSPECTOR_DUMP_COLL_RING_SIZE"
-)
+_DROPPED = "the Inspector dropped {n} calls, which are left out: raise NCCL_INSPECTOR_DUMP_COLL_RING_SIZE"
 _SMALL = "the Inspector leaves out calls below NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES, 8 KiB by default"
 _WRONG = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
@@ -54,9 +52,7 @@ class Logs:
         found.notes.append(_SMALL)
         found.processes += processes.values()
 
-    def _take(
-        self, line: dict[str, Any], file: Path, processes: dict[int, Process], found: Found
-    ) -> None:
+    def _take(self, line: dict[str, Any], file: Path, processes: dict[int, Process], found: Found) -> None:
         """Take in one line. Raises one of _WRONG where it is none of the Inspector's."""
         self.context = {k: line[k] for k in ("header", "metadata") if k in line} or self.context
         if "dump_stats" in line:

@@ -21,7 +21,19 @@ import numpy as np
 
 from ..names import DTYPE_BYTES
 from ..outside import TraceError
-from .found import MOST_RANKS, OUTSIDE, Found, Gaps, Marks, Process, algo_in_kernel, comm_id_of, dtype_of, func_of, many
+from .found import (
+    MOST_RANKS,
+    OUTSIDE,
+    Found,
+    Gaps,
+    Marks,
+    Process,
+    algo_in_kernel,
+    comm_id_of,
+    dtype_of,
+    func_of,
+    many,
+)
 from .json_stream import Faults, read_elements
 
 GAPS = Gaps(
@@ -78,7 +90,9 @@ class _Host:
             begin, duration, _ = _span(event)
             self.optimizers.setdefault(name, []).append(begin + duration)
 
-    def calls(self, kernels: list[_Span]) -> Iterator[tuple[float, dict[str, Any], tuple[float, float] | None]]:
+    def calls(
+        self, kernels: list[_Span]
+    ) -> Iterator[tuple[float, dict[str, Any], tuple[float, float] | None]]:
         """Of each collective: when it was asked for, what is said of it, its kernel's begin and duration if it ran."""
         ran = set()
         for begin, duration, args in kernels:

@@ -132,9 +132,7 @@ class Logs:
             comm_id, _ = process.comms.get(nodes[1], (0, 0))
             found.nodes[comm_id] = int(nodes[2])
 
-    def _call(
-        self, process: _Process, device: int, call: re.Match[str], calls: list[dict[str, Any]]
-    ) -> None:
+    def _call(self, process: _Process, device: int, call: re.Match[str], calls: list[dict[str, Any]]) -> None:
         """A COLL line: a collective was enqueued."""
         name, count, elements, number, address, size = call.groups()
         func = func_of(name)
@@ -158,9 +156,7 @@ class Logs:
         process.waiting.setdefault(n_bytes, deque()).append(told)
 
 
-def _choose(
-    process: _Process, func: str | None, n_bytes: int, choice: dict[str, Any], found: Found
-) -> None:
+def _choose(process: _Process, func: str | None, n_bytes: int, choice: dict[str, Any], found: Found) -> None:
     """A TUNING line: what NCCL chose for the earliest of the calls that it fits."""
     waiting = process.waiting.get(n_bytes, deque())
     for call in waiting:

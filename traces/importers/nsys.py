@@ -76,7 +76,9 @@ def read(file: Path, found: Found) -> None:
                 _read(file, base, found)
     except (sqlite3.Error, pd.errors.DatabaseError) as error:
         reason = str(error).splitlines()[-1:] or [said(error)]
-        raise TraceError(f"{file} is no whole SQLite export ({reason[0]}): nsys export --type sqlite") from None
+        raise TraceError(
+            f"{file} is no whole SQLite export ({reason[0]}): nsys export --type sqlite"
+        ) from None
 
 
 def _text(data: bytes) -> str:

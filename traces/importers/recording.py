@@ -10,8 +10,6 @@ import filecmp
 import os
 from pathlib import Path
 
-import pandas as pd
-
 from ..assemble import COMM_COLUMNS, OFFER_COLUMNS, empty
 from ..files import Trace
 from ..outside import TraceError, said
@@ -79,7 +77,13 @@ def read_recording(paths: list[Path], ranks_per_node: int | None = None) -> Trac
     files = recording_files(paths)
     known, used, left_out = _of_one_format(files, paths)
     job, odd = _read(known, [file for file in files if file in used])
-    events = job.events(ranks_per_node)
+    try:
+        events, steps, compute = job.events(ranks_per_node), job.step_frame(), job.compute()
+    except (ValueError, TypeError, OverflowError) as error:  # times and numbers of steps may be anything
+        names = ", ".join(file.name for file in used)
+        raise TraceError(
+            f"{names}: a number does not fit into a trace ({said(error)}): record again"
+        ) from None
     comms = events.drop_duplicates(["comm_id", "rank", "pid"]).assign(name="")
     read = [file for file in used if file not in odd]
     # The header tells of the recorded machine; what is not known of it must not be this machine's.
@@ -90,10 +94,10 @@ def read_recording(paths: list[Path], ranks_per_node: int | None = None) -> Trac
         _common(read),
         header,
         events,
-        job.step_frame(),
+        steps,
         comms[[*COMM_COLUMNS]].astype(COMM_COLUMNS),
         empty(OFFER_COLUMNS),
-        job.compute(),
+        compute,
     )
 
 
@@ -127,6 +131,14 @@ def _of_one_format(files: list[Path], named: list[Path]) -> tuple[Format, list[P
     chosen = next(iter(readable_kinds.values()))
     left_out = [_why_left_out(file, known, chosen) for file, known in others.items()]
     return chosen, [*readable_kinds], left_out + [f"left out: {error}" for error in refused]
+
+
+def _why_nothing(kinds: dict[Path, Format | None], named: Path) -> str:
+    """What to say of files of which none can be read."""
+    refused = [(file, known) for file, known in kinds.items() if known]
+    if refused:
+        return refusal(*refused[0])
+    return f"no recording in {named}: give {readable()}"
 
 
 def _kind(file: Path, is_named: bool) -> Format | None:
@@ -169,11 +181,15 @@ def _read(known: Format, files: list[Path]) -> tuple[Job, set[Path]]:
     names = ", ".join(file.name for file in files if file not in odd)
     if not job.rows and job.left_out.calls:
         n = job.left_out.calls
-        raise TraceError(f"{names}: {n} calls of NCCL, and none says which collective it is: {known.gaps.calls}")
+        raise TraceError(
+            f"{names}: {n} calls of NCCL, and none says which collective it is: {known.gaps.calls}"
+        )
     if not job.rows and job.outside:
         raise TraceError(f"{names}: no step holds a call of NCCL: record whole steps")
     if not job.rows:
-        raise TraceError(next(iter(found.nothing), f"{names}: no collective in it that NCCL runs, nothing to import"))
+        raise TraceError(
+            next(iter(found.nothing), f"{names}: no collective in it that NCCL runs, nothing to import")
+        )
     job.say()
     job.notes += [f"left out: {error}" for error in odd.values()]
     return job, set(odd)

@@ -36,6 +36,7 @@ _EVENT_DEFAULTS = {
 }
 #: What an event's numbers stay below; a damaged file holds anything.
 _BELOW = {
+    "comm_id": 1 << 64,
     "rank": MOST_RANKS,
     "n_ranks": MOST_RANKS,
     "n_channels": 1 << 15,
@@ -115,7 +116,7 @@ class Job:
 
     def compute(self) -> pd.DataFrame:
         """The other kernels as COMPUTE_COLUMNS."""
-        return joined(self.computes, COMPUTE_COLUMNS)
+        return joined([part.astype(COMPUTE_COLUMNS) for part in self.computes], COMPUTE_COLUMNS)
 
     def take(self, process: Process, rank: int | None) -> None:
         """Take in a process. ``rank`` is None for one of a log, whose calls say their ranks in communicators."""
@@ -143,8 +144,7 @@ class Job:
             self.steps.append({**row, "end_ns": begin + lasts, "duration_ns": lasts})
         if process.compute is not None and len(process.compute[0]):
             start_ns, end_ns = process.compute
-            part = pd.DataFrame({"rank": rank, "start_ns": start_ns, "end_ns": end_ns})
-            self.computes.append(part.astype(COMPUTE_COLUMNS))
+            self.computes.append(pd.DataFrame({"rank": rank, "start_ns": start_ns, "end_ns": end_ns}))
 
     def say(self) -> None:
         """Note what is left out, and what the files do not tell."""
@@ -232,7 +232,7 @@ def _ranks(processes: list[Process], notes: list[str]) -> Iterator[tuple[Process
                     notes,
                     f"{name} does not say which ranks it is of: they are numbered in the order of its processes",
                 )
-        yield process, rank
+        yield process, rank if rank is None or 0 <= rank < MOST_RANKS else None
 
 
 def _once(notes: list[str], note: str) -> None:
