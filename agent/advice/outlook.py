@@ -46,10 +46,31 @@ def of_trace(trace: Trace) -> Outlook:
         return of_run(summary)
     if trace.steps.empty or not trace.events["func"].isin(TUNED_FUNCS).any():
         return without_steps(set(trace.events["func"]))
+    if trace.offers.empty:
+        return _of_shares(trace)
     try:
         return of_advice(Advice(trace).as_dict())
     except (TraceError, ValueError) as error:
         return Outlook(UNKNOWN, f"{error}")
+
+
+def _of_shares(trace: Trace) -> Outlook:
+    """Of a profile, which does not say what NCCL offers: by what all_gather and reduce_scatter take of the steps."""
+    from .advise import LEAST_STEPS, WORTH
+
+    calls = trace.events[trace.events["func"].isin(TUNED_FUNCS)]
+    if calls["start_ns"].isna().all():
+        return Outlook(UNKNOWN, f"the recording has no times of calls: {CURE}")
+    taken = (calls["end_ns"] - calls["start_ns"]).groupby(calls["rank"]).sum()
+    steps = trace.steps.groupby("rank")["duration_ns"]
+    share = min(1.0, float((taken / steps.sum()).max()))
+    n_steps = int(steps.size().max())
+    told = f"all_gather and reduce_scatter take {share:.1%} of the step"
+    if share < WORTH:
+        return Outlook(NOTHING, told)
+    if n_steps < LEAST_STEPS:
+        return Outlook(UNKNOWN, f"{n_steps} steps are recorded, {LEAST_STEPS} are needed: {CURE}")
+    return Outlook(SWEEP, f"{told}; `dynamiccl advise` with --cluster predicts how much of it can be saved")
 
 
 def of_run(summary: RunSummary) -> Outlook:

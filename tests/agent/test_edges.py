@@ -58,6 +58,8 @@ COMMANDS = {
     "apply": lambda path: ["apply", path, "--", "true"],
     "bench --submission": lambda path: ["bench", "--submission", path, "--jobs", "1"],
     "bench --suite": lambda path: ["bench", "--suite", f"{path}.json"],
+    "tune --policy, weights": lambda path: ["tune", "--policy", f"{path}.npz", "--", "true"],
+    "tune --policy, model": lambda path: ["tune", "--policy", f"{path}.zip", "--", "true"],
     "tune --cluster": lambda path: ["tune", "--cluster", f"{path}.toml", "--", "true"],
     "advise --cluster": lambda path: ["advise", DEMO, "--cluster", f"{path}.toml"],
 }
@@ -90,7 +92,7 @@ def test_every_command_answers_on_odd_names_and_files(command, name, content, as
             path.mkdir()
         for file in [path / "header.json", path / "rank0.json"] if as_folder else [path]:
             file.write_bytes(data)
-        for ending in (".json", ".toml"):
+        for ending in (".json", ".toml", ".npz", ".zip"):
             path.with_name(path.name + ending).write_bytes(data)
         before = os.getcwd()
         os.chdir(folder)  # where a command would leave what it makes
@@ -98,7 +100,7 @@ def test_every_command_answers_on_odd_names_and_files(command, name, content, as
             told = answers(COMMANDS[command](path))
         finally:
             os.chdir(before)
-        if told.exit_code == 2 and not command.startswith("bench"):
+        if told.exit_code == 2:
             seen = (shown(path.name), ascii(path.name)[1:-1], str(DEMO))
             assert any(one in told.stderr for one in seen), told.stderr
 

@@ -5,6 +5,7 @@ import os
 import sys
 
 import pytest
+import recordings_made
 from command import invoke
 from dynamiccl.agent.advice.outlook import NOTHING, SWEEP, UNKNOWN, of_advice, of_machine
 from dynamiccl.agent.checks.doctor import examine
@@ -130,3 +131,24 @@ def test_doctor_and_advise_end_with_one_answer(monkeypatch):
     nothing = Facts({"NCCL_ALGO": "Tree"})
     assert of_machine(nothing, examine(nothing)).answer == NOTHING
     assert of_machine(Facts(), []).answer == UNKNOWN
+
+
+@pytest.mark.parametrize(("n_steps", "answer"), [(6, UNKNOWN), (40, SWEEP)])
+def test_a_profile_is_judged_by_what_the_collectives_take(tmp_path, monkeypatch, n_steps, answer):
+    monkeypatch.setattr(recordings_made, "N_STEPS", n_steps)
+    path = recordings_made.kineto(tmp_path / "profiles")
+    outlook = json.loads(invoke(["doctor", "--trace", path, "--json"]).stdout)["outlook"]
+    assert outlook["answer"] == answer, outlook
+    assert answer != SWEEP or outlook["reason"].startswith(
+        "all_gather and reduce_scatter take 43.7% of the step"
+    )
+
+
+def test_a_job_without_the_two_calls_has_nothing_to_win(tmp_path):
+    path = recordings_made.kineto(tmp_path / "profiles")
+    for file in path.iterdir():
+        file.write_text(
+            file.read_text().replace("all_gather", "all_reduce").replace("reduce_scatter", "all_reduce")
+        )
+    outlook = json.loads(invoke(["doctor", "--trace", path, "--json"]).stdout)["outlook"]
+    assert outlook["answer"] == NOTHING and "reaches no other call" in outlook["reason"]
