@@ -16,7 +16,7 @@ import os
 import re
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -73,7 +73,7 @@ def text_of(data: bytes) -> str:
     return data.decode("utf-8", "surrogateescape")
 
 
-def blocks(path: Path, size: int | None = None) -> Iterator[bytes]:
+def blocks(path: Path, size: int | None = None) -> Generator[bytes, None, None]:
     """The content of a file, unpacked where gzip packed it, in blocks of ``size`` bytes.
 
     Raises TraceError for a file that cannot be read or is damaged, and for one that is compressed nothing.

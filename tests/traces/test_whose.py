@@ -229,6 +229,28 @@ def test_what_follows_a_packed_file_is_no_fault_of_it(tmp_path):
         assert len(read_recording([tmp_path / "job.log.gz"]).events) == 2 * made.N_STEPS * len(made.STEP)
 
 
+@pytest.mark.parametrize("name", made.MADE)
+def test_each_format_is_read_as_well_where_gzip_packed_it(tmp_path, name):
+    """Before: "no whole SQLite export (file is not a database)" of an export of Nsight Systems."""
+    told = []
+    for folder in (tmp_path / "plain", tmp_path / "packed"):
+        folder.mkdir()
+        path = made.MADE[name][1](folder)
+        for file in (path.iterdir() if path.is_dir() else [path]) if folder.name == "packed" else []:
+            file.write_bytes(gzip.compress(file.read_bytes()))
+        told.append(read_recording([path]).events)
+    assert told[0].equals(told[1])
+
+
+def test_what_is_in_a_file_without_a_call_is_counted(tmp_path):
+    """As NCCL's example profiler writes it, or a profile of another process."""
+    (tmp_path / "a.json").write_text(
+        json.dumps({"traceEvents": [{"ph": "X", "name": "AllReduce", "ts": 1}] * 3})
+    )
+    with pytest.raises(TraceError, match=r"a\.json: 3 events, and no collective that NCCL runs among them"):
+        read_recording([tmp_path / "a.json"])
+
+
 # Bytes ----------------------------------------------------------------------------------------------------------------
 
 

@@ -104,7 +104,7 @@ class _Host:
             if external not in ran:
                 yield asked, args, None
 
-    def steps(self) -> dict[int, tuple[float, float]]:
+    def steps(self, kernels: list[_Span]) -> dict[int, tuple[float, float]]:
         """Number of the step -> begin, duration.
 
         With the optimizers' marks alone a step lasts from the end of one mark to the end of the next, of the optimizer
@@ -112,20 +112,21 @@ class _Host:
         """
         if self.marks or not self.optimizers:
             return self.marks
-        ends = min(map(self._step_ends, self.optimizers.values()), key=len)
+        calls = sorted(begin for begin, _, _ in self.asked.values() or kernels)
+        ends = min((_step_ends(ends, calls) for ends in self.optimizers.values()), key=len)
         self.in_turn = _at_two_distances(ends)
         if self.in_turn:
             return {}
         return {i: (begin, end - begin) for i, (begin, end) in enumerate(pairwise(ends), 1)}
 
-    def _step_ends(self, ends: list[float]) -> list[float]:
-        """Of an optimizer's ends those that a call follows before the next: several optimizers of one class, which step
-        one after the other, have marks of one name."""
-        ends = sorted(ends)
-        calls = sorted(begin for begin, _, _ in self.asked.values() or self.kernels)
-        before = [bisect.bisect_left(calls, end) for end in ends]
-        nexts = [*before[1:], -1]
-        return [end for end, n, following in zip(ends, before, nexts, strict=True) if n != following]
+
+def _step_ends(ends: list[float], calls: list[float]) -> list[float]:
+    """Of an optimizer's ends those that a call follows before the next: several optimizers of one class, which step one
+    after the other, have marks of one name. ``calls``: their begins, in order."""
+    ends = sorted(ends)
+    before = [bisect.bisect_left(calls, end) for end in ends]
+    nexts = [*before[1:], -1]
+    return [end for end, n, following in zip(ends, before, nexts, strict=True) if n != following]
 
 
 def _at_two_distances(ends: list[float]) -> bool:
@@ -157,10 +158,12 @@ class _File:
         self.hosts: dict[Any, _Host] = {}
         self.devices: dict[Any, _Device] = {}
         self.is_fsdp2 = False
+        self.n_events = 0
         self.odd = 0  # events whose fields are not what PyTorch writes
 
     def add(self, batch: list[Any]) -> None:
         """Sort a batch of events; what is of no use is dropped at once."""
+        self.n_events += len(batch)
         for event in batch:
             if type(event) is not dict or event.get("ph") != "X":
                 continue
@@ -244,6 +247,9 @@ def read(file: Path, found: Found) -> None:
     if info.get("backend") == "gloo" and not any(device.kernels for _, device in processes):
         raise TraceError(f"{file} is of gloo, whose times say nothing of NCCL: record the job over NCCL")
     _add_notes(file, seen, faults, info, found)
+    found.nothing.append(
+        f"{file.name}: {many(seen.n_events, 'event')}, and no collective that NCCL runs among them"
+    )
     base = _whole(about.get("baseTimeNanoseconds")) or 0
     for host, device in processes:
         process = _process(file, host, device, base, found)
@@ -261,7 +267,7 @@ def _process(file: Path, host: _Host, device: _Device, base: int, found: Found) 
             f"{file} holds calls of several ranks ({ranks}), and does not say which process made them: "
             "give the profiles as they were before they were merged, one a rank"
         )
-    steps = host.steps()
+    steps = host.steps(device.kernels)
     if host.in_turn:
         found.notes.append(f"{file.name}: the marks of several optimizers do not tell its steps")
     process = Process(

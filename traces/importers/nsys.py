@@ -30,6 +30,7 @@ from .found import (
     algo_in_kernel,
     comm_id_of,
     func_of,
+    many,
     whole_bytes,
 )
 
@@ -93,6 +94,7 @@ def _read(file: Path, base: sqlite3.Connection, found: Found) -> None:
     ranges = _ranges(base)
     kernels = pd.read_sql_query(_KERNELS, base)
     comms = _communicators(ranges)
+    found.nothing.append(f"{file.name}: {many(len(kernels), 'kernel')}, and none of NCCL among them")
     devices = kernels.groupby("pid")["device"].nunique()
     if (devices > 1).any():
         raise TraceError(f"{file}: a process uses several GPUs, so its ranks cannot be told: start one a GPU")
