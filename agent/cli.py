@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from ..traces.here import pip_install
+from ..traces.here import docstring, pip_install
 from .commands import Argument, Call, Option, start_untuned
 
 #: What a command may lack, and the extra that brings it; all else is in `tuner`.
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         self.function: Callable[..., None] = getattr(
             importlib.import_module(f".commands.{module}", __package__), file
         )
-        self.paragraphs = (inspect.getdoc(self.function) or "").split("\n\n")
+        self.paragraphs = docstring(self.function).split("\n\n")
         found = inspect.signature(self.function).parameters
         self.defaults = {key: parameter.default for key, parameter in found.items()}
         self.needed = {key for key, default in self.defaults.items() if default is inspect.Parameter.empty}

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from .here import host, kernel, version_of
+from .outside import readable
 from .records import Decision, Slot, Table
 
 #: Version of a trace folder's layout. Raise it when a reader of the old layout would go wrong.
@@ -72,19 +73,6 @@ def masked(text: str) -> str:
     for pattern in _SECRETS:
         text = pattern.sub(lambda found: f"{found['keep']}***", text)
     return text
-
-
-def readable(text: str) -> str:
-    """``text`` without the surrogates by which Python passes on bytes that the locale cannot decode.
-
-    >>> readable("j\\udcc3\\udcb6b"), readable("\\udcff"), readable("\\ud800")
-    ('jöb', '\\\\xff', '\\\\ud800')
-    """
-    try:
-        raw = text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # surrogates that stand for no byte
-        raw = text.encode("utf-8", "backslashreplace")
-    return raw.decode("utf-8", "backslashreplace")
 
 
 def git(*args: str) -> str | None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import pwd
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -44,6 +46,19 @@ def program(module: str = "dynamiccl.agent.cli") -> list[str]:
         if Path(__file__).parents[2] == Path.cwd():
             flags = []
     return [sys.executable, *flags, "-m", module]
+
+
+def docstring(function: Callable[..., object]) -> str:
+    """The docstring of a function, also under PYTHONOPTIMIZE=2, which leaves none: then it is read from the source."""
+    import inspect
+
+    if function.__doc__ is None:
+        import ast
+
+        with contextlib.suppress(Exception):  # there may be no source
+            (tree,) = ast.parse(inspect.getsource(function)).body
+            return ast.get_docstring(tree) or ""  # type: ignore[arg-type]
+    return inspect.getdoc(function) or ""
 
 
 def pip_install(extra: str) -> str:
@@ -109,6 +124,8 @@ def kernel() -> str | None:
 
 #: Variables of these names count as not set where they are empty.
 _CLEARED = ("NCCL_", "DYNAMICCL_")
+#: Bytes of a name and of a value that NCCL keeps.
+_LONGEST_CONF = 1023
 
 
 def configured() -> dict[str, str]:
@@ -116,15 +133,31 @@ def configured() -> dict[str, str]:
 
     Of NCCL's variables and ours an empty one counts as not set, as NCCL reads it; it hides the files all the same.
     """
-    base = home()
-    own = os.environ.get("NCCL_CONF_FILE") or (str(base / ".nccl.conf") if base else None)
+    own = os.environ.get("NCCL_CONF_FILE")
+    if not own:
+        with contextlib.suppress(Exception):  # KeyError: the user has no entry in passwd
+            # NCCL does not ask HOME.
+            own = os.path.join(pwd.getpwuid(os.getuid()).pw_dir, ".nccl.conf")
     found: dict[str, str] = {}
-    for path in filter(None, ("/etc/nccl.conf", own)):
-        try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError):
-            continue
-        pairs = (line.partition("#")[0].partition("=") for line in lines)
-        found |= {name.strip(): value.strip() for name, _, value in pairs if value.strip()}
+    for path in filter(None, (own, "/etc/nccl.conf")):
+        with contextlib.suppress(OSError, ValueError):
+            found = {**conf_lines(Path(path).read_bytes()), **found}
     merged = {**found, **os.environ}
     return {name: value for name, value in merged.items() if value or not name.startswith(_CLEARED)}
+
+
+def conf_lines(data: bytes) -> dict[str, str]:
+    """The variables that a configuration file of NCCL sets, as its ``setEnvFile`` reads them (2.28.9).
+
+    A line is a name, an equal sign and a value; both are taken as they stand, without a trim. The first line of a name
+    counts. Only a line that begins with ``#`` is a comment. A NUL ends a line, and further bytes than 1,023 are cut.
+
+    >>> conf_lines(b"NCCL_PROTO=Simple # safe\\n NCCL_ALGO=ring\\nNCCL_PROTO=LL\\n")
+    {'NCCL_PROTO': 'Simple # safe', ' NCCL_ALGO': 'ring'}
+    """
+    found: dict[str, str] = {}
+    for line in data.split(b"\n"):
+        name, equal, value = line.partition(b"\0")[0].partition(b"=")
+        if equal and name and not line.startswith(b"#"):
+            found.setdefault(os.fsdecode(name[:_LONGEST_CONF]), os.fsdecode(value[:_LONGEST_CONF]))
+    return found

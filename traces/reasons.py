@@ -72,7 +72,8 @@ class NotTuning(Reason):
     )
     NOT_LOADED = (
         "NCCL has not loaded the plugin in any process here, so nothing can be tuned: keep the job's variables that "
-        "begin with NCCL_ and DYNAMICCL_, and look for TUNER/Plugin in the output of NCCL_DEBUG=INFO"
+        "begin with NCCL_ and DYNAMICCL_, set no NCCL_ENV_PLUGIN, and look for TUNER/Plugin and ENV/Plugin in the "
+        "output of NCCL_DEBUG=INFO"
     )
     NO_JOB_GROUP = (
         "no process here has made a group of torch.distributed, "

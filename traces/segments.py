@@ -30,7 +30,7 @@ from .assemble import (
 )
 from .header import FORMAT, IN_ONE_FILE, IN_PARTS
 from .outside import TraceError as TraceError
-from .outside import atomically, parse_json, read_json
+from .outside import atomically, parse_json, read_json, said
 from .positions import Spans, size_of, union
 
 IN_PARTS_OF = dict(zip(IN_PARTS, (EVENT_COLUMNS, STEP_COLUMNS, WAIT_COLUMNS), strict=True))
@@ -123,24 +123,40 @@ def parts_of(folder: Path, segments: list[Segment], kind: str) -> list[Path]:
     return [path for path in named if path.exists()]
 
 
+class DamagedError(TraceError):
+    """A file of a trace is there and is not whole."""
+
+
 def write_parquet(path: Path, frame: pd.DataFrame, columns: dict[str, str]) -> None:
     """One file of these columns. Raises TraceError."""
     schema = pa.schema([(name, _ARROW[kind]) for name, kind in columns.items()])
     table = pa.Table.from_pandas(frame[list(columns)], schema=schema, preserve_index=False)
-    atomically(path, lambda tmp: pq.write_table(table, tmp, compression="zstd"))
+
+    def write(draft: Path) -> None:
+        with draft.open("wb") as file:  # pyarrow takes no path that is no UTF-8
+            pq.write_table(table, file, compression="zstd")
+
+    atomically(path, write)
 
 
 def read_parquet(path: Path, columns: dict[str, str]) -> pd.DataFrame:
-    """One file. Raises TraceError when it is damaged, FileNotFoundError when a running job has removed it."""
+    """One file. Raises DamagedError when it is damaged, TraceError when it cannot be read, and FileNotFoundError when a
+    running job has removed it."""
     try:
-        # int64 with gaps must not pass through float64: GPU clock values have more digits than that holds.
-        frame = pq.read_table(path).to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
+        with path.open("rb") as file:
+            # int64 with gaps must not pass through float64: GPU clock values have more digits than that holds.
+            frame = pq.read_table(file).to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
         return complete(frame, columns)
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowException, KeyError, ValueError, TypeError) as error:
-        why = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-        raise TraceError(f"{path} is damaged ({why}): remove it to read the rest of the trace") from None
+        if (
+            isinstance(error, OSError) and error.errno is not None
+        ):  # the system's word, not that of the content
+            raise TraceError(f"cannot read {path}: {error.strerror}") from None
+        raise DamagedError(
+            f"{path} is damaged ({said(error)}): remove it to read the rest of the trace"
+        ) from None
 
 
 def read_parts(
@@ -159,7 +175,7 @@ def read_parts(
             frames.append(read_parquet(path, columns))
         except FileNotFoundError:
             n_gone += 1
-        except TraceError:
+        except DamagedError:
             if path not in lasts:
                 raise
             warnings.append(f"{path.name} was cut short and is left out: the last {kind} are missing")
@@ -175,7 +191,8 @@ def _ends(paths: list[Path], most_rows: int, warnings: list[str]) -> list[Path]:
     rows = []
     for path in paths:
         try:
-            rows.append(int(pq.read_metadata(path).num_rows))
+            with path.open("rb") as file:
+                rows.append(int(pq.read_metadata(file).num_rows))
         except (OSError, pa.ArrowException):
             rows.append(0)  # told of when it is read
     if sum(rows) <= most_rows:
@@ -241,7 +258,10 @@ def read_header(folder: Path) -> dict[str, Any]:
     try:
         header = read_json(path)
     except FileNotFoundError:
-        cure = "give the folder that holds header.json, e.g. runs/demo/trace"
+        cure = (
+            "give the folder that holds header.json, e.g. runs/demo/trace, or one that holds other tools' files: "
+            "folders within are not looked into"
+        )
         raise TraceError(f"no trace in {folder}: {cure}") from None
     except NotADirectoryError:
         raise TraceError(

@@ -258,7 +258,7 @@ class Advice:
             "calls": p.calls,
             "call_us": p.call_us,
             "timed_by": p.timed_by,
-            "share": p.share,
+            "share": min(1.0, p.share),  # calls of a slot may run at the same time
             "advice": str(decision_of(self.configs[i])),
             "exposed_share": None if bare_ms is None else min(1.0, bare_ms / self.tasks.default_ms),
             "own": p.own,

@@ -5,22 +5,32 @@ Each is a row of TRAPS. Sources: NCCL's code and issue tracker, as far as they b
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...envs.nccl.plugin.build import PluginBuildError, compiler, load_fault, needs_compiler, takes_no_path
-from ...envs.nccl.plugin.installed import WHEELS, has_torch, in_sight, nccl_release
+from ...envs.nccl.plugin.build import (
+    PluginBuildError,
+    compiler,
+    load_fault,
+    names_none,
+    needs_compiler,
+    takes_no_path,
+)
+from ...envs.nccl.plugin.installed import WHEELS, in_sight, nccl_release
 from ...envs.nccl.run_folder import free_bytes
 from ...envs.nccl.site_switch import switched_off
 from ...envs.nccl.steps.nvml import gpus
 from ...envs.nccl.steps.user_numbers import wrong_number
 from ...envs.nccl.variables import ALGO, PROTO
-from ...traces.here import configured, machine
+from ...traces.here import configured, machine, release_of
 from ...traces.names import PAIRS, TUNED_FUNCS
+from ...traces.outside import shown
 from .facts import Facts
 from .faults import FAULTS, Fault
+from .interpreter import of_command
 from .profiler import MORE_MEMORY, little_room_for_rings, whose_profiler
 
 if TYPE_CHECKING:  # numpy with it, which a job that is to be started does not wait for
@@ -75,6 +85,30 @@ def _removed(facts: Facts) -> tuple[str, str] | None:
     return (_set_of(facts), " and ".join(texts)) if texts else None
 
 
+def _env_plugin(facts: Facts) -> str:
+    """What makes NCCL load an environment plugin; empty where nothing is known to."""
+    if facts.release((0,), (2, 28)):
+        return ""
+    if value := facts.env.get("NCCL_ENV_PLUGIN", ""):
+        return "" if names_none(value) else f"NCCL_ENV_PLUGIN={value}"
+    for folder in filter(None, facts.env.get("LD_LIBRARY_PATH", "").split(os.pathsep)):
+        if os.path.exists(os.path.join(folder, _ENV_PLUGIN)):
+            return f"{_ENV_PLUGIN} in {folder}, on LD_LIBRARY_PATH"
+    return ""
+
+
+def _more_than_a_value(facts: Facts) -> str:
+    """NCCL_ALGO or NCCL_PROTO as it is set, where more than a value stands there."""
+    if facts.release((0,), (2, 24)):
+        return ""
+    values = [(name, facts.env.get(name, "")) for name in (ALGO, PROTO)]
+    if facts.release((2, 30)):  # 2.30.7 was seen to leave out a carriage return
+        values = [(name, value.rstrip("\r")) for name, value in values]
+    return ", ".join(f"{name}={value}" for name, value in values if re.search(r"[\s#\"']", value))
+
+
+#: What NCCL looks for where no variable names an environment plugin.
+_ENV_PLUGIN = "libnccl-env.so"
 #: Algorithms that a variable of their own switches off.
 _SWITCHES = {"pat": "NCCL_PAT_ENABLE", "nvls": "NCCL_NVLS_ENABLE"}
 CHANGE, NOTE = True, False
@@ -82,7 +116,7 @@ CHANGE, NOTE = True, False
 #: and {found}: what the condition returns.
 # fmt: off
 TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
-    ("nothing offered", lambda f: f.narrowing.leaves_nothing and _set_of(f),
+    ("nothing offered", lambda f: f.narrowing.leaves_nothing and not _more_than_a_value(f) and _set_of(f),
      "{found} takes every algorithm and protocol from all_gather and reduce_scatter: nothing is left to tune",
      "unset {found}, or name one that these two have: ring, nvls, collnetdirect, pat; LL, LL128, Simple", CHANGE),
     ("narrowed offer", lambda f: not f.narrowing.leaves_nothing and _removed(f),
@@ -95,6 +129,10 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
     ("unknown words", lambda f: ", ".join(f.narrowing.unknown),
      "NCCL 2.24 and newer end a job at words that they do not know ({found})",
      "write functions as allgather, reducescatter, algorithms as ring, nvls, collnetdirect, pat, without spaces", NOTE),
+    ("more than a value", _more_than_a_value,
+     "NCCL takes all that follows the equal sign as the value, in nccl.conf too: comments, quotes, spaces and the "
+     "carriage return of a DOS line end. It ends the job at {found}",
+     "leave the value alone there, and put comments on lines of their own", CHANGE),
     ("launch blocking", lambda f: f.env.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"),
      "CUDA_LAUNCH_BLOCKING={CUDA_LAUNCH_BLOCKING} slows every step: its times are not those of the job without it",
      "unset CUDA_LAUNCH_BLOCKING: it is for debugging", CHANGE),
@@ -107,6 +145,15 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
     ("NCCL_NET_PLUGIN", lambda f: any(name in f.env.get("NCCL_NET_PLUGIN", "") for name in ("ofi", "aws")),
      "NCCL_NET_PLUGIN={NCCL_NET_PLUGIN} brings a tuner of its own: ours takes its place and asks it first",
      "nothing: its hand-made choices are the default to beat", NOTE),
+    ("NCCL_ENV_PLUGIN", _env_plugin,
+     "{found}: this plugin answers for NCCL's variables. If it answers for NCCL_TUNER_PLUGIN or NCCL_PROFILER_PLUGIN, "
+     "NCCL loads nothing of ours (reason not-loaded)",
+     "if a run ends by not-loaded, start the job with NCCL_ENV_PLUGIN=none, or let the plugin leave these two alone",
+     NOTE),
+    ("other Python", lambda f: not f.python.is_ours and f.python.lacks and f.python,
+     "the command runs in {found.path}, which has {found.lacks}: no process that it runs loads the probe",
+     "install dynamiccl beside PyTorch there, or start the command by the full path in the environment that has both; "
+     "nothing if that program only starts another Python", NOTE),
     ("plugin path", lambda f: takes_no_path(f.nccl) and "/" in f.env.get("NCCL_TUNER_PLUGIN", ""),
      "NCCL 2.27.0 to 2.27.4 takes a plugin's name and not its path",
      "name it as `dynamiccl env` does, with its folder on LD_LIBRARY_PATH", CHANGE),
@@ -154,7 +201,16 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
 )
 # fmt: on
 #: Traps that also hold for a job on the emulated cluster, in which NCCL has no part.
-WITHOUT_NCCL = ("autoload", "number", "compiler", "plugin", "shared memory", "switched off", "fixed table")
+WITHOUT_NCCL = (
+    "other Python",
+    "autoload",
+    "number",
+    "compiler",
+    "plugin",
+    "shared memory",
+    "switched off",
+    "fixed table",
+)
 
 
 def examine(facts: Facts) -> list[Finding]:
@@ -164,11 +220,11 @@ def examine(facts: Facts) -> list[Finding]:
     known = {**facts.env, **vars(facts), "nccl": nccl, "newer": facts.newer}
     for name, condition, words, cure, must_change in TRAPS:
         if found := condition(facts):
-            said, cured = (text.format_map({**known, "found": found}) for text in (words, cure))
+            said, cured = (shown(text.format_map({**known, "found": found})) for text in (words, cure))
             findings.append(Finding(name, said, cured, must_change))
     for fault in FAULTS:
         if found := _meets(facts, fault):
-            said, cured = (text.format_map({**known, "found": found}) for text in (fault.what, fault.cure))
+            said, cured = (shown(text.format_map({**known, "found": found})) for text in (fault.what, fault.cure))
             findings.append(Finding(fault.name, said, cured, fault.must_change))
     return sorted(findings, key=lambda finding: not finding.must_change)
 
@@ -191,7 +247,8 @@ def checked(facts: Facts) -> dict[str, str]:
     """What was looked at, and what is there."""
     set_here = sorted(name for name in facts.env if name.startswith(("NCCL_", "DYNAMICCL_")))
     told = {"NCCL": _release_text(facts), "GPUs": str(facts.n_gpus or "none in sight")}
-    told["PyTorch"] = "loads the probe" if has_torch() else "not among this Python's packages"
+    told["Python"] = facts.python.text
+    told["PyTorch"] = _of_pytorch(facts)
     built = "built at first use, a C compiler is here" if facts.has_compiler else "no C compiler"
     there = "built, but cannot be loaded" if facts.plugin_fault else "built, no compiler needed"
     told["plugin"] = built if needs_compiler() and not facts.plugin_fault else there
@@ -201,6 +258,13 @@ def checked(facts: Facts) -> dict[str, str]:
         **told,
         "traps": f"{len({name for name, *_ in TRAPS}) + len(FAULTS)} known, {len(examine(facts))} here",
     }
+
+
+def _of_pytorch(facts: Facts) -> str:
+    """Whether PyTorch of the command's Python loads the probe."""
+    if facts.python.torch is None:
+        return "not known"
+    return f"{facts.python.lacks} among this Python's packages" if facts.python.lacks else "loads the probe"
 
 
 def _release_text(facts: Facts) -> str:
@@ -222,8 +286,28 @@ def gather(command: list[str] | None = None, table: Table | None = None) -> Fact
     ranks = told[1] if told else env.get("LOCAL_WORLD_SIZE", "")
     ranks_per_node = int(ranks) if ranks.isdigit() else None
     n_gpus, shm_free = len(gpus()) or None, free_bytes()
-    nccl = nccl_release(env)
-    sight = in_sight(env)
-    wheel = next((copy.source for copy in sight if copy.source in WHEELS.values()), "")
-    words = tuple(map(str, sight)), switched_off(), load_fault(), wheel
-    return Facts(env, nccl, n_gpus, ranks_per_node, shm_free, has_compiler, table, machine(), *words)
+    python = of_command(command)
+    if python.is_ours:
+        sight = in_sight(env)
+        nccl, copies = nccl_release(env), tuple(map(str, sight))
+        wheel = next((copy.source for copy in sight if copy.source in WHEELS.values()), "")
+    else:
+        copies = tuple(f"{version} ({name})" for name, version in python.wheels.items())
+        nccl = release_of(next(iter(python.wheels.values()))) if len(copies) == 1 else None
+        wheel = next(iter(python.wheels), "")
+    off, fault = switched_off(), load_fault()
+    return Facts(
+        env,
+        nccl,
+        n_gpus,
+        ranks_per_node,
+        shm_free,
+        has_compiler,
+        table,
+        machine(),
+        copies,
+        off,
+        python,
+        fault,
+        wheel,
+    )

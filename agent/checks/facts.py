@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...envs.nccl.variables import Narrowing, narrowing
+from .interpreter import Interpreter
 
 if TYPE_CHECKING:  # numpy with it, which a job that is to be started does not wait for
     from ...traces.records import Table
@@ -30,6 +31,7 @@ class Facts:
     machine: str | None = None  # x86_64, aarch64
     copies: tuple[str, ...] = ()  # every NCCL in sight, in words
     switched_off: str | None = None  # what turns the tuner off here, in words
+    python: Interpreter = field(default_factory=Interpreter)  # the command's, as far as it is known
     plugin_fault: str = ""  # why the plugin that is there cannot be loaded, in the loader's words
     wheel: str = ""  # the package of the NCCL that PyTorch loads
 

@@ -104,7 +104,9 @@ class Refused(SystemExit):
 
 def fail(message: str) -> NoReturn:
     """Print one line with the error and its cure, and exit with status 2."""
-    print(f"error: {message}", file=sys.stderr)
+    from ...traces.outside import shown
+
+    print(f"error: {shown(message)}", file=sys.stderr)
     raise Refused(message)
 
 

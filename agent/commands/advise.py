@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from . import Argument, Json, Option, refusing, results
 
 if TYPE_CHECKING:
+    from ..advice.outlook import Outlook
     from ..report.summary import RunSummary
 
 
@@ -50,6 +51,8 @@ def advise(
 
     One file is enough. docs/your-job.md lists the presets of --cluster. It says how to record a profile, and what each
     answer means.
+
+    The last line is the answer: nothing to win here, worth a sweep, or cannot tell: profile first. It says why.
 
     Give two folders to compare two recordings of one job. The answer says whether collectives explain why the second
     one takes longer.
@@ -106,17 +109,18 @@ def _advise_on_one(
     from ...traces.records import Table
     from ..advice.advise import Advice, read
     from ..advice.inventory import inventory
+    from ..advice.outlook import of_advice, of_run, without_steps
     from ..advice.texts import show_advice, show_inventory
     from ..report.summary import RunSummary
 
     trace = read(recording, cluster, nccl, ranks_per_node)
     measured = RunSummary.of_trace(trace)
     if measured.speedup is not None:
-        _tell_measured(measured, json)
+        _tell_measured(measured, of_run(measured), json)
         _no_table(out, "the run has measured tables itself")
         return
     if trace.steps.empty and "source" in trace.header:
-        _tell(inventory(trace), json, show_inventory)
+        _tell(inventory(trace), json, show_inventory, without_steps(trace.events["func"]))
         _no_table(out, "the recording has no steps")
         return
     place = named(cluster, nccl, trace.header.get("nccl")) if cluster else None
@@ -129,7 +133,7 @@ def _advise_on_one(
             told["table"] = str(out)
         except OSError as error:  # the advice is told all the same
             failed = error
-    _tell(told, json, show_advice)
+    _tell(told, json, show_advice, of_advice(told))
     if failed:
         raise failed
     if not advice.decisions:
@@ -148,18 +152,24 @@ def _no_table(out: Path | None, why: str) -> None:
         raise SystemExit(1)
 
 
-def _tell(told: dict[str, Any], json: bool, show: Callable[[dict[str, Any]], None]) -> None:
+def _tell(
+    told: dict[str, Any], json: bool, show: Callable[[dict[str, Any]], None], outlook: Outlook | None = None
+) -> None:
+    """Print it all. Of one recording the last line says whether there is anything to win."""
     if json:
-        print(json_module.dumps(told, indent=1, allow_nan=False))
-    else:
-        show(told)
+        ends = {} if outlook is None else {"outlook": outlook._asdict()}
+        print(json_module.dumps({**told, **ends}, indent=1, allow_nan=False))
+        return
+    show(told)
+    if outlook is not None:
+        print(f"\n{outlook}")
 
 
-def _tell_measured(summary: RunSummary, json: bool) -> None:
+def _tell_measured(summary: RunSummary, outlook: Outlook, json: bool) -> None:
     from ..report.verdict import verdict
 
     keys = ("speedup", "speedup_ci95", "aa_speedup_ci95", "kept", "table")
     told: dict[str, Any] = {"predicted": False, **{key: getattr(summary, key) for key in keys}}
     kept = f"apply its table: {told['table']}" if told["kept"] and told["table"] else "no table was kept"
     told["verdict"] = f"measured by this run: {verdict(summary)}; {kept}"
-    print(json_module.dumps(told, indent=1) if json else told["verdict"])
+    _tell(told, json, lambda told: print(told["verdict"]), outlook)

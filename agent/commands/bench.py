@@ -148,8 +148,14 @@ def _to_play(names: list[str], n_jobs: int, processes: int) -> str:
 def _given(files: list[Path], suite: str, filed: bool) -> list[Any]:
     """The results that join without playing: submission files, then those on file. Raises OSError, ValueError."""
     from ...envs.bench.strata import filed as on_record
+    from ...traces.outside import read_json
 
-    given = [json_module.loads(path.read_text()) for path in files]
+    given = list[Any]()
+    for path in files:
+        try:
+            given.append(read_json(path))
+        except ValueError as error:
+            raise ValueError(f"{path} is no submission, which is JSON ({error})") from None
     if filed:
         given += on_record(suite)["submissions"]
     return given

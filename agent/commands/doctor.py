@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from ...traces.outside import shown
 from . import Argument, Json, Option, refusing, results
 
 if TYPE_CHECKING:
@@ -29,25 +30,30 @@ def doctor(
     """Check this machine and environment: can a job be tuned here, and safely?
 
     Each problem is printed with its cure. The exit status is 1 if something must be changed, else 0. Run it in the
-    job's environment. It reads only --nproc-per-node from the job's command.
+    job's environment. From the job's command it reads --nproc-per-node, and which Python the first word is or names in
+    its first line: it looks at that Python's packages. The last line is the answer: nothing to win here, worth a sweep,
+    or cannot tell: profile first.
 
     \b
     dynamiccl doctor -- torchrun --nproc-per-node 8 train.py
     dynamiccl doctor --trace runs/tune/latest
     dynamiccl doctor --trace runs/node0 --trace runs/node1    # equal settings?
     """
+    from ..advice.outlook import of_machine, of_trace
     from ..checks.doctor import checked, examine, gather
 
     facts = gather(command)
     findings, looked_at = examine(facts), checked(facts)
+    outlook = of_machine(facts, findings)
     if trace:
         traces = _read(trace)
         looked_at["ranks' times"] = _slow_rank(traces)
         looked_at["settings"], differing = _settings(traces)
         findings += differing
+        outlook = of_trace(traces[0])
     if json:
         told = {"checked": looked_at, "findings": [vars(finding) for finding in findings]}
-        print(json_module.dumps(told, indent=1))
+        print(json_module.dumps({**told, "outlook": outlook._asdict()}, indent=1))
     else:
         _tell(looked_at, findings)
         if not facts.nccl and not facts.n_gpus:  # the GPU nodes may use another Python
@@ -56,12 +62,14 @@ def doctor(
             )
         elif not findings:
             print("no problem found")
+        print(outlook)
     raise SystemExit(any(finding.must_change for finding in findings))
 
 
 def _tell(looked_at: dict[str, str], findings: list[Finding]) -> None:
     """What was looked at, and each problem with its cure, for people."""
     for name, found in looked_at.items():
+        found = shown(found)
         print(f"{name:<14}{found}" if len(name) < 14 else f"{name}: {found}")
     for finding in findings:
         kind = "CHANGE" if finding.must_change else "note  "

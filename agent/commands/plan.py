@@ -348,8 +348,8 @@ def _measured(run: str) -> dict[str, Any]:
     from pathlib import Path
 
     from ...traces.files import Trace, TraceError
-    from ...traces.outside import parse_json
     from ...traces.queries.lives import last_life
+    from ..report.outputs import log_lines
 
     with refusing(TraceError, OSError, ValueError):
         trace = last_life(Trace.read(Path(run)))
@@ -358,7 +358,7 @@ def _measured(run: str) -> dict[str, Any]:
             fail(
                 f"{run} has no job.jsonl: `plan RUN` knows runs of our own job (dynamiccl tune without a COMMAND)"
             )
-        records = [parse_json(line) for line in log.read_text("utf-8").splitlines()]
+        records = log_lines(log)
     begun = [i for i, record in enumerate(records) if "n_params" in record]  # a resumed run writes on
     last = records[begun[-1] :] if begun else []
     ended = [record for record in last if "memory" in record]

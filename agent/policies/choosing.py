@@ -40,6 +40,9 @@ _ALGORITHMS = (
     ("ActorCriticPolicy", _CLIPPED, "stable_baselines3", "PPO"),
     ("ActorCriticPolicy", frozenset[str](), "stable_baselines3", "A2C"),
 )
+#: What these save and a model that only decides does not need. It may be code of another Python, which this one cannot
+#: load: stable-baselines3 takes these in its place.
+_OF_TRAINING = {"learning_rate": 0.0, "lr_schedule": 0.0, "clip_range": 0.0, "clip_range_vf": None}
 #: Packages of the extra ``train``. The command line tells how to install one that is missing.
 _PACKAGES = ("stable_baselines3", "sb3_contrib", "torch")
 #: The folder of this package.
@@ -125,7 +128,9 @@ def _load_model(name: str) -> Policy:
     forget()
     package, algorithm = _algorithm(_saved(name), name)
     try:
-        model = getattr(importlib.import_module(package), algorithm).load(name, device="cpu")
+        model = getattr(importlib.import_module(package), algorithm).load(
+            name, device="cpu", custom_objects={**_OF_TRAINING}
+        )
     except RAISED as error:  # the model's own classes may raise anything
         raise ValueError(
             f"{algorithm} cannot load {name} ({type(error).__name__}: {error}): "
@@ -140,7 +145,7 @@ def _saved(name: str) -> dict[str, Any]:
 
     _look_here()
     try:
-        data, *_ = load_from_zip_file(name, device="cpu")
+        data, *_ = load_from_zip_file(name, device="cpu", custom_objects={**_OF_TRAINING})
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if missing.partition(".")[0] in _PACKAGES:

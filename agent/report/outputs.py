@@ -11,7 +11,7 @@ from typing import Any
 
 from ...envs.live.locks import Busy, is_locked, lock
 from ...traces.here import absolute, user_folder
-from ...traces.outside import parse_json
+from ...traces.outside import parse_json, text_of
 
 #: Below this a run that was given no folder makes one of its own; ``latest`` leads to the newest.
 ROOT = Path("runs/tune")
@@ -235,7 +235,7 @@ def link(out: Path, run: Path) -> None:
 def _point(path: Path, target: str) -> None:
     """Make ``path`` lead to ``target``, as :func:`followed` reads it: a link, or a file where links cannot be made."""
     draft = path.with_name(f".{path.name}-{os.getpid()}")
-    for make in (draft.symlink_to, lambda text: draft.write_text(_LEADS_TO + text + "\n", encoding="utf-8")):
+    for make in (draft.symlink_to, lambda text: draft.write_bytes(os.fsencode(_LEADS_TO + text + "\n"))):
         try:
             draft.unlink(missing_ok=True)
             make(target)
@@ -251,7 +251,7 @@ def followed(path: Path) -> Path:
         if path.is_symlink():
             return path.parent / os.readlink(path)
         if path.is_file() and path.stat().st_size <= _LONGEST:
-            text = path.read_text(encoding="utf-8")
+            text = text_of(path.read_bytes())
             if text.startswith(_LEADS_TO):
                 return path.parent / text.removeprefix(_LEADS_TO).strip()
     except (OSError, ValueError):

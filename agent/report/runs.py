@@ -15,7 +15,7 @@ from typing import Any
 
 from ...envs.live.locks import is_locked
 from ...envs.nccl.run_folder import TUNER
-from ...traces.outside import atomically, parse_json
+from ...traces.outside import atomically, parse_json, readable
 from ...traces.reasons import names
 from ...traces.records import decided
 from .outputs import ROOT, run_of
@@ -73,7 +73,8 @@ def find_runs(where: Iterable[Path] = ()) -> list[Path]:
             level = [
                 inside for path in level if path == root or path not in runs for inside in _folders(path)
             ]
-    return sorted(found, key=lambda path: found[path])
+    once = {os.path.realpath(path): path for path in found}  # a folder may be given under two paths
+    return sorted(once.values(), key=lambda path: found[path])
 
 
 def _began(out: Path) -> float | None:
@@ -256,7 +257,12 @@ def write_metrics(path: Path, states: list[dict[str, Any]]) -> None:
         ]
         for one in states:
             value = one["state"] in ALIVE if key == "state" else one[key]
-            run = one["run"].replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+            run = readable(one["run"]).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
             if value is not None:
                 lines.append(f'{name}{{run="{run}"}} {float(value) / (1e3 if key == "step_ms" else 1)}')
-    atomically(path, lambda draft: draft.write_text("\n".join([*lines, ""]), encoding="utf-8"))
+
+    def write(draft: Path) -> None:
+        draft.write_text("\n".join([*lines, ""]), encoding="utf-8")
+        draft.chmod(0o644)  # node_exporter is another user, and our umask may be 077
+
+    atomically(path, write)

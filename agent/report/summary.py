@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...traces.header import plain
-from ...traces.outside import atomically, read_json
+from ...traces.outside import read_json, write_whole
 
 if TYPE_CHECKING:  # `top` reads summaries, and needs no tables
     from ...traces.files import Trace
@@ -197,7 +197,7 @@ class RunSummary(OfFiles, OfEnd, OfSearch, OfCosts, OfVerdict, OfJob):
     def write(self, folder: Path) -> None:
         """Replace the folder's ``summary.json`` at once. Raises TraceError."""
         text = json.dumps(plain(vars(self)), indent=2, allow_nan=False) + "\n"
-        atomically(folder / _FILE, lambda path: path.write_text(text, encoding="utf-8"))
+        write_whole(folder / _FILE, text)
 
     @property
     def is_decided(self) -> bool:

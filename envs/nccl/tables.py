@@ -68,7 +68,10 @@ def _why_no_table(folder: Path) -> str:
 
 
 def _from_json(text: str) -> Table:
-    content = parse_json(text, MAX_TEXT)
+    try:
+        content = parse_json(text, MAX_TEXT)
+    except ValueError as error:
+        raise ValueError(f"not a table of dynamiccl, which is JSON ({error})") from None
     version = content.get("dynamiccl_table") if isinstance(content, dict) else None
     if version != FORMAT:
         raise ValueError(f"table of format {version}, this release reads {FORMAT}")

@@ -187,3 +187,23 @@ def flight(folder, pickled=True, timing=False):
         data = pickle.dumps(dump) if pickled else json.dumps(dump).encode()
         (folder / f"nccl_trace_rank_{rank}").write_bytes(data)
     return folder
+
+
+#: Name -> (format, made in an empty folder, what it knows: steps, times, choice).
+MADE = {
+    "kineto": ("kineto", lambda d: kineto(d / "r"), "steps times"),
+    "nsys": ("nsys", lambda d: nsys(d / "r.sqlite"), "steps times"),
+    "inspector verbose": ("inspector", lambda d: inspector(d / "r"), "times"),
+    "inspector": ("inspector", lambda d: inspector(d / "r", verbose=False), "times"),
+    "log of numbers": ("nccl-log", lambda d: nccl_log(d / "r", "numbers"), "choice"),
+    "log of names": ("nccl-log", lambda d: nccl_log(d / "r", "names"), "choice channels"),
+    "log of the cost model": ("nccl-log", lambda d: nccl_log(d / "r", "cost model"), "choice channels"),
+    "log with times": (
+        "nccl-log",
+        lambda d: nccl_log(d / "r", prefix="[2026-11-26 12:00:00] "),
+        "choice channels",
+    ),
+    "pickle": ("flight-recorder", lambda d: flight(d / "r"), ""),
+    "pickle with times": ("flight-recorder", lambda d: flight(d / "r", timing=True), "times"),
+    "flight json": ("flight-recorder", lambda d: flight(d / "r", pickled=False), ""),
+}

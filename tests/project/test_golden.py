@@ -1,7 +1,7 @@
-"""What must not change while code is taken out or moved: an episode of each environment, a trace.
+"""What must not change while code is taken out or moved: an episode of each environment, a trace, other tools' files.
 
 A change that is meant to alter one of them writes the data anew, and says in its commit why:
-``PYTHONPATH=tests/helpers python tests/project/test_golden.py --write`` (all) or ``--write episodes`` (one part).
+``PYTHONPATH=tests/helpers:tests/tools python tests/project/test_golden.py --write`` (all) or ``--write episodes``.
 Whole numbers are kept as a digest; of others a few weighted sums are, so that the last digits of another machine do
 not matter.
 """
@@ -9,7 +9,10 @@ not matter.
 import hashlib
 import json
 import sys
+import tempfile
+from pathlib import Path
 
+import make_profile
 import numpy as np
 import pytest
 from dynamiccl.agent.commands.show import tell
@@ -20,9 +23,11 @@ from dynamiccl.envs.replay_env import ReplayEnv
 from dynamiccl.envs.sim.family import STANDARD
 from dynamiccl.envs.sim_env import SimEnv
 from dynamiccl.traces.files import Trace
+from dynamiccl.traces.importers.recording import read_recording
 from dynamiccl.traces.queries.consistency import audit
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
 from paths import DATA
+from recordings_made import MADE
 
 GOLDEN, RECORDING = DATA / "golden", DATA / "recordings" / "demo"
 
@@ -116,7 +121,30 @@ def trace():
     }
 
 
-PARTS = {"episodes": episodes, "trace": trace}
+# -- files of other tools ----------------------------------------------------------------------------------------------
+
+
+def of_frames(read):
+    """Events, steps and compute of a trace, each as text."""
+    texts = {name: getattr(read, name).to_csv(index=False) for name in ("events", "steps", "compute")}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
+
+
+def imported():
+    """The made job in each format, and a profile of a size that is read in several blocks."""
+    told = {}
+    with tempfile.TemporaryDirectory() as folder:
+        profile = Path(folder, "big.json")
+        make_profile.write(profile, 6)
+        told["several blocks"] = of_frames(read_recording([profile]))
+        for name, (_, make, _) in MADE.items():
+            place = Path(folder, name)
+            place.mkdir()
+            told[name] = of_frames(read_recording([make(place)], ranks_per_node=8))
+    return told
+
+
+PARTS = {"episodes": episodes, "trace": trace, "imported": imported}
 
 
 def kept(part):
@@ -153,6 +181,10 @@ def test_a_recorded_trace_reads_as_it_did():
     alike(json.loads(json.dumps(trace())), kept("trace"))
 
 
+def test_recordings_of_other_tools_give_the_events_that_they_did():
+    alike(imported(), kept("imported"))
+
+
 @pytest.mark.parametrize("change", [("sim", "rewards", 1), ("live", "turns", None)])
 def test_a_change_is_seen(change):
     env, key, place = change
@@ -167,7 +199,7 @@ def test_a_change_is_seen(change):
 
 if __name__ == "__main__":
     if sys.argv[1:2] != ["--write"]:
-        sys.exit("PYTHONPATH=tests/helpers python tests/project/test_golden.py --write [episodes] [trace]")
+        sys.exit(f"python tests/project/test_golden.py --write [{'] ['.join(PARTS)}]")
     for part in sys.argv[2:] or PARTS:
         (GOLDEN / f"{part}.json").write_text(json.dumps(PARTS[part](), indent=1) + "\n")
         print(f"written: {GOLDEN / part}.json")

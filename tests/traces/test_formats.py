@@ -15,29 +15,11 @@ from dynamiccl.traces.importers.formats import FORMATS, detect
 from dynamiccl.traces.importers.recording import read_recording
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from recordings_made import MADE
 from test_traces_importers import kineto
 
 KINDS = [(func, n_bytes) for func, n_bytes, *_ in made.STEP]
 LASTS = [us for *_, us in made.STEP]
-
-#: Name -> (format, made in an empty folder, what it knows: steps, times, choice).
-MADE = {
-    "kineto": ("kineto", lambda d: made.kineto(d / "r"), "steps times"),
-    "nsys": ("nsys", lambda d: made.nsys(d / "r.sqlite"), "steps times"),
-    "inspector verbose": ("inspector", lambda d: made.inspector(d / "r"), "times"),
-    "inspector": ("inspector", lambda d: made.inspector(d / "r", verbose=False), "times"),
-    "log of numbers": ("nccl-log", lambda d: made.nccl_log(d / "r", "numbers"), "choice"),
-    "log of names": ("nccl-log", lambda d: made.nccl_log(d / "r", "names"), "choice channels"),
-    "log of the cost model": ("nccl-log", lambda d: made.nccl_log(d / "r", "cost model"), "choice channels"),
-    "log with times": (
-        "nccl-log",
-        lambda d: made.nccl_log(d / "r", prefix="[2026-11-26 12:00:00] "),
-        "choice channels",
-    ),
-    "pickle": ("flight-recorder", lambda d: made.flight(d / "r"), ""),
-    "pickle with times": ("flight-recorder", lambda d: made.flight(d / "r", timing=True), "times"),
-    "flight json": ("flight-recorder", lambda d: made.flight(d / "r", pickled=False), ""),
-}
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -120,13 +102,13 @@ def test_formats_are_told_by_their_first_bytes_not_by_their_names(tmp_path):
         (tmp_path / name).mkdir()
         path = make(tmp_path / name)
         file = sorted(path.iterdir())[0] if path.is_dir() else path
-        for packed in (False, True) if kind != "nsys" else (False,):
+        for packed in (False, True):
             other = tmp_path / f"{len(names)}.bin"
             data = file.read_bytes()
             other.write_bytes(gzip.compress(data) if packed else data)
             names[other] = kind
     assert {file: detect(file).name for file in names} == names
-    assert {known.name for known in FORMATS if known.read} == set(names.values())
+    assert {known.name for known in FORMATS if known.reader} == set(names.values())
 
 
 def test_a_folder_with_one_foreign_file_still_works(tmp_path):
@@ -157,7 +139,7 @@ def test_two_exports_of_one_rank_are_refused_by_name(tmp_path):
     for name in ("c", "d"):
         (tmp_path / name).mkdir()
         made.nsys(tmp_path / name / "x.sqlite", ranks=(0,), told_ranks=False, steps=name == "c")
-    with pytest.raises(TraceError, match="does not say which ranks it is of: name the files rank0"):
+    with pytest.raises(TraceError, match="does not say which rank it is of: name the files rank0"):
         read_recording([tmp_path / "c" / "x.sqlite", tmp_path / "d" / "x.sqlite"])
 
 
@@ -299,7 +281,7 @@ BAD = {
 )
 def test_bad_events_anywhere_lose_no_other(tmp_path, bad, block, indent):
     """Before: the whole file was refused, with a hint that misled."""
-    from dynamiccl.traces.importers import json_stream
+    from dynamiccl.traces import outside
 
     document = kineto(0)
     events = document.pop("traceEvents")
@@ -309,11 +291,11 @@ def test_bad_events_anywhere_lose_no_other(tmp_path, bad, block, indent):
     other = json.dumps(document).encode()[1:]
     path = tmp_path / "rank0.json"
     path.write_bytes(b'{"traceEvents": [' + b", ".join(texts) + b"], " + other)
-    before, json_stream.BLOCK = json_stream.BLOCK, block
+    before, outside.BLOCK = outside.BLOCK, block
     try:
         trace = read_recording([path])
     finally:
-        json_stream.BLOCK = before
+        outside.BLOCK = before
     assert len(trace.events) == 12 and len(trace.steps) == 2 and trace.header["nccl"] == "2.28.9"
     told = " ".join(trace.header["notes"])
     assert ("no JSON" in told) == any(not BAD[kind][1] for kind, _ in bad)

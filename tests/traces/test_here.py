@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import platform
 import shutil
@@ -20,6 +21,7 @@ from dynamiccl.agent.report.outputs import default_url
 from dynamiccl.envs.nccl.plugin import build, installed
 from dynamiccl.envs.nccl.steps import nvml
 from dynamiccl.traces import header, here
+from paths import DATA
 
 
 class Started(Exception):
@@ -339,3 +341,55 @@ def test_a_file_system_without_links_has_the_run_s_path_in_a_file(tmp_path, monk
     (tmp_path / "latest").write_text("dynamiccl leads to out\n")
     for words in (["show", tmp_path / "latest"], ["top", tmp_path / "latest", "--once"]):
         assert invoke(words).exit_code == 0
+
+
+# NCCL's configuration file --------------------------------------------------------------------------------------------
+
+CONF = json.loads((DATA / "nccl_conf_2.28.9.json").read_text())
+
+
+@pytest.mark.parametrize("row", CONF, ids=lambda row: row["name"])
+def test_conf_lines_are_read_as_nccl_reads_them(tmp_path, monkeypatch, row):
+    """The table is what NCCL 2.28.9's library put into its environment, line by line. Bytes are filed as latin-1."""
+    path = tmp_path / "nccl.conf"
+    path.write_bytes(row["text"].encode("latin-1"))
+    monkeypatch.setenv("NCCL_CONF_FILE", str(path))
+    read = here.conf_lines(path.read_bytes())
+    told = {
+        os.fsencode(name).decode("latin-1"): os.fsencode(value).decode("latin-1")
+        for name, value in read.items()
+    }
+    assert {name: told.get(name) for name in {*row["found"], "NCCL_PROTO", "NCCL_ALGO"}} == {
+        name: row["found"].get(name) for name in {*row["found"], "NCCL_PROTO", "NCCL_ALGO"}
+    }
+    configured = here.configured()
+    for name, value in read.items():
+        if name not in os.environ:
+            assert configured.get(name, "") == value
+
+
+@pytest.mark.parametrize("row", [row for row in CONF if "ends" in row], ids=lambda row: row["name"])
+def test_doctor_says_at_which_lines_nccl_ends_the_job(tmp_path, monkeypatch, row):
+    """Of these lines it was seen: "Unrecognized element token", and no rank got a communicator."""
+    (tmp_path / "nccl.conf").write_bytes(row["text"].encode("latin-1"))
+    monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "nccl.conf"))
+    told = json.loads(invoke(["doctor", "--json"]).stdout)
+    must = {one["name"] for one in told["findings"] if one["must_change"]}
+    assert must == ({"more than a value"} if row["ends"] else set())
+
+
+def test_the_environment_comes_before_the_users_file_and_that_before_the_sites(tmp_path, monkeypatch):
+    path = tmp_path / "nccl.conf"
+    path.write_text("NCCL_ALGO=ring\nNCCL_PROTO=LL\n")
+    monkeypatch.setenv("NCCL_CONF_FILE", str(path))
+    monkeypatch.setenv("NCCL_PROTO", "Simple")
+    found = here.configured()
+    assert (found["NCCL_ALGO"], found["NCCL_PROTO"]) == ("ring", "Simple")
+
+
+def test_nccl_does_not_ask_for_HOME(tmp_path, monkeypatch):
+    """It reads the home folder of passwd: seen with NCCL 2.28.9's library."""
+    (tmp_path / ".nccl.conf").write_text("NCCL_ALGO=of_home\n")
+    monkeypatch.delenv("NCCL_CONF_FILE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert here.configured().get("NCCL_ALGO") != "of_home"

@@ -8,7 +8,6 @@ import pytest
 import recordings_made as made
 from command import invoke
 from dynamiccl.envs.replay.recordings import named, on_cluster
-from dynamiccl.traces.files import TraceError
 from dynamiccl.traces.importers.found import rank_in_name
 from dynamiccl.traces.importers.recording import read_recording
 from dynamiccl.traces.queries.costs import slot_costs
@@ -104,8 +103,9 @@ def test_a_jobs_ranks_are_those_of_the_files_names_not_of_a_group(tmp_path):
     assert set(read_recording([tmp_path]).events["rank"]) == {0, 8}
     for rank in (0, 8):
         (tmp_path / f"rank{rank}.sqlite").rename(tmp_path / f"{'ab'[rank // 8]}.sqlite")
-    with pytest.raises(TraceError, match="name the files rank0"):
-        read_recording([tmp_path])
+    trace = read_recording([tmp_path])  # one tells no rank that all its communicators agree on
+    left_out = f"left out: {tmp_path / 'b.sqlite'} does not say which rank it is of: name the files rank0"
+    assert set(trace.events["rank"]) == {0} and any(n.startswith(left_out) for n in trace.header["notes"])
 
 
 def test_a_process_without_communicators_is_no_fault_of_the_export(tmp_path):

@@ -49,6 +49,15 @@ def test_two_optimizers_of_one_class_make_no_further_steps(tmp_path):
     assert trace.events.groupby("step").size().tolist() == [1] * 11
 
 
+def test_optimizers_marks_divide_a_profile_that_holds_kernels_only(tmp_path):
+    path = optimizers(tmp_path / "rank0.json", ends=(5000, 5300))
+    document = json.loads(path.read_text())
+    document["traceEvents"] = [e for e in document["traceEvents"] if e["name"] != "record_param_comms"]
+    path.write_text(json.dumps(document))
+    trace = read_recording([path])
+    assert len(trace.steps) == 11 and len(trace.events) == 11
+
+
 def test_optimizers_that_step_in_turn_tell_no_steps(tmp_path):
     """A GAN's: calls before each of them. What a step is, the profiler's step() has to say."""
     path = optimizers(tmp_path / "rank0.json", ends=(900, 5000), gathers=(300, 3000))

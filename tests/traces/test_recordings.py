@@ -17,6 +17,7 @@ from dynamiccl.envs.replay.decisions import load
 from dynamiccl.envs.replay.recordings import named, on_cluster
 from dynamiccl.envs.replay_env import ReplayEnv
 from dynamiccl.envs.search.observation import N_OBSERVATION
+from dynamiccl.traces import outside
 from dynamiccl.traces.files import TraceError
 from dynamiccl.traces.importers import json_stream
 from dynamiccl.traces.importers.recording import read_recording
@@ -99,7 +100,7 @@ def test_a_profile_cut_anywhere_is_refused_and_whole_in_any_block_size(tmp_path,
     text = json.dumps(document)
     whole = None
     for block in (1 << 21, 4096, 700, 61):
-        monkeypatch.setattr(json_stream, "BLOCK", block)
+        monkeypatch.setattr(outside, "BLOCK", block)
         for spaces in (text, json.dumps(document, indent=2)):
             (tmp_path / "f").write_text(spaces)
             trace = read_recording([tmp_path / "f"])
@@ -137,7 +138,7 @@ def test_pytorchs_own_profile_is_read_whole_and_told_to_be_of_gloo(kind, monkeyp
     whole = json.loads(gzip.decompress(path.read_bytes()))
     events = whole.pop("traceEvents")
     for block in (2 << 20, 20_000, 997):
-        monkeypatch.setattr(json_stream, "BLOCK", block)
+        monkeypatch.setattr(outside, "BLOCK", block)
         seen = []
         assert json_stream.read_elements(path, "traceEvents", seen.extend) == whole
         assert seen == events

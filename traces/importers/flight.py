@@ -15,85 +15,82 @@ from typing import Any
 
 import orjson
 
-from ..files import TraceError
 from ..names import DTYPE_BYTES
-from .found import MOST_RANKS, Found, Gaps, comm_id_of, dtype_of, func_of, rank_in_name
-from .json_stream import blocks, many, mended
+from ..outside import TraceError, blocks, said
+from .found import MOST_RANKS, Found, Gaps, Process, comm_id_of, dtype_of, func_of, many, rank_in_name
+from .json_stream import mended
 
 #: A dump holds some thousand calls; more bytes than this is none.
 MOST_BYTES = 512 << 20
 GAPS = Gaps(
+    rank="name the files rank0.json, rank1.json ...",
     times="no durations in it: run the job with TORCH_NCCL_ENABLE_TIMING=1",
     steps="the Flight Recorder marks no steps: what part of a step calls take is not known",
 )
 _WRONG = (KeyError, TypeError, ValueError, OverflowError, AttributeError, IndexError)
 
 
-def read(files: list[Path], found: Found) -> None:
-    """Read dumps into ``found``. Raises TraceError for files of others, and for two of one rank."""
-    found.gaps = GAPS
-    for file in files:
-        dump = _load(file)
-        if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
-            raise TraceError(f"{file} is no Flight Recorder dump: it has no entries")
-        if version := (dump.get("nccl_version") or dump.get("comm_lib_version")):
-            found.header["nccl"] = _text(version)
-        rank = _rank_of(file, len(files) == 1, dump, found)
-        found.claim(file, rank, [0])
-        odd = 0
-        for entry in dump["entries"]:
-            try:
-                _add(entry, dump.get("pg_config"), rank, found)
-            except _WRONG:
-                odd += 1
-        if odd:
-            found.notes.append(f"{file.name}: left out {many(odd, 'call')}, not whole")
-
-
-def _rank_of(file: Path, alone: bool, dump: dict[str, Any], found: Found) -> int:
-    """The rank of a dump: as it says, else as its name says (``nccl_trace_rank_3``, ``..._3``)."""
-    if type(dump.get("rank")) is int:
-        return int(dump["rank"])
-    named = rank_in_name(file)
+def read(file: Path, found: Found) -> None:
+    """Read a dump. Raises TraceError for a file of others, for one without calls, and for one of gloo."""
+    dump = _load(file)
+    if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
+        raise TraceError(f"{file} is no Flight Recorder dump: it has no entries")
+    if version := (dump.get("nccl_version") or dump.get("comm_lib_version")):
+        found.header["nccl"] = _text(version)
+    process = Process(file, told=dump["rank"] if type(dump.get("rank")) is int else None)
     tail = file.name.rpartition("_")[2]
-    if named is None and tail.isdecimal() and int(tail) < MOST_RANKS:  # a date is no rank
-        named = int(tail)  # TORCH_NCCL_DEBUG_INFO_TEMP_FILE ends in an underscore and the rank
-    if named is not None:
-        return named
-    if not alone:
-        raise TraceError(
-            f"{file} does not say which rank it is of: name the files rank0.json, rank1.json ..."
+    if rank_in_name(file) is None and tail.isdecimal() and int(tail) < MOST_RANKS:  # a date is no rank
+        process.called.add(int(tail))  # TORCH_NCCL_DEBUG_INFO_TEMP_FILE ends in an underscore and the rank
+    odd = of_gloo = 0
+    for entry in dump["entries"]:
+        try:
+            call = _call(entry, dump.get("pg_config"), found)
+        except _WRONG:
+            odd += 1
+            continue
+        if call is None:
+            of_gloo += 1
+        else:
+            process.calls.append(call)
+    if not process.calls and (odd or of_gloo):
+        why = (
+            f"{odd} calls that are not whole"
+            if odd
+            else f"{of_gloo} calls of gloo, which say nothing of NCCL"
         )
-    found.notes.append(f"{file.name} does not say which rank it is of: taken to be rank 0")
-    return 0
+        raise TraceError(f"{file} holds {why}, and none of NCCL: record the job over NCCL")
+    if not process.calls:
+        raise TraceError(f"{file} holds no call: dump it while the job runs, with TORCH_FR_BUFFER_SIZE set")
+    if odd:
+        found.notes.append(f"{file.name}: left out {many(odd, 'call')}, not whole")
+    if of_gloo:
+        found.notes.append(f"{file.name}: left out {many(of_gloo, 'call')} of gloo")
+    found.processes.append(process)
 
 
-def _add(entry: dict[str, Any], configs: Any, rank: int, found: Found) -> None:
-    """Add an entry's call, if it is a collective. Raises one of _WRONG where the entry is not whole."""
+def _call(entry: dict[str, Any], configs: Any, found: Found) -> dict[str, Any] | None:
+    """An entry's call, None for one of gloo. Raises one of _WRONG where the entry is not whole."""
     backend, _, name = _text(entry["profiling_name"]).rpartition(":")
     if backend == "gloo":
-        raise TraceError("the dump is of gloo, which says nothing of NCCL: record the job over NCCL")
+        return None
+    asked = int(entry.get("time_created_ns") or 0)
     func = func_of(name)
     if func is None:
-        return
+        return {"func": None, "enqueue_ns": asked}
     group, ranks = _group(entry, configs)
     comm_id = comm_id_of(group, ranks)
     found.groups[comm_id] = ranks
     dtype, elements = _size(entry)
-    found.add(
-        {
-            "comm_id": comm_id,
-            "rank": rank,
-            "pid": rank,
-            "n_ranks": len(ranks),
-            "func": func,
-            "dtype": dtype,
-            "n_bytes": elements * DTYPE_BYTES.get(dtype, 1),
-            "seq": _seq(entry),
-            "enqueue_ns": int(entry.get("time_created_ns") or 0),
-            **_times(entry),
-        }
-    )
+    return {
+        "comm_id": comm_id,
+        "n_ranks": len(ranks),
+        "func": func,
+        "dtype": dtype,
+        "n_bytes": elements * DTYPE_BYTES.get(dtype, 1),
+        "seq": _seq(entry),
+        "enqueue_ns": asked,
+        **_times(entry),
+    }
 
 
 def _size(entry: dict[str, Any]) -> tuple[str, int]:
@@ -170,5 +167,7 @@ def _unpickled(file: Path, data: bytes) -> Any:
         return _Plain(io.BytesIO(data)).load()
     except TraceError as error:
         raise TraceError(f"{file} was not read: {error}; {cure}") from None
-    except Exception:  # a damaged pickle can raise anything
-        raise TraceError(f"{file} is no whole pickle; {cure}") from None
+    except Exception as error:  # a damaged pickle can raise anything
+        raise TraceError(
+            f"{file} is no whole pickle of {len(data):,} bytes ({said(error)}); {cure}"
+        ) from None

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import re
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from ..files import TraceError
+from ..outside import first_bytes
 from . import flight, inspector, kineto, nccl_log, nsys
-from .found import Found
-from .json_stream import GZIP
+from .found import Gaps, Reader
 
 #: Bytes of a file that are looked at: a log's first lines may be of the job.
 HEAD_BYTES = 1 << 20
@@ -24,7 +21,8 @@ class Format(NamedTuple):
     name: str
     text: str  # for people
     sign: re.Pattern[bytes]  # found in the first bytes of such a file
-    read: Callable[[list[Path], Found], None] | None = None
+    reader: Callable[[], Reader] | None = None  # makes what reads the files of one job
+    gaps: Gaps = Gaps()
     cure: str = ""
 
 
@@ -36,13 +34,22 @@ KINETO = Format(
     "kineto",
     "a profile of PyTorch",
     _sign(rb'"(traceEvents|deviceProperties|baseTimeNanoseconds)"\s*:|\A\s*\[\s*\{\s*"ph"'),
-    kineto.read,
+    lambda: kineto.read,
+    kineto.GAPS,
 )
 #: In this order: an earlier format's sign is looked for first. Signs at a file's begin come first: a file that packs
 #: others holds their signs too.
 FORMATS = (
-    Format("nsys", "an export of Nsight Systems", _sign(rb"\ASQLite format 3\x00"), nsys.read),
-    Format("flight-recorder", "a dump of the Flight Recorder", _sign(rb"\A\x80[\x02-\x05]"), flight.read),
+    Format(
+        "nsys", "an export of Nsight Systems", _sign(rb"\ASQLite format 3\x00"), lambda: nsys.read, nsys.GAPS
+    ),
+    Format(
+        "flight-recorder",
+        "a dump of the Flight Recorder",
+        _sign(rb"\A\x80[\x02-\x05]"),
+        lambda: flight.read,
+        flight.GAPS,
+    ),
     Format("zip", "a zip archive", _sign(rb"\APK\x03\x04"), cure="unpack it and give the files in it"),
     Format(
         "packed",
@@ -61,13 +68,15 @@ FORMATS = (
         "flight-recorder",
         "a dump of the Flight Recorder",
         _sign(rb'\A\s*\{[\s\S]*"(collective_seq_id|pg_status|nccl_comm_state|comm_lib_version)"\s*:'),
-        flight.read,
+        lambda: flight.read,
+        flight.GAPS,
     ),
     Format(
         "inspector",
         "a log of NCCL's Inspector",
         _sign(rb'"(inspector_output_format_version|coll_perf|coll_sn)"\s*:'),
-        inspector.read,
+        inspector.Logs,
+        inspector.GAPS,
     ),
     Format(
         "nccl-tests",
@@ -75,7 +84,13 @@ FORMATS = (
         _sign(rb'Collective test starting|# nThread|#\s+size\s+count\s+\(?(type|elements)|"out_of_place"'),
         cure="it measures an idle network, not a job: record a profile of the job",
     ),
-    Format("nccl-log", "a log of NCCL", _sign(rb"NCCL (INFO|WARN|TRACE) |NCCL version \d"), nccl_log.read),
+    Format(
+        "nccl-log",
+        "a log of NCCL",
+        _sign(rb"NCCL (INFO|WARN|TRACE) |NCCL version \d"),
+        nccl_log.Logs,
+        nccl_log.GAPS,
+    ),
     Format(
         "deepspeed-log",
         "a log of DeepSpeed's communication",
@@ -97,19 +112,8 @@ def detect(file: Path) -> Format | None:
     """The format of a file; None where its first bytes tell none. Raises TraceError where it cannot be read."""
     if file.name.endswith(NSYS_REPORTS):
         return NSYS_REPORT
-    head = first_bytes(file)
+    head = first_bytes(file, HEAD_BYTES)
     return next((known for known in FORMATS if known.sign.search(head)), None)
-
-
-def first_bytes(file: Path) -> bytes:
-    """The first bytes of a file, unpacked where gzip packed it. Raises TraceError where it cannot be read."""
-    try:
-        with file.open("rb") as raw:
-            packed = raw.peek(2)[:2] == GZIP
-            source = gzip.GzipFile(fileobj=raw) if packed else raw
-            return source.read(HEAD_BYTES).removeprefix(b"\xef\xbb\xbf")
-    except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(f"cannot read {file} ({error}): is it a whole file?") from None
 
 
 def refusal(file: Path, known: Format | None) -> str:
@@ -121,5 +125,5 @@ def refusal(file: Path, known: Format | None) -> str:
 
 def readable() -> str:
     """The formats that are read, for people."""
-    texts = list(dict.fromkeys(known.text for known in FORMATS if known.read))
+    texts = list(dict.fromkeys(known.text for known in FORMATS if known.reader))
     return ", ".join(texts[:-1]) + " or " + texts[-1]

@@ -8,27 +8,23 @@ compressed nothing, a truncated file) ends in a TraceError of one line.
 
 from __future__ import annotations
 
-import gzip
 import re
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from ..files import TraceError
+from ..outside import TraceError, blocks
+from .found import many
 
-#: Bytes read at a time; the longest single element.
-BLOCK, MAX_ELEMENT = 2 << 20, 32 << 20
+#: The longest single element, in bytes.
+MAX_ELEMENT = 32 << 20
 #: A cut is looked for in so many of a buffer's last bytes, at so many places.
 WINDOW, TRIES = 256 << 10, 8
 #: An element that does not end is joined with so many of the following pieces, at most.
 MOST_JOINED = 500
-#: More text than this for each compressed byte is no recording (profiles reach about 30), after so much of it.
-MAX_RATIO, RATIO_FROM = 200, 16 << 20
-GZIP = b"\x1f\x8b"
 _BOM = b"\xef\xbb\xbf"
 _BETWEEN = re.compile(rb"\}\s*,(?=\s*\{)")
 #: The end of the array, behind an element.
@@ -59,11 +55,6 @@ class Faults:
         return found
 
 
-def many(n: int, noun: str) -> str:
-    """``1 event``, ``2 events``."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
 def read_elements(
     path: Path, key: str, take: Callable[[list[Any]], None], faults: Faults | None = None
 ) -> dict[str, Any] | None:
@@ -92,38 +83,6 @@ def read_elements(
         return None
     take(document.pop(key))
     return document
-
-
-def blocks(path: Path) -> Iterator[bytes]:
-    """The text of a file, compressed by gzip or not.
-
-    Raises TraceError for a damaged file or one that is compressed nothing.
-    """
-    given = 0
-    try:
-        with path.open("rb") as raw:
-            packed = raw.peek(2)[:2] == GZIP
-            file = gzip.GzipFile(fileobj=raw) if packed else raw
-            while data := file.read(BLOCK):
-                given += len(data)
-                if packed and given > max(RATIO_FROM, MAX_RATIO * raw.tell()):
-                    raise TraceError(
-                        f"{path} unpacks to over {MAX_RATIO} times its size: that is no recording"
-                    )
-                yield data
-    except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(f"cannot read {path} ({error}): is it a whole file?") from None
-
-
-def lines(path: Path, longest: int = 1 << 20) -> Iterator[bytes]:
-    """The lines of a file, compressed by gzip or not; of longer ones the begin. Raises TraceError as :func:`blocks`."""
-    rest = b""
-    for block in blocks(path):
-        *whole, rest = (rest + block).split(b"\n")
-        yield from whole
-        rest = rest[:longest]
-    if rest:
-        yield rest
 
 
 def mended(text: bytes) -> bytes:

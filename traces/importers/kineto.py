@@ -1,4 +1,4 @@
-"""Profiles of PyTorch (Kineto's JSON, plain or gzipped): one file a rank.
+"""Profiles of PyTorch (Kineto's JSON), of one process or of several that were merged into one file.
 
 Used: ``record_param_comms`` operators (what was asked for, when the host enqueued it), GPU kernels (NCCL's: when it
 ran, on how many channels; the others: when something was computed), ``ProfilerStep#N`` marks (steps; without these the
@@ -12,41 +12,44 @@ import bisect
 import math
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..files import TraceError
 from ..names import DTYPE_BYTES
+from ..outside import TraceError
 from .found import (
     MOST_RANKS,
     OUTSIDE,
-    SYMMETRIC,
     Found,
     Gaps,
     Marks,
-    NoRankError,
+    Process,
     algo_in_kernel,
     comm_id_of,
     dtype_of,
     func_of,
-    rank_in_name,
+    many,
 )
-from .json_stream import Faults, many, read_elements
+from .json_stream import Faults, read_elements
 
 GAPS = Gaps(
     calls="record with torch.profiler's record_shapes=True and PyTorch 2.3 or newer",
+    rank="name the files rank0.json, rank1.json ..., or record after init_process_group",
     times="no NCCL kernel in it (record CUDA activities too): there are no times",
     steps="no step in it: call the profiler's step() after each step of the optimizer",
     compute="no GPU kernels in it: what was computed beside a collective is not known",
 )
 _MARK = re.compile(r"ProfilerStep#(\d+)")
 _OPTIMIZER = "Optimizer.step#"
+_MARKED = ("ProfilerStep#", _OPTIMIZER)
+#: Collectives whose "Rank" is that of the caller.
+_OF_CALLER = ("all_gather", "reduce_scatter", "all_reduce")
 _OUTSIDE_OPTIMIZERS = (
-    "steps are told by Optimizer.step marks: {} before the first and after the last are left out"
+    "steps are told by Optimizer.step marks: {calls} before the first and after the last are left out"
 )
 #: Marks of the optimizer are of several optimizers if their distances are of two lengths, one so many times the other,
 #: and such a part of them differs in length from the one before.
@@ -60,64 +63,39 @@ _ODD = (KeyError, TypeError, ValueError, OverflowError, IndexError)
 _Span = tuple[float, float, dict[str, Any]]
 
 
-class _File:
-    """What is of use in one file's events; times in us."""
+class _Host:
+    """What one process did on its host; times in us."""
 
     def __init__(self) -> None:
         self.marks: dict[int, tuple[float, float]] = {}  # number of the step -> begin, duration
         self.optimizers: dict[str, list[float]] = {}  # name of the mark -> ends
         self.asked: dict[Any, _Span] = {}  # External id -> operator
-        self.kernels: list[_Span] = []  # NCCL's
-        self.compute = array("d")  # begin and duration of every other kernel, in turn
-        self.in_turn = False  # the optimizers' marks are of several, and tell no steps
-        self.symmetric = 0  # kernels that NCCL runs without asking a tuner
-        self.is_fsdp2 = False
         self.unsaid = 0  # operators that do not say which collective they ask for
-        self.odd = 0  # events whose fields are not what PyTorch writes
+        self.in_turn = False  # the optimizers' marks are of several, and tell no steps
 
-    def add(self, batch: list[Any]) -> None:
-        """Sort a batch of events; what is of no use is dropped at once."""
-        for event in batch:
-            if type(event) is not dict or event.get("ph") != "X":
-                continue
-            try:
-                self._add(event)
-            except _ODD:
-                self.odd += 1
+    def join(self, other: _Host) -> None:
+        """Take in what another one did: nothing tells them apart."""
+        self.marks = {**other.marks, **self.marks}
+        for name, ends in other.optimizers.items():
+            self.optimizers.setdefault(name, []).extend(ends)
+        self.asked |= other.asked
+        self.unsaid += other.unsaid
 
-    def _add(self, event: dict[str, Any]) -> None:
-        kind, name = event.get("cat"), event.get("name")
-        if kind == "kernel":
-            if name[:4].lower() == "nccl":  # type: ignore[index]
-                begin, duration, args = _span(event)
-                algo = algo_in_kernel(str(name))
-                self.kernels.append((begin, duration, {**args, _ALGO: algo}))
-                self.symmetric += algo == SYMMETRIC
-            else:
-                self.compute.extend(_span(event)[:2])
-        elif name == "record_param_comms":
-            operator = _span(event)
-            if "Collective name" in operator[2]:
-                self.asked[operator[2].get("External id", ("line", len(self.asked)))] = operator
-            else:
-                self.unsaid += 1
-        elif type(name) is str and kind != "gpu_user_annotation":
-            self._mark(event, name)
-
-    def _mark(self, event: dict[str, Any], name: str) -> None:
+    def mark(self, event: dict[str, Any], name: str) -> None:
+        """Note the step or the optimizer's end that an event marks, if it marks one."""
         if mark := _MARK.fullmatch(name):
             begin, duration, _ = _span(event)
             self.marks.setdefault(int(mark[1]), (begin, duration))
         elif name.startswith(_OPTIMIZER):
             begin, duration, _ = _span(event)
             self.optimizers.setdefault(name, []).append(begin + duration)
-        elif name.startswith("FSDP::"):  # how FSDP2 names its ranges
-            self.is_fsdp2 = True
 
-    def calls(self) -> Iterator[tuple[float, dict[str, Any], tuple[float, float] | None]]:
+    def calls(
+        self, kernels: list[_Span]
+    ) -> Iterator[tuple[float, dict[str, Any], tuple[float, float] | None]]:
         """Of each collective: when it was asked for, what is said of it, its kernel's begin and duration if it ran."""
         ran = set()
-        for begin, duration, args in self.kernels:
+        for begin, duration, args in kernels:
             external = args.get("External id")
             ran.add(external)
             asked, _, said = self.asked.get(external, (begin, 0.0, {}))
@@ -126,7 +104,7 @@ class _File:
             if external not in ran:
                 yield asked, args, None
 
-    def steps(self) -> dict[int, tuple[float, float]]:
+    def steps(self, kernels: list[_Span]) -> dict[int, tuple[float, float]]:
         """Number of the step -> begin, duration.
 
         With the optimizers' marks alone a step lasts from the end of one mark to the end of the next, of the optimizer
@@ -134,20 +112,21 @@ class _File:
         """
         if self.marks or not self.optimizers:
             return self.marks
-        ends = min(map(self._step_ends, self.optimizers.values()), key=len)
+        calls = sorted(begin for begin, _, _ in self.asked.values() or kernels)
+        ends = min((_step_ends(ends, calls) for ends in self.optimizers.values()), key=len)
         self.in_turn = _at_two_distances(ends)
         if self.in_turn:
             return {}
         return {i: (begin, end - begin) for i, (begin, end) in enumerate(pairwise(ends), 1)}
 
-    def _step_ends(self, ends: list[float]) -> list[float]:
-        """Of an optimizer's ends those that a call follows before the next: several optimizers of one class, which step
-        one after the other, have marks of one name."""
-        ends = sorted(ends)
-        calls = sorted(begin for begin, _, _ in self.asked.values() or self.kernels)
-        before = [bisect.bisect_left(calls, end) for end in ends]
-        nexts = [*before[1:], -1]
-        return [end for end, n, following in zip(ends, before, nexts, strict=True) if n != following]
+
+def _step_ends(ends: list[float], calls: list[float]) -> list[float]:
+    """Of an optimizer's ends those that a call follows before the next: several optimizers of one class, which step one
+    after the other, have marks of one name. ``calls``: their begins, in order."""
+    ends = sorted(ends)
+    before = [bisect.bisect_left(calls, end) for end in ends]
+    nexts = [*before[1:], -1]
+    return [end for end, n, following in zip(ends, before, nexts, strict=True) if n != following]
 
 
 def _at_two_distances(ends: list[float]) -> bool:
@@ -164,46 +143,155 @@ def _at_two_distances(ends: list[float]) -> bool:
     return bool(ratios.max() >= _APART) and in_turn >= _IN_TURN
 
 
-def read(files: list[Path], found: Found) -> None:
-    """Read profiles into ``found``. Raises TraceError for a file that is none, and for two files of one step."""
-    found.gaps = GAPS
-    for file in files:
-        try:
-            _read_one(file, len(files) == 1, found)
-        except NoRankError:
-            raise TraceError(
-                f"{file} does not say which rank it is of: name the files rank0.json, rank1.json ..., "
-                "or record after init_process_group"
-            ) from None
+class _Device:
+    """The kernels in one row of a file, which are of one process; times in us."""
+
+    def __init__(self) -> None:
+        self.kernels: list[_Span] = []  # NCCL's
+        self.compute = array("d")  # begin and duration of every other kernel, in turn
 
 
-def _read_one(file: Path, alone: bool, found: Found) -> None:
+class _File:
+    """A file's events, apart by the process or the device that they are of."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[Any, _Host] = {}
+        self.devices: dict[Any, _Device] = {}
+        self.is_fsdp2 = False
+        self.n_events = 0
+        self.odd = 0  # events whose fields are not what PyTorch writes
+
+    def add(self, batch: list[Any]) -> None:
+        """Sort a batch of events; what is of no use is dropped at once."""
+        self.n_events += len(batch)
+        for event in batch:
+            if type(event) is not dict or event.get("ph") != "X":
+                continue
+            try:
+                self._add(event)
+            except _ODD:
+                self.odd += 1
+
+    def _add(self, event: dict[str, Any]) -> None:
+        kind, name = event.get("cat"), event.get("name")
+        if kind == "kernel":
+            begin, duration, args = _span(event)
+            device = self.devices.setdefault(event.get("pid"), _Device())
+            if name[:4].lower() == "nccl":  # type: ignore[index]
+                device.kernels.append((begin, duration, {**args, _ALGO: algo_in_kernel(str(name))}))
+            else:
+                device.compute.extend((begin, duration))
+        elif name == "record_param_comms":
+            operator = _span(event)
+            host = self.hosts.setdefault(event.get("pid"), _Host())
+            if "Collective name" in operator[2]:
+                host.asked[operator[2].get("External id", ("line", len(host.asked)))] = operator
+            else:
+                host.unsaid += 1
+        elif type(name) is str and kind != "gpu_user_annotation":
+            if name.startswith(_MARKED):
+                self.hosts.setdefault(event.get("pid"), _Host()).mark(event, name)
+            elif name.startswith("FSDP::"):  # how FSDP2 names its ranges
+                self.is_fsdp2 = True
+
+    def processes(self, file: Path) -> list[tuple[_Host, _Device]]:
+        """Each process that asked for collectives, with its kernels. Raises TraceError where nothing tells whose
+        kernels they are."""
+        asking = [host for host in self.hosts.values() if host.asked or host.unsaid]
+        if len(asking) > 1:
+            return self._apart(file, asking)
+        whole = _Host()
+        for host in self.hosts.values():
+            whole.join(host)
+        return [(whole, _joined(list(self.devices.values())))]
+
+    def _apart(self, file: Path, asking: list[_Host]) -> list[tuple[_Host, _Device]]:
+        mine: dict[int, list[_Device]] = {i: [] for i in range(len(asking))}
+        ranks = [_called(host.asked.values()) for host in asking]
+        for device in self.devices.values():
+            told = _called(device.kernels)
+            owners = [i for i, of_host in enumerate(ranks) if told and told == of_host]
+            if not told:
+                ids = {args.get("External id") for _, _, args in device.kernels}
+                owners = [i for i, host in enumerate(asking) if ids and ids <= host.asked.keys()]
+            if len(owners) != 1:
+                raise TraceError(
+                    f"{file} holds {len(asking)} processes that call NCCL, and does not say whose its kernels are: "
+                    "give the profiles as they were before they were merged, one a rank"
+                )
+            mine[owners[0]].append(device)
+        return [(host, _joined(mine[i])) for i, host in enumerate(asking)]
+
+
+def _joined(devices: list[_Device]) -> _Device:
+    """The kernels of several rows as one."""
+    if len(devices) == 1:
+        return devices[0]
+    whole = _Device()
+    for device in devices:
+        whole.kernels += device.kernels
+        whole.compute.extend(device.compute)
+    return whole
+
+
+def read(file: Path, found: Found) -> None:
+    """Read a profile. Raises TraceError for a file that is none, or of gloo, and where it holds calls of several ranks
+    that cannot be told apart."""
     seen, faults = _File(), Faults()
     about = read_elements(file, "traceEvents", seen.add, faults)
     if about is None:
         raise TraceError(f"{file} is no Kineto trace: export one with torch.profiler's export_chrome_trace")
     info = about.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
-    if info.get("backend") == "gloo" and not seen.kernels:
+    processes = seen.processes(file)
+    if info.get("backend") == "gloo" and not any(device.kernels for _, device in processes):
         raise TraceError(f"{file} is of gloo, whose times say nothing of NCCL: record the job over NCCL")
     _add_notes(file, seen, faults, info, found)
-    rank = _rank_of(file, info, seen)
-    if rank is None:
-        if not alone:
-            raise NoRankError
-        rank = 0
-        found.notes.append(f"{file.name} does not say which rank it is of: taken to be rank 0")
+    found.nothing.append(
+        f"{file.name}: {many(seen.n_events, 'event')}, and no collective that NCCL runs among them"
+    )
     base = _whole(about.get("baseTimeNanoseconds")) or 0
-    steps = seen.steps()
-    if seen.in_turn:
+    for host, device in processes:
+        process = _process(file, host, device, base, found)
+        if len(processes) == 1:  # of a merged file it is one process's
+            process.told = _whole(info.get("rank"))
+        found.processes.append(process)
+
+
+def _process(file: Path, host: _Host, device: _Device, base: int, found: Found) -> Process:
+    """A process's calls, steps and other kernels. Raises TraceError for calls of several ranks."""
+    called = _called([*host.asked.values(), *device.kernels])
+    if len(called) > 1:
+        ranks = ", ".join(map(str, sorted(called)[:4]))
+        raise TraceError(
+            f"{file} holds calls of several ranks ({ranks}), and does not say which process made them: "
+            "give the profiles as they were before they were merged, one a rank"
+        )
+    steps = host.steps(device.kernels)
+    if host.in_turn:
         found.notes.append(f"{file.name}: the marks of several optimizers do not tell its steps")
-    marks = Marks((_ns(base, begin), _ns(0, lasts), index) for index, (begin, lasts) in steps.items())
-    found.claim(file, rank, marks.steps)
-    found.add_steps(rank, marks)
-    _add_calls(seen, rank, marks, base, found)
-    if len(seen.compute):
-        begin, lasts = np.rint(1000 * np.asarray(seen.compute).reshape(-1, 2).T).astype(np.int64)
-        found.add_compute(rank, base + begin, base + begin + lasts)
+    process = Process(
+        file,
+        marks=Marks((_ns(base, begin), _ns(0, lasts), index) for index, (begin, lasts) in steps.items()),
+        outside=OUTSIDE if host.marks else _OUTSIDE_OPTIMIZERS,
+        unsaid=0 if device.kernels else host.unsaid,
+        called=called,
+    )
+    if len(device.compute):
+        begin, lasts = np.rint(1000 * np.asarray(device.compute).reshape(-1, 2).T).astype(np.int64)
+        process.compute = (base + begin, base + begin + lasts)
+    for asked, args, kernel in host.calls(device.kernels):
+        call: dict[str, Any]
+        try:
+            call = _call(args, found)
+        except _ODD:
+            call = {"untold": True}
+        call["enqueue_ns"] = _ns(base, asked)
+        if kernel:
+            call["start_ns"] = _ns(base, kernel[0])
+            call["end_ns"] = call["start_ns"] + _ns(0, kernel[1])
+        process.calls.append(call)
+    return process
 
 
 def _add_notes(file: Path, seen: _File, faults: Faults, info: dict[str, Any], found: Found) -> None:
@@ -215,44 +303,16 @@ def _add_notes(file: Path, seen: _File, faults: Faults, info: dict[str, Any], fo
         found.header["nccl"] = str(info["nccl_version"])
     if seen.is_fsdp2:
         found.header["framework"] = "FSDP2"
-    found.add_symmetric(seen.symmetric)
 
 
-def _add_calls(seen: _File, rank: int, marks: Marks, base: int, found: Found) -> None:
-    """Add a file's collectives; what no step holds is left out."""
-    outside = OUTSIDE if seen.marks else _OUTSIDE_OPTIMIZERS
-    for asked, args, kernel in seen.calls():
-        lasts = _ns(0, kernel[1]) if kernel else 0
-        at = _ns(base, asked)
-        step = marks.step_at(at)
-        if step is None:
-            found.outside[outside] += 1
-            continue
-        try:
-            call = _call(args, found)
-        except _ODD:
-            found.left_out.calls += 1
-            found.left_out.ns += lasts
-            continue
-        if call is None:
-            continue
-        if kernel:
-            call["start_ns"] = _ns(base, kernel[0])
-            call["end_ns"] = call["start_ns"] + lasts
-            found.left_out.read_ns += lasts
-        found.add({**call, "rank": rank, "pid": rank, "step": step, "enqueue_ns": at})
-    if not seen.kernels:
-        found.left_out.calls += seen.unsaid
-
-
-def _call(args: dict[str, Any], found: Found) -> dict[str, Any] | None:
-    """What a call was, from the arguments of its operator or kernel; None if it is no collective of NCCL's.
+def _call(args: dict[str, Any], found: Found) -> dict[str, Any]:
+    """What a call was, from the arguments of its operator or kernel; ``func`` is None if it is none of FUNCS.
 
     Raises one of _ODD where they do not say which collective it was.
     """
     func = func_of(str(args["Collective name"]))
     if func is None:
-        return None
+        return {"func": None}
     dtype = dtype_of(str(args.get("dtype", "")))
     elements = max(int(args.get("In msg nelems") or 0), int(args.get("Out msg nelems") or 0))
     name, text = args.get("Process Group Name", ""), args.get("Process Group Ranks", "")
@@ -289,22 +349,18 @@ def _members(args: dict[str, Any]) -> tuple[int, ...]:
     return tuple(range(first, first + stride * size, stride))
 
 
-def _rank_of(file: Path, info: dict[str, Any], seen: _File) -> int | None:
-    """The rank of a file: as it says itself, else as its name says, else as all its calls say; None: not told."""
-    told = _whole(info.get("rank"))
-    if told is None:
-        told = rank_in_name(file)
-    if told is not None:
-        return told
-    spans = [*seen.asked.values(), *seen.kernels]
-    ranks = {rank for _, _, args in spans if (rank := _rank_in_call(args)) is not None}
-    return ranks.pop() if len(ranks) == 1 else None
+def _called(spans: Iterable[_Span]) -> set[int]:
+    """The ranks that calls say that they are of."""
+    return {rank for _, _, args in spans if (rank := _rank_in_call(args)) is not None}
 
 
 def _rank_in_call(args: dict[str, Any]) -> int | None:
-    """The rank of the caller: its place in its group, and the group's ranks."""
+    """The rank of the caller: its place in its group, and the group's ranks.
+
+    Of other collectives PyTorch writes the root or the peer there.
+    """
     place = _whole(args.get("Rank"))
-    if place is None:
+    if place is None or func_of(str(args.get("Collective name", ""))) not in _OF_CALLER:
         return None
     try:
         members = _members(args)

@@ -10,15 +10,23 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..files import TraceError
 from ..names import DTYPE_BYTES, DTYPES
-from .found import Found, Gaps, algo_of, comm_id_of, func_of, process_of, proto_of, whole_bytes
-from .json_stream import lines
+from ..outside import lines, shown, text_of
+from .found import Found, Gaps, Process, algo_of, comm_id_of, func_of, many, process_of, proto_of, whole_bytes
 
 SUBSYSTEMS = "log with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,COLL,TUNING"
-_LINE = re.compile(r"(?:^|\s)([\w.\-]+):(\d+):(\d+) (?:\[(\d+)\] )?NCCL (?:INFO|TRACE) (.*)$")
+GAPS = Gaps(
+    calls=SUBSYSTEMS,
+    steps="a log of NCCL tells no durations and no steps: what calls cost is not known",
+    choice=f"the log does not say what NCCL chose: {SUBSYSTEMS}",
+)
+_UNMATCHED = f"{{n}} choices of NCCL are of calls that the log does not hold: {SUBSYSTEMS}"
+#: What a launcher or a progress bar writes before a line of NCCL may touch the name of the host: it ends in a sign that
+#: no name of a host has, or in a terminal's code, which ends in a letter.
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_LINE = re.compile(r"(?:^|[^\w.\-])([\w.\-]+):(\d+):(\d+) (?:\[(\d+)\] )?NCCL (?:INFO|TRACE) (.*)$")
 _COLL = re.compile(r"(\w+): opCount (\w+) .*?count (\d+) datatype (\d+) .*?comm (0x\w+) \[nranks=(\d+)\]")
 #: 2.19 to 2.32: names and channels; before: numbers and a time.
 _CHOICE = re.compile(
@@ -36,22 +44,11 @@ _NODES = re.compile(r"comm (0x\w+) rank \d+ n[rR]anks \d+ nNodes (\d+)")
 _VERSION = re.compile(r"NCCL version (\d+\.\d+\.\d+)")
 
 
-class _Line(NamedTuple):
-    """One line of a process."""
-
-    file: Path
-    host: str
-    pid: int
-    device: int
-    text: str
-
-
 class _Process:
-    """What one process has said so far."""
+    """What one process has said so far, in any file."""
 
     def __init__(self, host: str, pid: int) -> None:
-        self.name = f"{pid} of {host}"
-        self.pid = process_of(host, pid)
+        self.number = process_of(host, pid)
         self.comms: dict[str, tuple[int, int]] = {}  # address -> (id, rank)
         self.made: Counter[tuple[int, int]] = Counter()  # communicators of one name and rank
         self.waiting: dict[int, deque[dict[str, Any]]] = {}  # bytes -> calls whose choice was not told yet
@@ -66,39 +63,61 @@ class _Process:
         return comm_id_of(comm_id, n_before) if n_before else comm_id
 
 
-class _Log:
-    """What is known while the lines of all files are read."""
+class Logs:
+    """Reads logs, one after the other: what a process says of its communicators may lie in another file than its
+    calls."""
 
-    def __init__(self, found: Found) -> None:
-        self.found = found
+    def __init__(self) -> None:
         self.processes: dict[tuple[str, int], _Process] = {}
-        self.calls: dict[
-            tuple[int, str, str, str], Path
-        ] = {}  # a call of a process -> the file that holds it
-        self.nodes: dict[int, int] = {}
         self.n_lines = 0
-        self.unmatched = 0
 
-    def take(self, line: _Line) -> None:
-        """Take in one line. Raises TraceError for a call that is in another file too."""
-        who = line.host, line.pid
-        process = self.processes.setdefault(who, _Process(*who))
-        self._announce(process, line.text)
-        if call := _COLL.match(line.text):
-            self._call(process, line, call)
-        elif chosen := _CHOICE.match(line.text):
+    def __call__(self, file: Path, found: Found) -> None:
+        """Read a log. Raises TraceError where it cannot be read."""
+        processes: dict[int, Process] = {}
+        n_before, n_understood, first = self.n_lines, 0, ""
+        for raw in lines(file):
+            if b"NCCL" not in raw:
+                continue
+            self.n_lines += 1
+            text = _COLOURS.sub("", text_of(raw[:4000])).rstrip("\r")
+            if version := _VERSION.search(text):
+                found.header["nccl"] = version[1]
+            if said := _LINE.search(text):
+                n_understood += 1
+                host, pid, _, device, rest = said.groups()
+                process = self.processes.setdefault((host, int(pid)), _Process(host, int(pid)))
+                calls = processes.setdefault(process.number, Process(file, number=process.number)).calls
+                self._take(process, rest, int(device or 0), calls, found)
+            else:
+                first = first or text
+        n = self.n_lines - n_before
+        if not n_understood and first:
+            told = f"{many(n, 'line')} of NCCL, none understood, the first of them {shown(first[:80])!r}"
+        else:
+            told = f"{many(n, 'line')} of NCCL, and none tells of a collective: {SUBSYSTEMS}"
+        found.nothing.append(f"{file.name}: {told}")
+        found.processes += processes.values()
+
+    def _take(
+        self, process: _Process, text: str, device: int, calls: list[dict[str, Any]], found: Found
+    ) -> None:
+        """Take in what a line says."""
+        self._announce(process, text, found)
+        if call := _COLL.match(text):
+            self._call(process, device, call, calls)
+        elif chosen := _CHOICE.match(text):
             func, n_bytes, algo, proto, low, high = chosen.groups()
             n_channels = int(high) - int(low) + 1 if low else 0
             choice = {"algo": algo_of(algo), "proto": proto_of(proto), "n_channels": n_channels}
-            self._choose(process, func_of(func or ""), int(n_bytes), choice)
-        elif asked := _INPUT.match(line.text):
+            _choose(process, func_of(func or ""), int(n_bytes), choice, found)
+        elif asked := _INPUT.match(text):
             process.asked = func_of(asked[1]), int(asked[2])
-        elif (best := _BEST.match(line.text)) and process.asked:
+        elif (best := _BEST.match(text)) and process.asked:
             choice = {"algo": algo_of(best[1]), "proto": proto_of(best[2]), "n_channels": int(best[3])}
-            self._choose(process, *process.asked, choice)
+            _choose(process, *process.asked, choice, found)
             process.asked = None
 
-    def _announce(self, process: _Process, text: str) -> None:
+    def _announce(self, process: _Process, text: str, found: Found) -> None:
         """An INIT line: a communicator's address, and who is in it."""
         if init := _INIT.search(text):
             address, rank, n_ranks = init.groups()
@@ -111,48 +130,41 @@ class _Log:
                 process.comms[address] = comm_id, number
         if nodes := _NODES.search(text):
             comm_id, _ = process.comms.get(nodes[1], (0, 0))
-            self.nodes[comm_id] = int(nodes[2])
+            found.nodes[comm_id] = int(nodes[2])
 
-    def _call(self, process: _Process, line: _Line, call: re.Match[str]) -> None:
+    def _call(self, process: _Process, device: int, call: re.Match[str], calls: list[dict[str, Any]]) -> None:
         """A COLL line: a collective was enqueued."""
         name, count, elements, number, address, size = call.groups()
         func = func_of(name)
         if func is None or int(number) >= len(DTYPES):
             return
-        key = (process.pid, name, count, address)
-        other = self.calls.setdefault(key, line.file)
-        if other != line.file:
-            raise TraceError(
-                f"{other} and {line.file} both hold calls of process {process.name}: give each log once"
-            )
         n_ranks = int(size)
-        comm_id, rank = process.comms.get(address, (comm_id_of("not announced", n_ranks), line.device))
+        comm_id, rank = process.comms.get(address, (comm_id_of("not announced", n_ranks), device))
         dtype = DTYPES[int(number)]
         n_bytes = whole_bytes(func, int(elements) * DTYPE_BYTES[dtype], n_ranks)
-        event = {
+        told = {
             "comm_id": comm_id,
             "rank": rank,
             "n_ranks": n_ranks,
             "func": func,
             "dtype": dtype,
             "n_bytes": n_bytes,
-            "pid": process.pid,
             "enqueue_ns": self.n_lines,
+            "once": (process.number, name, count, address),
         }
-        before = len(self.found.events)
-        self.found.add(event)
-        waiting = process.waiting.setdefault(n_bytes, deque())
-        waiting.extend(self.found.events[before:])
+        calls.append(told)
+        process.waiting.setdefault(n_bytes, deque()).append(told)
 
-    def _choose(self, process: _Process, func: str | None, n_bytes: int, choice: dict[str, Any]) -> None:
-        """A TUNING line: what NCCL chose for the earliest of the calls that it fits."""
-        waiting = process.waiting.get(n_bytes, deque())
-        for event in waiting:
-            if func in (None, event["func"]):
-                waiting.remove(event)
-                event.update(choice)
-                return
-        self.unmatched += 1
+
+def _choose(process: _Process, func: str | None, n_bytes: int, choice: dict[str, Any], found: Found) -> None:
+    """A TUNING line: what NCCL chose for the earliest of the calls that it fits."""
+    waiting = process.waiting.get(n_bytes, deque())
+    for call in waiting:
+        if func in (None, call["func"]):
+            waiting.remove(call)
+            call.update(choice)
+            return
+    found.counted[_UNMATCHED] += 1
 
 
 def _comm_id(process: _Process, text: str, n_ranks: str) -> int | None:
@@ -168,31 +180,3 @@ def _comm_id(process: _Process, text: str, n_ranks: str) -> int | None:
         parent_id, _ = process.comms.get(parent, (parent, 0))
         return comm_id_of(parent_id, count, color, n_ranks)
     return None
-
-
-def read(files: list[Path], found: Found) -> None:
-    """Read logs into ``found``. Raises TraceError where a file cannot be read."""
-    found.gaps = Gaps(
-        calls=SUBSYSTEMS, steps="a log of NCCL tells no durations and no steps: what calls cost is not known"
-    )
-    log = _Log(found)
-    for file in files:
-        for raw in lines(file):
-            if b"NCCL" not in raw:
-                continue
-            log.n_lines += 1
-            text = raw[:4000].decode("utf-8", "replace")
-            if version := _VERSION.search(text):
-                found.header["nccl"] = version[1]
-            if said := _LINE.search(text):
-                host, pid, _, device, rest = said.groups()
-                number = int(device or 0)
-                log.take(_Line(file, host, int(pid), number, rest))
-    for event in found.events:
-        event["n_nodes"] = log.nodes.get(event["comm_id"], 0)
-    if log.unmatched:
-        found.notes.append(
-            f"{log.unmatched} choices of NCCL are of calls that the log does not hold: {SUBSYSTEMS}"
-        )
-    if found.events and all("algo" not in event for event in found.events):
-        found.notes.append(f"the log does not say what NCCL chose: {SUBSYSTEMS}")

@@ -9,40 +9,36 @@ tell ranks. Kernels are matched to ranges by the launch that the range holds. St
 from __future__ import annotations
 
 import bisect
-import functools
 import re
 import sqlite3
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, cast
 
 import pandas as pd
 
-from ..files import TraceError
 from ..header import OF_ONE_RANK
-from ..outside import parse_json
+from ..outside import TraceError, parse_json, said, unpacked
 from .found import (
-    OUTSIDE,
     PER_RANK,
-    SYMMETRIC,
     Found,
     Gaps,
     Marks,
+    Member,
+    Process,
     algo_in_kernel,
     comm_id_of,
     func_of,
-    rank_in_name,
+    many,
     whole_bytes,
 )
-
-_T = TypeVar("_T")
 
 #: The cure for ranges without a payload.
 PAYLOADS = "profile with --trace cuda,nvtx, then nsys export --type sqlite --include-json true"
 GAPS = Gaps(
     calls=PAYLOADS,
+    rank=f"name the files rank0.sqlite, rank1.sqlite ..., one a process, or {PAYLOADS}",
     steps='no step in it: mark each with torch.cuda.nvtx.range_push("step N") and range_pop()',
     compute="no GPU kernels but NCCL's in it: what was computed beside a collective is not known",
 )
@@ -59,7 +55,7 @@ _SIZE, _RANKS, _RANK, _COMM = "Message size [bytes]", "No. of ranks", "Rank", "N
 _RANGES = """SELECT n.start, n.end, n.globalTid AS tid, n.globalTid >> 24 AS pid,
                     COALESCE(n.text, s.value) AS name, COALESCE({payload}, '') AS payload
              FROM NVTX_EVENTS n LEFT JOIN StringIds s ON s.id = n.textId
-             WHERE n.end >= n.start AND COALESCE(n.text, s.value) LIKE ? ORDER BY n.start"""
+             WHERE n.end >= n.start AND COALESCE(n.text, s.value) LIKE '%' ORDER BY n.start"""
 #: With each kernel the thread and the time of its launch, its own begin where that is not known.
 _KERNELS = """SELECT k.start, k.end, k.globalPid >> 24 AS pid, k.deviceId AS device, COALESCE(s.value, '') AS name,
                      k.gridX * k.gridY * k.gridZ AS blocks,
@@ -71,123 +67,66 @@ _KERNELS = """SELECT k.start, k.end, k.globalPid >> 24 AS pid, k.deviceId AS dev
               ORDER BY k.start"""
 
 
-class _Comm(NamedTuple):
-    """A communicator as one process made it."""
-
-    n_ranks: int
-    rank: int
-
-
-#: Communicators of each process: pid -> id -> how the process made it.
-_Comms = dict[int, dict[int, _Comm]]
-
-
-def read(files: list[Path], found: Found) -> None:
-    """Read exports into ``found``. Raises TraceError for other databases and for two files of one step."""
-    found.gaps = GAPS
-    job = _job_comm([_from(file, _told_comms) for file in files])
-    names = Counter(map(rank_in_name, files))
-    for file in files:
-        reader = functools.partial(_read_one, file, len(files) == 1, names, job, found)
-        _from(file, reader)
-
-
-def _from(file: Path, reader: Callable[[sqlite3.Connection], _T]) -> _T:
-    """What a reader finds in an export. Raises TraceError where that is none."""
-    uri = f"{file.resolve().as_uri()}?mode=ro&immutable=1"
+def read(file: Path, found: Found) -> None:
+    """Read an export. Raises TraceError for other databases, and where a process uses several GPUs."""
     try:
-        with closing(sqlite3.connect(uri, uri=True)) as base:
-            tables = {name for (name,) in base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            if not tables >= _TABLES:
-                raise TraceError(f"{file} holds no kernels or no NVTX ranges: nsys profile --trace cuda,nvtx")
-            return reader(base)
+        with unpacked(file) as plain:
+            uri = f"{plain.resolve().as_uri()}?mode=ro&immutable=1"
+            with closing(sqlite3.connect(uri, uri=True)) as base:
+                base.text_factory = _text
+                _read(file, base, found)
     except (sqlite3.Error, pd.errors.DatabaseError) as error:
-        reason = str(error).splitlines()[-1]
-        raise TraceError(f"{file} is no whole SQLite export ({reason}): nsys export --type sqlite") from None
+        reason = str(error).splitlines()[-1:] or [said(error)]
+        raise TraceError(
+            f"{file} is no whole SQLite export ({reason[0]}): nsys export --type sqlite"
+        ) from None
 
 
-def _read_one(
-    file: Path,
-    alone: bool,
-    names: Counter[int | None],
-    job: int | None,
-    found: Found,
-    base: sqlite3.Connection,
-) -> None:
+def _text(data: bytes) -> str:
+    """A name as tables of pandas can hold it: without the bytes that are no UTF-8, which they refuse."""
+    return data.decode("utf-8", "backslashreplace")
+
+
+def _read(file: Path, base: sqlite3.Connection, found: Found) -> None:
+    tables = {name for (name,) in base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if not tables >= _TABLES:
+        raise TraceError(f"{file} holds no kernels or no NVTX ranges: nsys profile --trace cuda,nvtx")
     ranges = _ranges(base)
     kernels = pd.read_sql_query(_KERNELS, base)
     comms = _communicators(ranges)
+    found.nothing.append(f"{file.name}: {many(len(kernels), 'kernel')}, and none of NCCL among them")
     devices = kernels.groupby("pid")["device"].nunique()
     if (devices > 1).any():
         raise TraceError(f"{file}: a process uses several GPUs, so its ranks cannot be told: start one a GPU")
-    named = rank_in_name(file) if len(devices) == 1 else None
-    for place, (pid, mine) in enumerate(kernels.groupby("pid", sort=True)):
+    for pid, mine in kernels.groupby("pid", sort=True):
         made = comms.get(cast(int, pid), {})
-        rank = _rank_in(made, job)
-        if named is not None and (rank is None or names[named] == 1):  # what two files share may be a rack
-            rank = named
-        if rank is None:
-            rank = _rank_by_place(file, alone, place, found)
-        marks = _marks(ranges[ranges["pid"] == pid])
-        found.claim(file, rank, marks.steps)
-        found.add_steps(rank, marks)
         of_nccl = mine["name"].str.lower().str.startswith("nccl").astype(bool)
         others = mine[~of_nccl]
-        found.add_compute(rank, others["start"].to_numpy(), others["end"].to_numpy())
-        _add_calls(mine[of_nccl], ranges, made, marks, rank, found)
+        process = Process(
+            file,
+            marks=_marks(ranges[ranges["pid"] == pid]),
+            compute=(others["start"].to_numpy(), others["end"].to_numpy()),
+            comms=made,
+        )
+        _add_calls(mine[of_nccl], ranges, process, found)
+        found.processes.append(process)
 
 
-def _ranges(base: sqlite3.Connection, only: str = "") -> pd.DataFrame:
-    """The ranges, of all names or of those that begin with ``only``."""
+def _ranges(base: sqlite3.Connection) -> pd.DataFrame:
+    """All ranges with a name."""
     columns = {row[1] for row in base.execute("PRAGMA table_info(NVTX_EVENTS)")}
     payload = "n.jsonText" if "jsonText" in columns else "NULL"
-    return pd.read_sql_query(_RANGES.format(payload=payload), base, params=[f"{only}%"])
+    return pd.read_sql_query(_RANGES.format(payload=payload), base)
 
 
-def _told_comms(base: sqlite3.Connection) -> _Comms:
-    """The communicators of an export's processes."""
-    return _communicators(_ranges(base, "ncclCommInit"))
-
-
-def _communicators(ranges: pd.DataFrame) -> _Comms:
+def _communicators(ranges: pd.DataFrame) -> dict[int, dict[int, Member]]:
     """pid -> communicator's id -> its size and this process's rank in it, from the ranges that made them."""
-    made: _Comms = {}
+    made: dict[int, dict[int, Member]] = {}
     for row in _rows(ranges[ranges["name"].str.startswith("ncclCommInit")]):
         told = _payload(row.payload)
         if all(type(told.get(name)) is int for name in (_COMM, _RANKS, _RANK)):
-            made.setdefault(int(row.pid), {})[told[_COMM]] = _Comm(told[_RANKS], told[_RANK])
+            made.setdefault(int(row.pid), {})[told[_COMM]] = Member(told[_RANKS], told[_RANK])
     return made
-
-
-def _job_comm(exports: list[_Comms]) -> int | None:
-    """The communicator of the whole job: the widest of all, if all processes (two at least) have part in it."""
-    processes = [made for comms in exports for made in comms.values()]
-    widest = max((comm.n_ranks for made in processes for comm in made.values()), default=0)
-    of_each = [{number for number, comm in made.items() if comm.n_ranks == widest} for made in processes]
-    shared = set.intersection(*of_each) if len(of_each) > 1 else set()
-    return min(shared, default=None)
-
-
-def _rank_in(made: dict[int, _Comm], job: int | None) -> int | None:
-    """The rank of a process: in the job's communicator, else the one that it has in all of its communicators. In a job
-    of several groups it has another rank in each."""
-    if job is not None and job in made:
-        return made[job].rank
-    ranks = {comm.rank for comm in made.values()}
-    return ranks.pop() if len(ranks) == 1 else None
-
-
-def _rank_by_place(file: Path, alone: bool, place: int, found: Found) -> int:
-    """The rank of a file's process number ``place``, of which nothing tells it."""
-    if not alone:
-        raise TraceError(
-            f"{file} does not say which ranks it is of: name the files rank0.sqlite, rank1.sqlite ..., "
-            f"one a process, or {PAYLOADS}"
-        )
-    note = f"{file.name} does not say which ranks it is of: they are numbered in the order of its processes"
-    if note not in found.notes:
-        found.notes.append(note)
-    return place
 
 
 def _marks(ranges: pd.DataFrame) -> Marks:
@@ -207,56 +146,38 @@ def _marks(ranges: pd.DataFrame) -> Marks:
     return Marks(marks)
 
 
-def _add_calls(
-    kernels: pd.DataFrame,
-    ranges: pd.DataFrame,
-    comms: dict[int, _Comm],
-    marks: Marks,
-    rank: int,
-    found: Found,
-) -> None:
+def _add_calls(kernels: pd.DataFrame, ranges: pd.DataFrame, process: Process, found: Found) -> None:
     """Each of NCCL's kernels with the call that launched it: the last of NCCL's ranges around the launch."""
-    symmetric = untold = 0
     for kernel, call in _launched(kernels, ranges):
         start, end = int(kernel.start), int(kernel.end)
-        step = marks.step_at(int(kernel.launched if call is None else call.start))
-        if step is None:
-            found.outside[OUTSIDE] += 1
-            continue
+        times = {
+            "enqueue_ns": int(kernel.launched if call is None else call.start),
+            "start_ns": start,
+            "end_ns": end,
+        }
         told = _payload(call.payload) if call is not None else {}
         size = told.get(_SIZE)
         if call is None or type(size) is not int or end < start:
-            found.left_out.calls += 1
-            found.left_out.ns += max(0, end - start)
+            process.calls.append({**times, "untold": True})
             continue
-        found.left_out.read_ns += end - start
         number = told.get(_COMM, 0)
-        n_ranks = comms[number].n_ranks if number in comms else 0
+        n_ranks = process.comms[number].n_ranks if number in process.comms else 0
         n_ranks = told.get(_RANKS, n_ranks)
         func = str(func_of(call.name.removeprefix("nccl")))
-        algo = algo_in_kernel(kernel.name)
-        symmetric += algo == SYMMETRIC
-        found.add(
+        process.calls.append(
             {
-                "rank": rank,
-                "pid": rank,
+                **times,
                 "comm_id": comm_id_of(number, n_ranks),
                 "n_ranks": n_ranks,
                 "func": func,
-                "algo": algo,
+                "algo": algo_in_kernel(kernel.name),
                 "n_bytes": whole_bytes(func, size, n_ranks),
                 "n_channels": int(kernel.blocks),
-                "start_ns": start,
-                "end_ns": end,
-                "enqueue_ns": int(call.start),
-                "step": step,
             }
         )
-        untold += not n_ranks and func in PER_RANK
-    found.add_symmetric(symmetric)
-    if untold and UNTOLD not in found.notes:
-        found.notes.append(UNTOLD)
-        found.header[OF_ONE_RANK] = True
+        if not n_ranks and func in PER_RANK and UNTOLD not in found.notes:
+            found.notes.append(UNTOLD)
+            found.header[OF_ONE_RANK] = True
 
 
 def _launched(kernels: pd.DataFrame, ranges: pd.DataFrame) -> Iterator[tuple[Any, Any]]:

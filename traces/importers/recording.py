@@ -1,7 +1,7 @@
 """Recordings of other tools as ordinary traces: what ``show``, the report, a replay and ``advise`` can read.
 
 :mod:`.formats` recognises a file by its first bytes; each format has a reader of its own, which fills a
-:class:`.found.Found`.
+:class:`.found.Found`. :mod:`.whose` then decides whose each call is.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import filecmp
 import os
 from pathlib import Path
 
-import pandas as pd
-
-from ..assemble import COMM_COLUMNS, COMPUTE_COLUMNS, OFFER_COLUMNS, empty, joined
-from ..files import Trace, TraceError
+from ..assemble import COMM_COLUMNS, OFFER_COLUMNS, empty
+from ..files import Trace
+from ..outside import TraceError, said
 from .formats import KINETO, Format, detect, readable, refusal
-from .found import Found
-from .json_stream import many
+from .found import Found, Reader
+from .whose import Job, settle
 
 
 def recording_files(paths: list[Path]) -> list[Path]:
@@ -50,8 +49,15 @@ def is_recording(path: Path) -> bool:
         return True
     if not path.is_dir() or trace_folder(path):
         return False
-    kinds = (detect(file) for file in path.iterdir() if file.is_file())
-    return any(known is not None and known.read is not None for known in kinds)
+    return any(_is_readable(file) for file in path.iterdir() if file.is_file())
+
+
+def _is_readable(file: Path) -> bool:
+    try:
+        known = detect(file)
+    except TraceError:
+        return False
+    return known is not None and known.reader is not None
 
 
 def read_recording(paths: list[Path], ranks_per_node: int | None = None) -> Trace:
@@ -70,21 +76,28 @@ def read_recording(paths: list[Path], ranks_per_node: int | None = None) -> Trac
         raise TraceError(f"there is at least 1 rank on a node, not {ranks_per_node}")
     files = recording_files(paths)
     known, used, left_out = _of_one_format(files, paths)
-    _refuse_twins([file for file in files if file in used])
-    found, events = _read(known, used, ranks_per_node)
+    job, odd = _read(known, [file for file in files if file in used])
+    try:
+        events, steps, compute = job.events(ranks_per_node), job.step_frame(), job.compute()
+    except (ValueError, TypeError, OverflowError) as error:  # times and numbers of steps may be anything
+        names = ", ".join(file.name for file in used)
+        raise TraceError(
+            f"{names}: a number does not fit into a trace ({said(error)}): record again"
+        ) from None
     comms = events.drop_duplicates(["comm_id", "rank", "pid"]).assign(name="")
+    read = [file for file in used if file not in odd]
     # The header tells of the recorded machine; what is not known of it must not be this machine's.
-    header = {"host": None, "kernel": None, "commit": None, **found.header}
-    header |= {"emulated": False, "source": known.name, "files": [str(file) for file in used]}
-    header |= {"notes": found.notes + left_out, "left_out": vars(found.left_out)}
+    header = {"host": None, "kernel": None, "commit": None, **job.found.header}
+    header |= {"emulated": False, "source": known.name, "files": [str(file) for file in read]}
+    header |= {"notes": job.notes + left_out, "left_out": vars(job.left_out)}
     return Trace(
-        _common(used),
+        _common(read),
         header,
         events,
-        found.step_frame(),
+        steps,
         comms[[*COMM_COLUMNS]].astype(COMM_COLUMNS),
         empty(OFFER_COLUMNS),
-        joined(found.computes, COMPUTE_COLUMNS),
+        compute,
     )
 
 
@@ -96,17 +109,28 @@ def _common(files: list[Path]) -> Path:
 
 
 def _of_one_format(files: list[Path], named: list[Path]) -> tuple[Format, list[Path], list[str]]:
-    """The format, its files, and which other files of a folder are left out. Raises TraceError."""
-    kinds = {file: _kind(file, file in named) for file in files}
-    readable_kinds = {file: known for file, known in kinds.items() if known and known.read}
+    """The format, its files, and which other files are left out. Raises TraceError."""
+    readable_kinds: dict[Path, Format] = {}
+    others: dict[Path, Format | None] = {}
+    refused: list[TraceError] = []
+    for file in dict.fromkeys(files):
+        try:
+            known = _kind(file, file in named)
+        except TraceError as error:
+            refused.append(error)
+            continue
+        if known and known.reader:
+            readable_kinds[file] = known
+        else:
+            others[file] = known
     if not readable_kinds:
-        raise TraceError(_why_nothing(kinds, named[0]))
+        raise refused[0] if refused else TraceError(_why_nothing(others, named[0]))
     first = {known.name: f"{file.name} is {known.text}" for file, known in reversed(readable_kinds.items())}
     if len(first) > 1:
         raise TraceError(f"{', '.join(reversed(first.values()))}: give the files of one format")
     chosen = next(iter(readable_kinds.values()))
-    used = [*readable_kinds]
-    return chosen, used, [_why_left_out(file, kinds[file], chosen) for file in files if file not in used]
+    left_out = [_why_left_out(file, known, chosen) for file, known in others.items()]
+    return chosen, [*readable_kinds], left_out + [f"left out: {error}" for error in refused]
 
 
 def _why_nothing(kinds: dict[Path, Format | None], named: Path) -> str:
@@ -124,7 +148,7 @@ def _kind(file: Path, is_named: bool) -> Format | None:
         return known
     if known is None and file.name.endswith((".json", ".json.gz")):
         return KINETO  # its reader says where it stops to be one
-    if known is None or known.read is None:
+    if known is None or known.reader is None:
         raise TraceError(refusal(file, known))
     return known
 
@@ -136,47 +160,48 @@ def _why_left_out(file: Path, known: Format | None, chosen: Format) -> str:
     return f"{file.name} is left out: {what}"
 
 
-def _read(known: Format, files: list[Path], ranks_per_node: int | None) -> tuple[Found, pd.DataFrame]:
-    """What is in the files, and its events. Raises TraceError."""
-    names = ", ".join(file.name for file in files)
-    found = Found()
-    assert known.read is not None
+def _read(known: Format, files: list[Path]) -> tuple[Job, set[Path]]:
+    """What is in the files, and those of them that were left out, which the job's notes name. Raises TraceError."""
+    assert known.reader is not None
+    read, found = known.reader(), Found()
+    odd: dict[Path, TraceError] = {}
+    for file in dict.fromkeys(files):
+        of_file = Found()
+        try:
+            _read_one(known, read, file, of_file)
+        except TraceError as error:
+            odd[file] = error
+        else:
+            found.add(of_file)
+    if odd and not any(process.calls or process.unsaid for process in found.processes):
+        raise next(iter(odd.values()))
+    holding = {process.file for process in found.processes if process.calls}
+    _refuse_twins([file for file in files if file in holding])
+    job = settle(found, known.gaps)
+    names = ", ".join(file.name for file in files if file not in odd)
+    if not job.rows and job.left_out.calls:
+        n = job.left_out.calls
+        raise TraceError(
+            f"{names}: {n} calls of NCCL, and none says which collective it is: {known.gaps.calls}"
+        )
+    if not job.rows and job.outside:
+        raise TraceError(f"{names}: no step holds a call of NCCL: record whole steps")
+    if not job.rows:
+        raise TraceError(
+            next(iter(found.nothing), f"{names}: no collective in it that NCCL runs, nothing to import")
+        )
+    job.say()
+    job.notes += [f"left out: {error}" for error in odd.values()]
+    return job, set(odd)
+
+
+def _read_one(known: Format, read: Reader, file: Path, found: Found) -> None:
+    """Read one file. Raises TraceError for whatever is wrong with it, and says what was seen."""
     try:
-        known.read(files, found)
-        left_out = found.left_out
-        if not found.events and left_out.calls:
-            raise TraceError(
-                f"{names}: {left_out.calls} calls of NCCL, and none says which collective it is: {found.gaps.calls}"
-            )
-        if not found.events and found.outside:
-            raise TraceError(f"{names}: no step holds a call of NCCL: record whole steps")
-        if not found.events:
-            raise TraceError(f"{names}: no collective in it that NCCL runs, nothing to import")
-        events = found.event_frame(ranks_per_node)
+        read(file, found)
     except TraceError:
         raise
-    except Exception:  # wrong types in a file that otherwise parses, or too much of it
+    except Exception as error:  # wrong types in a file that otherwise parses, or too much of it
         raise TraceError(
-            f"{names}: a field is not what {known.text} holds there: cut or changed? Record again"
+            f"{file}: a field is not what {known.text} holds there ({said(error)}): cut or changed? Record again"
         ) from None
-    _note_gaps(found, events)
-    return found, events
-
-
-def _note_gaps(found: Found, events: pd.DataFrame) -> None:
-    """Say what the files do not tell."""
-    left_out = found.left_out
-    if left_out.calls:
-        total = left_out.calls + len(events)
-        found.notes.insert(
-            0,
-            f"{left_out.calls} of {total} calls of NCCL{left_out.share()} do not say which collective they are, "
-            f"and are left out: {found.gaps.calls}",
-        )
-    found.notes += [text.format(many(n, "call")) for text, n in found.outside.items()]
-    is_missing = {
-        found.gaps.times: not events["start_ns"].notna().any(),
-        found.gaps.compute: not found.computes,
-        found.gaps.steps: not found.steps,
-    }
-    found.notes += [note for note, missing in is_missing.items() if note and missing]

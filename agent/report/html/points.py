@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ....traces.outside import atomically
+from ....traces.outside import write_whole
 from ..runs import SPARKS_FILE
 from .course import Course
 
@@ -89,4 +89,4 @@ def write_sparks(folder: Path, course: Course) -> None:
     """Replace the folder's file of :func:`sparks`. Raises TraceError."""
     text = json.dumps({"step_ms": sparks(course)})
     path = folder / SPARKS_FILE
-    atomically(path, lambda draft: draft.write_text(f"{text}\n"))
+    write_whole(path, f"{text}\n")

@@ -13,7 +13,7 @@ import pandas as pd
 
 from ....traces.files import Trace, TraceError
 from ....traces.here import pip_install
-from ....traces.outside import atomically
+from ....traces.outside import write_whole
 from ....traces.queries.costs import generations, slot_costs
 from ....traces.queries.lives import last_life
 from .. import slow_rank
@@ -80,7 +80,7 @@ def write_report(path: Path | str, summary: RunSummary, trace: Trace) -> Path:
     html = page(f"dynamiccl: {place}", "\n".join(parts))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomically(path, lambda draft: draft.write_text(html, encoding="utf-8"))
+    write_whole(path, html)
     write_sparks(path.parent, course)
     return path
 

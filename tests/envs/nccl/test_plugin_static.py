@@ -10,6 +10,7 @@ import pytest
 from command import start as run
 from dynamiccl.agent.checks.doctor import TRAPS, Facts, checked, examine, gather
 from dynamiccl.agent.checks.faults import FAULTS
+from dynamiccl.agent.checks.interpreter import Interpreter
 from dynamiccl.agent.checks.profiler import POOL_MIB, RING_BYTES
 from dynamiccl.envs.nccl.plugin import build
 from dynamiccl.envs.nccl.tables import MAX_BYTES, load_table, to_json
@@ -109,6 +110,9 @@ SEEDED = {
     "narrowed offer": Facts({"NCCL_PROTO": "^LL128"}),
     "unguarded LL128": Facts({"NCCL_PROTO": "LL,LL128,Simple"}),
     "unknown words": Facts({"NCCL_ALGO": "ring, tree"}),
+    "more than a value": Facts({"NCCL_PROTO": "Simple # safe here"}),
+    "NCCL_ENV_PLUGIN": Facts({"NCCL_ENV_PLUGIN": "/site/libnccl-env-site.so"}),
+    "other Python": Facts(python=Interpreter("/x/python", False, "torchrun", torch=False)),
     "launch blocking": Facts({"CUDA_LAUNCH_BLOCKING": "1"}),
     "LL128 on Grace": Facts(nccl=(2, 28, 9), machine="aarch64"),
     "NCCL_TUNER_PLUGIN": Facts({"NCCL_TUNER_PLUGIN": "libnccl-ofi-tuner.so"}),
@@ -306,7 +310,7 @@ def test_doctor_loads_the_plugin_that_is_there(tmp_path):
 
 def test_doctor_reads_the_environment_and_the_configuration_file(tmp_path):
     conf = tmp_path / "nccl.conf"
-    conf.write_text("# site defaults\nNCCL_ALGO=Tree # set in 2021\n")
+    conf.write_text("# site defaults, set in 2021\nNCCL_ALGO=Tree\n")
     done = run("doctor", "--json", NCCL_CONF_FILE=str(conf), HOME=str(tmp_path))
     told = json.loads(done.stdout)
     assert done.returncode == 1 and [f["name"] for f in told["findings"]] == ["nothing offered"]

@@ -89,8 +89,8 @@ def test_a_job_is_refused_only_if_nothing_is_left_to_tune(env, names, must):
 
 def test_empty_variables_count_as_not_set(tmp_path, monkeypatch):
     """NVIDIA/nccl#1914. Before: three refusals. NCCL does not put an empty variable's value from its file either."""
-    (tmp_path / ".nccl.conf").write_text("NCCL_ALGO=Tree\n")
-    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "nccl.conf").write_text("NCCL_ALGO=Tree\n")
+    monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "nccl.conf"))
     for name in ("NCCL_ALGO", "NCCL_PROTO", "NCCL_PROFILER_PLUGIN", "NCCL_TUNER_PLUGIN", "NCCL_NET_PLUGIN"):
         monkeypatch.setenv(name, "")
     told = invoke(["doctor"])
