@@ -71,7 +71,7 @@ class Runner:
         self.environment = {**os.environ, "DYNAMICCL": str(options.bin)}
 
     def launch(self, out, *arguments, limit_s=LIMIT_S):
-        """(exit status, None after the limit; seconds). What has run already, as OUT/run.json tells, is not run again."""
+        """(exit status, None after the limit; seconds). What has run already, by OUT/run.json, is not run again."""
         told = out / "run.json"
         if told.exists():
             found = json.loads(told.read_text())
