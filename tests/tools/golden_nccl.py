@@ -32,6 +32,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,14 +51,15 @@ QUICK = ["tune-fsdp2-2", "tune-zero3-4", "turns-fsdp2-4", "few-fsdp2-2", "turns-
 CONTROLS = {"protocols": "", "late": "turns", "bit": ""}
 #: Channels that a table may name.
 HEADROOM = 4
-STEPS = {"tune": 500, "turns": 400, "few": 400}
+#: Optimizer steps by ranks: two busy cores take a second for a step of four ranks.
+STEPS = {2: {"tune": 500, "turns": 400, "few": 400}, 4: {"tune": 120, "turns": 120, "few": 120}}
 #: What has to be equal on all ranks of a collective.
 AGREE = ("algo", "proto", "n_channels", "n_bytes", "table_generation")
 CALL = ["comm_id", "func", "seq"]
 #: Seconds that a job may take, and those that the launcher has to end its processes.
 LIMIT_S, GRACE_S = 400, 20
 #: A control hangs if it took so many times as long as the sound job, and so many seconds more.
-TIMES, MORE_S = 3, 25
+TIMES, MORE_S = 2, 20
 
 
 class Runner:
@@ -68,8 +70,18 @@ class Runner:
         self.work = options.out / "work"
         self.environment = {**os.environ, "DYNAMICCL": str(options.bin)}
 
-    def launch(self, *arguments, limit_s=LIMIT_S):
-        """(exit status, None after the limit; seconds)."""
+    def launch(self, out, *arguments, limit_s=LIMIT_S):
+        """(exit status, None after the limit; seconds). What has run already, by OUT/run.json, is not run again."""
+        told = out / "run.json"
+        if told.exists():
+            found = json.loads(told.read_text())
+            return found["exit_status"], found["seconds"]
+        shutil.rmtree(out, ignore_errors=True)  # of a run that was cut off
+        code, seconds = self._launch(arguments, limit_s)
+        _write(told, {"exit_status": code, "seconds": seconds})
+        return code, seconds
+
+    def _launch(self, arguments, limit_s):
         began = time.monotonic()
         command = [str(self.options.launcher), *map(str, arguments)]
         process = subprocess.Popen(
@@ -96,19 +108,21 @@ class Runner:
 
     def untuned(self, workload, ranks, out, limit_s=LIMIT_S, *more):
         """Run a job as it is."""
-        job = self.job(workload, STEPS["tune"], out / "losses", *more)
-        return self.launch("run", "-r", ranks // 2, "-o", out, "python", "-u", *job, limit_s=limit_s)
+        job = self.job(workload, STEPS[ranks]["tune"], out / "losses", *more)
+        return self.launch(out, "run", "-r", ranks // 2, "-o", out, "python", "-u", *job, limit_s=limit_s)
 
     def tuned(self, how, workload, ranks, out, limit_s=LIMIT_S, *more):
         """Run a job whose tables change."""
-        job = self.job(workload, STEPS[how], out / "losses", *more)
+        job = self.job(workload, STEPS[ranks][how], out / "losses", *more)
         if how == "tune":
             seed = WORKLOADS.index(workload) + ranks
             asked = f"--policy random --seed {seed} --headroom {HEADROOM} --budget 0.9 --no-memory"
-            return self.launch("tune", "-r", ranks // 2, "-o", out, "-t", asked, "--", *job, limit_s=limit_s)
+            return self.launch(
+                out, "tune", "-r", ranks // 2, "-o", out, "-t", asked, "--", *job, limit_s=limit_s
+            )
         shape = ["--kinds", HOWS[how], "--headroom", HEADROOM, "--out", out / "calls"]
         publisher = ["python", HERE / "golden_rank.py", *shape, "--", "python", "-u"]
-        return self.launch("run", "-r", ranks // 2, "-o", out, *publisher, *job, limit_s=limit_s)
+        return self.launch(out, "run", "-r", ranks // 2, "-o", out, *publisher, *job, limit_s=limit_s)
 
 
 def _end(process):
@@ -245,7 +259,7 @@ def golden(runner, name):
     out = runner.work / name
     code, seconds = runner.tuned(how, workload, ranks, out)
     losses = losses_of(out / "losses")
-    steps = STEPS[how]
+    steps = STEPS[ranks][how]
     expected = [one[:steps] for one in expected]
     events = events_of(out)
     compared, mismatches, example = compare(events)
@@ -289,7 +303,7 @@ def control(runner, fault):
     else:
         code, seconds = runner.untuned("fsdp2", 2, out, limit_s, *more)
     losses = losses_of(out / "losses")
-    steps = STEPS[CONTROLS[fault] or "tune"]
+    steps = STEPS[2][CONTROLS[fault] or "tune"]
     compared, mismatches, example = compare(events_of(out))
     caught = []
     if code is None and not losses:
@@ -368,15 +382,15 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the launcher is ended too
     runner = Runner(options)
     jobs, controls = [], []
-    for name in options.names:
-        jobs.append(kept(options.out / f"{name}.json", lambda name=name: golden(runner, name)))
-        tell(jobs[-1])
     for fault in CONTROLS if options.controls else ():
         controls.append(
             kept(options.out / f"control-{fault}.json", lambda fault=fault: control(runner, fault))
         )
         told = "; ".join(controls[-1]["caught"])
         print(f"control {fault}: " + (f"caught: {told}" if told else "NOT CAUGHT"), flush=True)
+    for name in options.names:
+        jobs.append(kept(options.out / f"{name}.json", lambda name=name: golden(runner, name)))
+        tell(jobs[-1])
     rows = [{key: value for key, value in job.items() if key != "summary"} for job in jobs]
     _write(options.out / "table.json", {"jobs": rows, "controls": controls})
     total = sum(job["compared"] for job in jobs)
