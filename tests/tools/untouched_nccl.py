@@ -32,8 +32,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from dynamiccl.envs.live.untouched import is_alone, of_run
 from dynamiccl.envs.nccl.tables import to_json
-from dynamiccl.envs.nccl_model.untouched import is_alone, of_run
 from dynamiccl.traces.files import Trace
 from dynamiccl.traces.records import Table
 

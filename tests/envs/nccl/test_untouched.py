@@ -5,12 +5,12 @@ import pandas as pd
 import pytest
 from dynamiccl.envs.live.confirmed import note_confirmed, read_confirmed
 from dynamiccl.envs.live.job import Job
+from dynamiccl.envs.live.untouched import as_run, fault, of_run, own_limit
 from dynamiccl.envs.nccl.agreement.in_force import InForce
 from dynamiccl.envs.nccl.plugin.bindings import Span
 from dynamiccl.envs.nccl.shm import RunFolder, decode_table, encode_table
 from dynamiccl.envs.nccl.tables import load_table, to_json
 from dynamiccl.envs.nccl.untouched import FUNCS, MAX_BYTES, ClassChannels, Untouched
-from dynamiccl.envs.nccl_model.untouched import as_run, fault, of_run, own_limit
 from dynamiccl.traces.records import Decision, Rule, Slot, Table
 from untouched_run import filed, write_untouched
 

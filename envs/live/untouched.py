@@ -11,8 +11,8 @@ import pandas as pd
 
 from ...traces.files import Trace
 from ..nccl.untouched import FUNCS, ClassChannels, Untouched
-from .channels import filled_channels
-from .clusters import release_number
+from ..nccl_model.channels import filled_channels
+from ..nccl_model.clusters import release_number
 
 Array = np.ndarray[Any, Any]
 #: Threads that a ring's block may have under Simple, the usual number first.
