@@ -26,6 +26,7 @@ from ...envs.search.belief.prior import Prior
 from ...traces.files import Trace, TraceError
 from ...traces.importers.recording import read_recording, recording_files, trace_folder
 from ...traces.queries.exposed import exposed_ms, exposed_parts_of
+from ...traces.queries.stage import looks_like
 from ...traces.records import TUNED_FUNCS, Decision, Slot
 from ...traces.spaces import decision_of
 from ..report.terminal import terminal
@@ -225,6 +226,7 @@ class Advice:
             "nccl": self.cluster.nccl,
             "step_ms": self.tasks.default_ms,
             "steps": self.n_steps,
+            "stage": looks_like(self.trace.events)._asdict(),
             "communication": float(min(1.0, shares)),
             "left_out": self._left_out(),
             "gain": _interval(*self.gains.interval(self.configs, LEVEL)) if found else None,

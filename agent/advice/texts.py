@@ -8,6 +8,7 @@ from typing import Any
 
 from rich import box
 
+from ...traces.queries.stage import Stage
 from ..report.terminal import grid, wide_terminal
 from .advise import LEAST_STEPS, text
 from .alignment import Misaligned
@@ -28,6 +29,7 @@ def show_advice(a: dict[str, Any]) -> None:
     print(
         f"step {a['step_ms']:.1f} ms, {a['communication']:.1%} of it in these collectives{beside}; {a['steps']} steps"
     )
+    print(Stage(**a["stage"]))
     slots = [slot for slot in a["slots"] if slot["share"] >= LEAST_SHARE or slot["advice"] != "auto"]
     heads = ("recorded", "calls", "one call", "of the step", "exposed", "NCCL's choice", "try", "should save")
     untold = "as it is" if a["steps"] >= LEAST_STEPS else "?"

@@ -70,6 +70,7 @@ def tell(trace: Trace, summary: RunSummary) -> dict[str, Any]:
     from ...traces.header import plain
     from ...traces.queries.costs import generations, slot_costs
     from ...traces.queries.lives import last_life
+    from ...traces.queries.stage import looks_like
     from ...traces.queries.steps import told_steps
     from ..report.why import chains
 
@@ -81,6 +82,7 @@ def tell(trace: Trace, summary: RunSummary) -> dict[str, Any]:
         "warnings": life.warnings,
         "header": trace.header,
         "steps": _steps(life.steps),
+        "stage": looks_like(life.events)._asdict(),
         "n_events": len(trace.events),
         "records_lost": trace.header.get("records_lost", 0),
         "slots": [_slot(c, which.rules) for c in costs.to_dict("records")],
@@ -175,6 +177,7 @@ def _print_costs(console: Console, slots: list[dict[str, Any]]) -> None:
 
 
 def _print_head(console: Console, story: dict[str, Any]) -> None:
+    from ...traces.queries.stage import Stage
     from ..report.terminal import say
     from ..report.texts import emulation_text, policy_text
 
@@ -194,6 +197,7 @@ def _print_head(console: Console, story: dict[str, Any]) -> None:
     seen = f"steps {steps['first']} to {steps['last']}, {steps['median_ms']:.1f} ms (median), "
     seen += f"{steps['ranks']} ranks recorded, {story['n_events']} collectives, tables: {story['tables']}"
     say(console, seen)
+    say(console, str(Stage(**story["stage"])))
     if steps["memory_pressure"]:
         least, most = steps["memory_pressure"].values()
         say(console, f"memory pressure: {least:.0%} to {most:.0%} of the fullest GPU's memory is used")

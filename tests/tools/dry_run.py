@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,11 +52,14 @@ class Call(NamedTuple):
 
 
 class CollectiveLog(TorchDispatchMode):
-    """Within it, every collective of this thread is noted in ``calls``: ours, FSDP2's, DDP's alike."""
+    """Within it, every collective of this thread is noted in ``calls``, and when in ``times_ns``: ours, FSDP2's, DDP's
+    alike.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
+        self.times_ns: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, _, spelled = func._schema.name.partition("::")
@@ -74,6 +78,7 @@ class CollectiveLog(TorchDispatchMode):
         first, second = (*dist.get_process_group_ranks(group), 1)[:2]
         call = Call(name, tensor.nbytes, dtype, group.group_name, group.size(), max(1, second - first))
         self.calls.append(call)
+        self.times_ns.append(time.perf_counter_ns())
 
 
 def dry_run(
@@ -81,15 +86,35 @@ def dry_run(
 ) -> tuple[list[Call], int]:
     """The collectives of one step in steady state (the second), in order, as rank 0 sees them, in bfloat16.
 
+    Arguments and errors are those of :func:`dry_steps`. Returns the calls, and the number of parameters.
+    """
+    logs, n_params = dry_steps(shape, 2, ranks=ranks, stage=stage, engine=engine, shard=shard, **settings)
+    return logs[-1].calls, n_params
+
+
+def dry_steps(
+    shape: Shape,
+    steps: int,
+    *,
+    ranks: int,
+    stage: int,
+    engine: str = "zero",
+    shard: int = 0,
+    apart: bool = False,
+    **settings: Any,
+) -> tuple[list[CollectiveLog], int]:
+    """The collectives of the first ``steps``, each with its own log.
+
     Args:
         shape: of the transformer, see ``public_models.PRESETS``.
         ranks: size of the fake group.
         stage: 0 to 3 of ``engine="zero"`` (ours); of ``"fsdp2"`` 2 (parameters stay gathered) or 3.
         shard: HSDP: ranks over which ZeRO shards, the rest are replicas; 0: all.
+        apart: reduce-scatters have a communicator of their own.
         settings: more arguments of ``zero()``; FSDP2 knows ``reduce_dtype``.
 
     Returns:
-        The calls, and the number of parameters.
+        The logs, and the number of parameters.
 
     Raises:
         ValueError: a setting out of range, or a process group exists already.
@@ -102,7 +127,7 @@ def dry_run(
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        cut = groups(shard)
+        cut = groups(shard, apart)
         mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))  # FSDP2's
         with FakeTensorMode(), torch.device("cpu"):
             model = shape.build()
@@ -114,13 +139,16 @@ def dry_run(
             else:
                 job = zero(model, torch.optim.SGD, stage=stage, **cut, **settings)
             tokens = torch.zeros(1, shape.seq, dtype=torch.int64)
-            for _ in range(2):
+            logs = []
+            for _ in range(steps):
                 with CollectiveLog() as log:
-                    job.backward(model(tokens, tokens))
-                    job.step()
+                    for _ in range(settings.get("gradient_accumulation", 1)):
+                        job.backward(model(tokens, tokens))
+                        job.step()
+                logs.append(log)
     finally:
         dist.destroy_process_group()
-    return log.calls, n_params
+    return logs, n_params
 
 
 def main() -> None:

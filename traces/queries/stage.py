@@ -19,10 +19,10 @@ _NEAR = 0.02
 _WIDTHS = (1.0, 0.5, 2.0)
 #: How often a weight is gathered for each time that its gradient is reduced: once, or twice but for what is kept.
 _ONCE, _TWICE = (0.95, 1.05), (1.35, 2.1)
-#: All gathers of a step are issued together, in this part of it; or beside a forward pass, which takes more.
-_TOGETHER, _SPREAD = 0.05, 0.12
-#: Steps that the answer needs, and gathers that show whether they are issued together.
-_STEPS, _GATHERS = 3, 3
+#: Gathers that take more of a step than this, from the first to the last, are issued beside forward, not together.
+_SPREAD = 0.2
+#: Steps that the answer needs, and gathers of which a stage 3 with usual settings would repeat some.
+_STEPS, _GATHERS = 3, 6
 
 
 class Stage(NamedTuple):
@@ -67,7 +67,7 @@ def looks_like(events: pd.DataFrame) -> Stage:
         return _without_scatter(gathered, summed)
     if not gathered:
         return Stage(None, "it reduce-scatters and gathers nothing")
-    return _with_scatter(reduced[0], gathered[0], summed, usual, calls)
+    return _with_scatter(reduced[0], gathered[0], summed, calls)
 
 
 def _usual_step(calls: pd.DataFrame) -> pd.DataFrame:
@@ -86,7 +86,7 @@ def _parts(step: pd.DataFrame) -> list[_Seen]:
     for (func, comm), of_part in step.groupby(["func", "comm_id"]):
         first = of_part.iloc[0]
         itemsize = 4 if first["dtype"] == "float32" else 8 if first["dtype"] == "float64" else 2
-        sizes = [int(n) for n in of_part["n_bytes"]]
+        sizes = [int(n) for n in of_part["n_bytes"] if n >= _SMALL * of_part["n_bytes"].max()]
         found.append(_Seen(str(func), int(comm), int(first["n_ranks"]), sizes, itemsize))
     # Replicas of a shard all-reduce a part of what its ranks reduce-scatter: each is judged by the whole.
     sharing = max((part.n_ranks for part in found if part.func == "reduce_scatter"), default=1)
@@ -108,7 +108,7 @@ def _without_scatter(gathered: list[_Seen], summed: list[_Seen]) -> Stage:
 
 
 def _with_scatter(
-    reduced: _Seen, gathered: _Seen, summed: list[_Seen], step: pd.DataFrame, calls: pd.DataFrame
+    reduced: _Seen, gathered: _Seen, summed: list[_Seen], calls: pd.DataFrame
 ) -> Stage:
     """The stage where gradients are reduce-scattered."""
     if reduced.n_ranks != gathered.n_ranks:
@@ -122,7 +122,7 @@ def _with_scatter(
     ratios = _ratios(gathered, reduced)
     if not ratios:
         return Stage(None, "reductions and gathers are not of the same buckets")
-    names = {_by_ratio(ratio, gathered, step, calls) for ratio in ratios}
+    names = {_by_ratio(ratio, gathered, calls) for ratio in ratios}
     names.discard(None)
     if len(names) != 1:
         shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
@@ -131,9 +131,7 @@ def _with_scatter(
     return Stage(f"{replicas}{name}" if name else None, why)
 
 
-def _by_ratio(
-    ratio: float, gathered: _Seen, step: pd.DataFrame, calls: pd.DataFrame
-) -> tuple[str, str] | None:
+def _by_ratio(ratio: float, gathered: _Seen, calls: pd.DataFrame) -> tuple[str, str] | None:
     """Name and evidence by how often a weight is gathered for each reduction of its gradient; no name: not sure."""
     if _TWICE[0] <= ratio <= _TWICE[1]:
         return "ZeRO-3", "weights are gathered for forward and again for backward"
@@ -142,21 +140,20 @@ def _by_ratio(
         return "ZeRO-2", f"gradients are reduced in each of {micro_batches} micro-batches, weights gathered once"
     if not _ONCE[0] < ratio < _ONCE[1]:
         return None
-    once = "weights are gathered once a step"
-    span = _span(gathered, step, calls)
-    if len(gathered.sizes) >= _GATHERS and span < _TOGETHER:
-        return "ZeRO-1 or 2", f"{once}, all together"
-    if len(gathered.sizes) >= _GATHERS and span > _SPREAD:
-        return "", f"{once}, beside forward: ZeRO-2 by FSDP, or ZeRO-3 that keeps what it gathers"
-    return "", f"{once}: ZeRO-1 or 2, or ZeRO-3 that keeps what it gathers"
+    once, others = "weights are gathered once a step", "ZeRO-1 or 2, or ZeRO-3 that keeps what it gathers"
+    if len(gathered.sizes) < _GATHERS:
+        return "", f"{once}: {others}"
+    if _span(gathered, calls) > _SPREAD:
+        return "", f"{once}, beside forward: {others}"
+    return "ZeRO-1 or 2", f"{once}, all together"
 
 
-def _span(gathered: _Seen, step: pd.DataFrame, calls: pd.DataFrame) -> float:
-    """The part of a step from the first of its gathers to the last."""
-    mine = step[(step["func"] == gathered.func) & (step["comm_id"] == gathered.comm)]["enqueue_ns"]
+def _span(gathered: _Seen, calls: pd.DataFrame) -> float:
+    """The part of a step from the first of its gathers to the last, the median."""
+    mine = calls[(calls["func"] == gathered.func) & (calls["comm_id"] == gathered.comm)].groupby("step")["enqueue_ns"]
     begins = calls.groupby("step")["enqueue_ns"].min()
     lasts = float(begins.sort_index().diff().median())
-    return float(mine.max() - mine.min()) / max(lasts, 1.0)
+    return float((mine.max() - mine.min()).median()) / max(lasts, 1.0)
 
 
 def _ratios(gathered: _Seen, reduced: _Seen) -> list[float]:
