@@ -27,6 +27,8 @@ GAPS = Gaps(
     times="no durations in it: run the job with TORCH_NCCL_ENABLE_TIMING=1",
     steps="the Flight Recorder marks no steps: what part of a step calls take is not known",
 )
+#: What an entry is in place of a call.
+_ODD, _OF_GLOO = "not whole", "of gloo"
 _WRONG = (KeyError, TypeError, ValueError, OverflowError, AttributeError, IndexError)
 
 
@@ -41,38 +43,37 @@ def read(file: Path, found: Found) -> None:
     tail = file.name.rpartition("_")[2]
     if rank_in_name(file) is None and tail.isdecimal() and int(tail) < MOST_RANKS:  # a date is no rank
         process.called.add(int(tail))  # TORCH_NCCL_DEBUG_INFO_TEMP_FILE ends in an underscore and the rank
-    odd = of_gloo = 0
-    for entry in dump["entries"]:
-        try:
-            call = _call(entry, dump.get("pg_config"), found)
-        except _WRONG:
-            odd += 1
-            continue
-        if call is None:
-            of_gloo += 1
-        else:
-            process.calls.append(call)
-    if not process.calls and (odd or of_gloo):
+    calls = [_read_call(entry, dump.get("pg_config"), found) for entry in dump["entries"]]
+    process.calls = [call for call in calls if isinstance(call, dict)]
+    odd, of_gloo = calls.count(_ODD), calls.count(_OF_GLOO)
+    if not calls:
+        raise TraceError(f"{file} holds no call: dump it while the job runs, with TORCH_FR_BUFFER_SIZE set")
+    if not process.calls:
         why = (
             f"{odd} calls that are not whole"
             if odd
             else f"{of_gloo} calls of gloo, which say nothing of NCCL"
         )
         raise TraceError(f"{file} holds {why}, and none of NCCL: record the job over NCCL")
-    if not process.calls:
-        raise TraceError(f"{file} holds no call: dump it while the job runs, with TORCH_FR_BUFFER_SIZE set")
-    if odd:
-        found.notes.append(f"{file.name}: left out {many(odd, 'call')}, not whole")
-    if of_gloo:
-        found.notes.append(f"{file.name}: left out {many(of_gloo, 'call')} of gloo")
+    for n, what in ((odd, ", not whole"), (of_gloo, " of gloo")):
+        if n:
+            found.notes.append(f"{file.name}: left out {many(n, 'call')}{what}")
     found.processes.append(process)
 
 
-def _call(entry: dict[str, Any], configs: Any, found: Found) -> dict[str, Any] | None:
-    """An entry's call, None for one of gloo. Raises one of _WRONG where the entry is not whole."""
+def _read_call(entry: Any, configs: Any, found: Found) -> dict[str, Any] | str:
+    """An entry's call, or why it is none: _ODD or _OF_GLOO."""
+    try:
+        return _call(entry, configs, found)
+    except _WRONG:
+        return _ODD
+
+
+def _call(entry: dict[str, Any], configs: Any, found: Found) -> dict[str, Any] | str:
+    """An entry's call, or _OF_GLOO. Raises one of _WRONG where the entry is not whole."""
     backend, _, name = _text(entry["profiling_name"]).rpartition(":")
     if backend == "gloo":
-        return None
+        return _OF_GLOO
     asked = int(entry.get("time_created_ns") or 0)
     func = func_of(name)
     if func is None:

@@ -206,21 +206,27 @@ class _File:
         return [(whole, _joined(list(self.devices.values())))]
 
     def _apart(self, file: Path, asking: list[_Host]) -> list[tuple[_Host, _Device]]:
-        mine: dict[int, list[_Device]] = {i: [] for i in range(len(asking))}
         ranks = [_called(host.asked.values()) for host in asking]
+        mine: list[list[_Device]] = [[] for _ in asking]
         for device in self.devices.values():
             told = _called(device.kernels)
-            owners = [i for i, of_host in enumerate(ranks) if told and told == of_host]
-            if not told:
-                ids = {args.get("External id") for _, _, args in device.kernels}
-                owners = [i for i, host in enumerate(asking) if ids and ids <= host.asked.keys()]
+            if told:
+                owners = [i for i, of_host in enumerate(ranks) if told == of_host]
+            else:
+                owners = _asked_by(device, asking)
             if len(owners) != 1:
                 raise TraceError(
                     f"{file} holds {len(asking)} processes that call NCCL, and does not say whose its kernels are: "
                     "give the profiles as they were before they were merged, one a rank"
                 )
             mine[owners[0]].append(device)
-        return [(host, _joined(mine[i])) for i, host in enumerate(asking)]
+        return [(host, _joined(devices)) for host, devices in zip(asking, mine, strict=True)]
+
+
+def _asked_by(device: _Device, asking: list[_Host]) -> list[int]:
+    """Numbers of the processes that asked for all of NCCL's kernels in a row."""
+    ids = {args.get("External id") for _, _, args in device.kernels}
+    return [i for i, host in enumerate(asking) if ids and ids <= host.asked.keys()]
 
 
 def _joined(devices: list[_Device]) -> _Device:
