@@ -210,10 +210,8 @@ class _File:
         mine: list[list[_Device]] = [[] for _ in asking]
         for device in self.devices.values():
             told = _called(device.kernels)
-            if told:
-                owners = [i for i, of_host in enumerate(ranks) if told == of_host]
-            else:
-                owners = _asked_by(device, asking)
+            same_rank = [i for i, of_host in enumerate(ranks) if told == of_host]
+            owners = same_rank if told else _asked_by(device, asking)
             if len(owners) != 1:
                 raise TraceError(
                     f"{file} holds {len(asking)} processes that call NCCL, and does not say whose its kernels are: "

@@ -166,18 +166,8 @@ def _why_left_out(file: Path, known: Format | None, chosen: Format) -> str:
 
 def _read(known: Format, files: list[Path]) -> tuple[Job, list[Path]]:
     """What is in the files, and those that were read; the job's notes name the others. Raises TraceError."""
-    assert known.reader is not None
-    read, found = known.reader(), Found()
-    odd: dict[Path, TraceError] = {}
-    for file in dict.fromkeys(files):
-        of_file = Found()
-        try:
-            _read_one(known, read, file, of_file)
-        except TraceError as error:
-            odd[file] = error
-        else:
-            found.add(of_file)
-    holding = {process.file for process in found.processes if process.calls or process.unsaid}
+    found, odd = _read_each(known, list(dict.fromkeys(files)))
+    holding = {process.file for process in found.processes if process.holds_calls}
     if odd and not holding:
         raise next(iter(odd.values()))
     _refuse_twins([file for file in files if file in holding])
@@ -188,6 +178,22 @@ def _read(known: Format, files: list[Path]) -> tuple[Job, list[Path]]:
     job.say()
     job.notes += [f"left out: {error}" for error in odd.values()]
     return job, whole
+
+
+def _read_each(known: Format, files: list[Path]) -> tuple[Found, dict[Path, TraceError]]:
+    """What is in the files together, and what is wrong with those that cannot be read."""
+    assert known.reader is not None
+    read, found = known.reader(), Found()
+    odd: dict[Path, TraceError] = {}
+    for file in files:
+        of_file = Found()
+        try:
+            _read_one(known, read, file, of_file)
+        except TraceError as error:
+            odd[file] = error
+        else:
+            found.add(of_file)
+    return found, odd
 
 
 def _why_no_call(job: Job, files: list[Path]) -> str:

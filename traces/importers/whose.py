@@ -190,16 +190,15 @@ def settle(found: Found, gaps: Gaps) -> Job:
         if rank is not None:
             _claim(process, rank, owners.setdefault(rank, []))
         job.take(process, rank)
-    untold = [process for process in without if process.calls or process.unsaid]
-    if untold and not job.rows and not job.outside and not job.left_out.calls:
+    untold = [process for process in without if process.holds_calls]
+    if untold and not (job.rows or job.outside or job.left_out.calls):
         raise TraceError(_why_left_out(untold[0], gaps))
-    whys = [_why_left_out(process, gaps) for process in without]
-    job.notes += [f"left out: {why}" for why in dict.fromkeys(whys)]
+    job.notes += dict.fromkeys(f"left out: {_why_left_out(process, gaps)}" for process in without)
     return job
 
 
 def _why_left_out(process: Process, gaps: Gaps) -> str:
-    if not process.calls and not process.unsaid:
+    if not process.holds_calls:
         return f"{process.file} holds a process without a call of NCCL, and does not say its rank"
     return f"{process.file} does not say which rank it is of: {gaps.rank}"
 
@@ -213,18 +212,21 @@ def _ranks(processes: list[Process], notes: list[str]) -> Iterator[tuple[Process
     whole = _job_comm(processes)
     n_in_file = Counter(process.file for process in processes)
     names = Counter(map(rank_in_name, n_in_file))
-    unnumbered = [p for p in processes if p.number is None and (p.calls or p.unsaid)]
+    unnumbered = [process for process in processes if process.number is None and process.holds_calls]
     for process in processes:
-        rank, shown = process.told, _shown(process, whole)
-        if rank is None and n_in_file[process.file] == 1:
-            named = rank_in_name(process.file)
-            rank = named if shown is None or names[named] == 1 else None
-        if rank is None:
-            rank = shown
+        named = rank_in_name(process.file) if n_in_file[process.file] == 1 else None
+        rank = _told(process, named, names[named] == 1, _shown(process, whole))
         if rank is None and len(n_in_file) == 1 and process in unnumbered:
             rank = unnumbered.index(process)
             _say_numbered(process.file, len(unnumbered), notes)
-        yield process, rank if rank is None or 0 <= rank < MOST_RANKS else None
+        yield process, rank
+
+
+def _told(process: Process, named: int | None, is_only: bool, shown: int | None) -> int | None:
+    """The rank by a file's own word, by its name (which it has for itself, or not), and by its calls."""
+    if process.told is not None:
+        return process.told if 0 <= process.told < MOST_RANKS else None
+    return named if named is not None and (is_only or shown is None) else shown
 
 
 def _say_numbered(file: Path, n: int, notes: list[str]) -> None:
