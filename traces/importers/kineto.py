@@ -12,6 +12,7 @@ import bisect
 import math
 import re
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -155,8 +156,8 @@ class _File:
     """A file's events, apart by the process or the device that they are of."""
 
     def __init__(self) -> None:
-        self.hosts: dict[Any, _Host] = {}
-        self.devices: dict[Any, _Device] = {}
+        self.hosts: defaultdict[Any, _Host] = defaultdict(_Host)
+        self.devices: defaultdict[Any, _Device] = defaultdict(_Device)
         self.is_fsdp2 = False
         self.n_events = 0
         self.odd = 0  # events whose fields are not what PyTorch writes
@@ -176,21 +177,21 @@ class _File:
         kind, name = event.get("cat"), event.get("name")
         if kind == "kernel":
             begin, duration, args = _span(event)
-            device = self.devices.setdefault(event.get("pid"), _Device())
+            device = self.devices[event.get("pid")]
             if name[:4].lower() == "nccl":  # type: ignore[index]
                 device.kernels.append((begin, duration, {**args, _ALGO: algo_in_kernel(str(name))}))
             else:
                 device.compute.extend((begin, duration))
         elif name == "record_param_comms":
             operator = _span(event)
-            host = self.hosts.setdefault(event.get("pid"), _Host())
+            host = self.hosts[event.get("pid")]
             if "Collective name" in operator[2]:
                 host.asked[operator[2].get("External id", ("line", len(host.asked)))] = operator
             else:
                 host.unsaid += 1
         elif type(name) is str and kind != "gpu_user_annotation":
             if name.startswith(_MARKED):
-                self.hosts.setdefault(event.get("pid"), _Host()).mark(event, name)
+                self.hosts[event.get("pid")].mark(event, name)
             elif name.startswith("FSDP::"):  # how FSDP2 names its ranges
                 self.is_fsdp2 = True
 
