@@ -6,7 +6,6 @@ Standard library only: the launcher asks before the job starts.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...envs.nccl.plugin.installed import WHEELS, has_torch
+from ...traces.outside import parse_json, text_of
 
 #: Asked of another Python: whether it finds PyTorch, whether dynamiccl is there to be loaded by it, and NCCL's wheels.
 _QUESTION = """
@@ -31,6 +31,9 @@ print(json.dumps({"torch": u.find_spec("torch") is not None,
 _LONGEST_S = 20.0
 #: Bytes of a script that are looked at for its interpreter.
 _HEAD = 512
+_FIRST_LINE = re.compile(r"#!\s*(?:\S*/env\s+(?:-\S+\s+)*)?(\S+)")
+#: What pip writes in place of a path that is too long for the kernel.
+_OF_PIP = re.compile(r"#!/bin/sh\n'''exec' \"?([^\"\n]+?)\"? \"\$0\"")
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*")
 
 
@@ -78,7 +81,7 @@ def of_command(command: list[str] | None) -> Interpreter:
         question = ["-c", _QUESTION % (tuple(WHEELS.values()),)]
         # Not in the current folder, where a job may have a queue.py.
         done = subprocess.run([path, *question], capture_output=True, timeout=_LONGEST_S, cwd="/", check=True)
-        told = json.loads(done.stdout)
+        told = parse_json(done.stdout)
         wheels = {name: version for name, version in told["wheels"].items() if version}
         known = {"torch": bool(told["torch"]), "probe": bool(told["probe"]), "wheels": wheels}
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
@@ -89,24 +92,12 @@ def of_command(command: list[str] | None) -> Interpreter:
 def _python_of(word: str) -> str | None:
     """The path of the Python that a program is, or that its first line names; None for other programs."""
     path = shutil.which(word) if word else None
-    if path is None:
-        return None
-    if _PYTHON.fullmatch(os.path.basename(path)):
+    if path is None or _PYTHON.fullmatch(os.path.basename(path)):
         return path
     head = b""
     with contextlib.suppress(OSError), Path(path).open("rb") as file:
         head = file.read(_HEAD)
-    lines = head.decode("utf-8", "surrogateescape").splitlines()
-    words = lines[0][2:].split() if lines and lines[0].startswith("#!") else []
-    # pip writes this in place of a path that is too long for the kernel.
-    if (
-        words == ["/bin/sh"]
-        and len(lines) > 1
-        and (found := re.match(r"'''exec' \"?(.+?)\"? \"\$0\"", lines[1]))
-    ):
-        words = [found[1]]
-    if words and os.path.basename(words[0]) == "env":
-        words = [
-            shutil.which(word) or word for word in words[1:] if not word.startswith("-") and "=" not in word
-        ]
-    return words[0] if words and _PYTHON.fullmatch(os.path.basename(words[0])) else None
+    named = _OF_PIP.match(text_of(head)) or _FIRST_LINE.match(text_of(head))
+    if named is None or not _PYTHON.fullmatch(os.path.basename(named[1])):
+        return None
+    return shutil.which(named[1])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ...traces.outside import read_json, shown
 from . import Json, Option, fail, one_thread, refusing
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def bench(
     for path in submission or ():
         if not path.is_file():
             fail(f"there is no submission {path}")
-    print(f"loading suite {suite} ...", file=sys.stderr, flush=True)
+    print(f"loading suite {shown(suite)} ...", file=sys.stderr, flush=True)
     one_thread()
     from ...envs.bench.job_suites import JobSuite
     from ..bench.board import Board
@@ -148,7 +149,6 @@ def _to_play(names: list[str], n_jobs: int, processes: int) -> str:
 def _given(files: list[Path], suite: str, filed: bool) -> list[Any]:
     """The results that join without playing: submission files, then those on file. Raises OSError, ValueError."""
     from ...envs.bench.strata import filed as on_record
-    from ...traces.outside import read_json
 
     given = list[Any]()
     for path in files:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ...traces.outside import parse_json
 from ..search.belief.prior import Prior
 from ..search.config import SearchConfig
 from ..sim.family import HELD_OUT, STANDARD, WORLDS, JobFamily
@@ -129,7 +130,7 @@ class JobSuite:
         if str(name) in SUITES:
             source = resources.files(__package__).joinpath(SUITES[str(name)])
         try:
-            told = json.loads(source.read_text())
+            told = parse_json(source.read_bytes())
             family = FAMILIES[told["family"]]
             version = told["version"]
             if version != family.version:

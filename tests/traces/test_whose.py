@@ -139,7 +139,7 @@ ODD = {
     "dump without entries": (made.flight, "nccl_trace_rank_2", b'{"pg_status": {}}', "it has no entries"),
     "cut dump": (made.flight, "nccl_trace_rank_2", flight_dump(GLOO)[:-9], "is not JSON"),
     "cut pickle": (made.flight, "nccl_trace_rank_2", pickle.dumps({"entries": [1]})[:-4], "no whole pickle"),
-    "dump of gloo": (made.flight, "nccl_trace_rank_2", flight_dump(GLOO), "1 calls of gloo"),
+    "dump of gloo": (made.flight, "nccl_trace_rank_2", flight_dump(GLOO), "1 call of gloo"),
     "log of the Inspector": (made.inspector, "x.log", b'{"coll_perf": {"coll": \n', "is no whole log"),
 }
 

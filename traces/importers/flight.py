@@ -10,6 +10,7 @@ import io
 import math
 import pickle
 import pickletools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ GAPS = Gaps(
     times="no durations in it: run the job with TORCH_NCCL_ENABLE_TIMING=1",
     steps="the Flight Recorder marks no steps: what part of a step calls take is not known",
 )
+#: What an entry is in place of a call.
+_ODD, _OF_GLOO = "not whole", "of gloo"
 _WRONG = (KeyError, TypeError, ValueError, OverflowError, AttributeError, IndexError)
 
 
@@ -37,42 +40,45 @@ def read(file: Path, found: Found) -> None:
         raise TraceError(f"{file} is no Flight Recorder dump: it has no entries")
     if version := (dump.get("nccl_version") or dump.get("comm_lib_version")):
         found.header["nccl"] = _text(version)
+    entries = dump["entries"]
+    calls = [_read_call(entry, dump.get("pg_config"), found) for entry in entries]
+    process = _process(file, dump)
+    process.calls = [call for call in calls if isinstance(call, dict)]
+    left_out = Counter(call for call in calls if isinstance(call, str))
+    if not process.calls:
+        raise TraceError(_why_nothing(file, left_out))
+    found.notes += [f"{file.name}: left out {many(n, 'call')} {what}" for what, n in left_out.items()]
+    found.processes.append(process)
+
+
+def _why_nothing(file: Path, left_out: Counter[str]) -> str:
+    """What to say of a dump without a call of NCCL, and with so many others."""
+    seen = " and ".join(f"{many(n, 'call')} {what}" for what, n in left_out.items()) or "no call"
+    return f"{file} holds {seen}, none of NCCL: record a job over NCCL, and dump while it runs"
+
+
+def _process(file: Path, dump: dict[str, Any]) -> Process:
+    """The process of a dump, with what tells its rank."""
     process = Process(file, told=dump["rank"] if type(dump.get("rank")) is int else None)
     tail = file.name.rpartition("_")[2]
     if rank_in_name(file) is None and tail.isdecimal() and int(tail) < MOST_RANKS:  # a date is no rank
         process.called.add(int(tail))  # TORCH_NCCL_DEBUG_INFO_TEMP_FILE ends in an underscore and the rank
-    odd = of_gloo = 0
-    for entry in dump["entries"]:
-        try:
-            call = _call(entry, dump.get("pg_config"), found)
-        except _WRONG:
-            odd += 1
-            continue
-        if call is None:
-            of_gloo += 1
-        else:
-            process.calls.append(call)
-    if not process.calls and (odd or of_gloo):
-        why = (
-            f"{odd} calls that are not whole"
-            if odd
-            else f"{of_gloo} calls of gloo, which say nothing of NCCL"
-        )
-        raise TraceError(f"{file} holds {why}, and none of NCCL: record the job over NCCL")
-    if not process.calls:
-        raise TraceError(f"{file} holds no call: dump it while the job runs, with TORCH_FR_BUFFER_SIZE set")
-    if odd:
-        found.notes.append(f"{file.name}: left out {many(odd, 'call')}, not whole")
-    if of_gloo:
-        found.notes.append(f"{file.name}: left out {many(of_gloo, 'call')} of gloo")
-    found.processes.append(process)
+    return process
 
 
-def _call(entry: dict[str, Any], configs: Any, found: Found) -> dict[str, Any] | None:
-    """An entry's call, None for one of gloo. Raises one of _WRONG where the entry is not whole."""
+def _read_call(entry: Any, configs: Any, found: Found) -> dict[str, Any] | str:
+    """An entry's call, or why it is none: _ODD or _OF_GLOO."""
+    try:
+        return _call(entry, configs, found)
+    except _WRONG:
+        return _ODD
+
+
+def _call(entry: dict[str, Any], configs: Any, found: Found) -> dict[str, Any] | str:
+    """An entry's call, or _OF_GLOO. Raises one of _WRONG where the entry is not whole."""
     backend, _, name = _text(entry["profiling_name"]).rpartition(":")
     if backend == "gloo":
-        return None
+        return _OF_GLOO
     asked = int(entry.get("time_created_ns") or 0)
     func = func_of(name)
     if func is None:

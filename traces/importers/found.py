@@ -94,6 +94,11 @@ class Process:
     called: set[int] = field(default_factory=set)  # its rank, as its calls say
     comms: dict[int, Member] = field(default_factory=dict)  # the communicators that it made
 
+    @property
+    def holds_calls(self) -> bool:
+        """Whether NCCL was called, told or not."""
+        return bool(self.calls or self.unsaid)
+
 
 @dataclass
 class Found:

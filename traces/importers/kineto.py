@@ -12,6 +12,7 @@ import bisect
 import math
 import re
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -155,8 +156,8 @@ class _File:
     """A file's events, apart by the process or the device that they are of."""
 
     def __init__(self) -> None:
-        self.hosts: dict[Any, _Host] = {}
-        self.devices: dict[Any, _Device] = {}
+        self.hosts: defaultdict[Any, _Host] = defaultdict(_Host)
+        self.devices: defaultdict[Any, _Device] = defaultdict(_Device)
         self.is_fsdp2 = False
         self.n_events = 0
         self.odd = 0  # events whose fields are not what PyTorch writes
@@ -176,21 +177,21 @@ class _File:
         kind, name = event.get("cat"), event.get("name")
         if kind == "kernel":
             begin, duration, args = _span(event)
-            device = self.devices.setdefault(event.get("pid"), _Device())
+            device = self.devices[event.get("pid")]
             if name[:4].lower() == "nccl":  # type: ignore[index]
                 device.kernels.append((begin, duration, {**args, _ALGO: algo_in_kernel(str(name))}))
             else:
                 device.compute.extend((begin, duration))
         elif name == "record_param_comms":
             operator = _span(event)
-            host = self.hosts.setdefault(event.get("pid"), _Host())
+            host = self.hosts[event.get("pid")]
             if "Collective name" in operator[2]:
                 host.asked[operator[2].get("External id", ("line", len(host.asked)))] = operator
             else:
                 host.unsaid += 1
         elif type(name) is str and kind != "gpu_user_annotation":
             if name.startswith(_MARKED):
-                self.hosts.setdefault(event.get("pid"), _Host()).mark(event, name)
+                self.hosts[event.get("pid")].mark(event, name)
             elif name.startswith("FSDP::"):  # how FSDP2 names its ranges
                 self.is_fsdp2 = True
 
@@ -206,21 +207,25 @@ class _File:
         return [(whole, _joined(list(self.devices.values())))]
 
     def _apart(self, file: Path, asking: list[_Host]) -> list[tuple[_Host, _Device]]:
-        mine: dict[int, list[_Device]] = {i: [] for i in range(len(asking))}
         ranks = [_called(host.asked.values()) for host in asking]
+        mine: list[list[_Device]] = [[] for _ in asking]
         for device in self.devices.values():
             told = _called(device.kernels)
-            owners = [i for i, of_host in enumerate(ranks) if told and told == of_host]
-            if not told:
-                ids = {args.get("External id") for _, _, args in device.kernels}
-                owners = [i for i, host in enumerate(asking) if ids and ids <= host.asked.keys()]
+            same_rank = [i for i, of_host in enumerate(ranks) if told == of_host]
+            owners = same_rank if told else _asked_by(device, asking)
             if len(owners) != 1:
                 raise TraceError(
                     f"{file} holds {len(asking)} processes that call NCCL, and does not say whose its kernels are: "
                     "give the profiles as they were before they were merged, one a rank"
                 )
             mine[owners[0]].append(device)
-        return [(host, _joined(mine[i])) for i, host in enumerate(asking)]
+        return [(host, _joined(devices)) for host, devices in zip(asking, mine, strict=True)]
+
+
+def _asked_by(device: _Device, asking: list[_Host]) -> list[int]:
+    """Numbers of the processes that asked for all of NCCL's kernels in a row."""
+    ids = {args.get("External id") for _, _, args in device.kernels}
+    return [i for i, host in enumerate(asking) if ids and ids <= host.asked.keys()]
 
 
 def _joined(devices: list[_Device]) -> _Device:

@@ -10,6 +10,8 @@ import filecmp
 import os
 from pathlib import Path
 
+import pandas as pd
+
 from ..assemble import COMM_COLUMNS, OFFER_COLUMNS, empty
 from ..files import Trace
 from ..outside import TraceError, said
@@ -76,29 +78,31 @@ def read_recording(paths: list[Path], ranks_per_node: int | None = None) -> Trac
         raise TraceError(f"there is at least 1 rank on a node, not {ranks_per_node}")
     files = recording_files(paths)
     known, used, left_out = _of_one_format(files, paths)
-    job, odd = _read(known, [file for file in files if file in used])
-    try:
-        events, steps, compute = job.events(ranks_per_node), job.step_frame(), job.compute()
-    except (ValueError, TypeError, OverflowError) as error:  # times and numbers of steps may be anything
-        names = ", ".join(file.name for file in used)
-        raise TraceError(
-            f"{names}: a number does not fit into a trace ({said(error)}): record again"
-        ) from None
+    job, read = _read(known, [file for file in files if file in used])
+    events, steps, compute = _frames(job, read, ranks_per_node)
     comms = events.drop_duplicates(["comm_id", "rank", "pid"]).assign(name="")
-    read = [file for file in used if file not in odd]
     # The header tells of the recorded machine; what is not known of it must not be this machine's.
     header = {"host": None, "kernel": None, "commit": None, **job.found.header}
     header |= {"emulated": False, "source": known.name, "files": [str(file) for file in read]}
     header |= {"notes": job.notes + left_out, "left_out": vars(job.left_out)}
-    return Trace(
-        _common(read),
-        header,
-        events,
-        steps,
-        comms[[*COMM_COLUMNS]].astype(COMM_COLUMNS),
-        empty(OFFER_COLUMNS),
-        compute,
-    )
+    comms = comms[[*COMM_COLUMNS]].astype(COMM_COLUMNS)
+    return Trace(_common(read), header, events, steps, comms, empty(OFFER_COLUMNS), compute)
+
+
+def _frames(
+    job: Job, files: list[Path], ranks_per_node: int | None
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Events, steps and other kernels. Raises TraceError for numbers that none of a trace can be."""
+    try:
+        return job.events(ranks_per_node), job.step_frame(), job.compute()
+    except (ValueError, TypeError, OverflowError) as error:  # times and numbers of steps may be anything
+        raise TraceError(
+            f"{_names(files)}: a number does not fit into a trace ({said(error)}): record again"
+        ) from None
+
+
+def _names(files: list[Path]) -> str:
+    return ", ".join(file.name for file in files)
 
 
 def _common(files: list[Path]) -> Path:
@@ -160,12 +164,28 @@ def _why_left_out(file: Path, known: Format | None, chosen: Format) -> str:
     return f"{file.name} is left out: {what}"
 
 
-def _read(known: Format, files: list[Path]) -> tuple[Job, set[Path]]:
-    """What is in the files, and those of them that were left out, which the job's notes name. Raises TraceError."""
+def _read(known: Format, files: list[Path]) -> tuple[Job, list[Path]]:
+    """What is in the files, and those that were read; the job's notes name the others. Raises TraceError."""
+    found, odd = _read_each(known, list(dict.fromkeys(files)))
+    holding = {process.file for process in found.processes if process.holds_calls}
+    if odd and not holding:
+        raise next(iter(odd.values()))
+    _refuse_twins([file for file in files if file in holding])
+    job = settle(found, known.gaps)
+    whole = [file for file in dict.fromkeys(files) if file not in odd]
+    if not job.rows:
+        raise TraceError(_why_no_call(job, whole))
+    job.say()
+    job.notes += [f"left out: {error}" for error in odd.values()]
+    return job, whole
+
+
+def _read_each(known: Format, files: list[Path]) -> tuple[Found, dict[Path, TraceError]]:
+    """What is in the files together, and what is wrong with those that cannot be read."""
     assert known.reader is not None
     read, found = known.reader(), Found()
     odd: dict[Path, TraceError] = {}
-    for file in dict.fromkeys(files):
+    for file in files:
         of_file = Found()
         try:
             _read_one(known, read, file, of_file)
@@ -173,26 +193,17 @@ def _read(known: Format, files: list[Path]) -> tuple[Job, set[Path]]:
             odd[file] = error
         else:
             found.add(of_file)
-    if odd and not any(process.calls or process.unsaid for process in found.processes):
-        raise next(iter(odd.values()))
-    holding = {process.file for process in found.processes if process.calls}
-    _refuse_twins([file for file in files if file in holding])
-    job = settle(found, known.gaps)
-    names = ", ".join(file.name for file in files if file not in odd)
-    if not job.rows and job.left_out.calls:
-        n = job.left_out.calls
-        raise TraceError(
-            f"{names}: {n} calls of NCCL, and none says which collective it is: {known.gaps.calls}"
-        )
-    if not job.rows and job.outside:
-        raise TraceError(f"{names}: no step holds a call of NCCL: record whole steps")
-    if not job.rows:
-        raise TraceError(
-            next(iter(found.nothing), f"{names}: no collective in it that NCCL runs, nothing to import")
-        )
-    job.say()
-    job.notes += [f"left out: {error}" for error in odd.values()]
-    return job, set(odd)
+    return found, odd
+
+
+def _why_no_call(job: Job, files: list[Path]) -> str:
+    """What to say of files that hold no call, or none that can be read."""
+    n, names = job.left_out.calls, _names(files)
+    if n:
+        return f"{names}: {n} calls of NCCL, and none says which collective it is: {job.gaps.calls}"
+    if job.outside:
+        return f"{names}: no step holds a call of NCCL: record whole steps"
+    return next(iter(job.found.nothing), f"{names}: no collective in it that NCCL runs, nothing to import")
 
 
 def _read_one(known: Format, read: Reader, file: Path, found: Found) -> None:

@@ -182,22 +182,23 @@ def settle(found: Found, gaps: Gaps) -> Job:
     job = Job(found, gaps, list(found.notes))
     _refuse_same_calls(found.processes)
     owners: dict[int, list[Process]] = {}
-    left_out: list[str] = []
+    without: list[Process] = []  # a rank
     for process, rank in _ranks(found.processes, job.notes):
         if rank is None and process.number is None:
-            left_out.append(_why_left_out(process, gaps))
+            without.append(process)
             continue
         if rank is not None:
             _claim(process, rank, owners.setdefault(rank, []))
         job.take(process, rank)
-    if left_out and not job.rows and not job.outside and not job.left_out.calls:
-        raise TraceError(left_out[0])
-    job.notes += [f"left out: {why}" for why in dict.fromkeys(left_out)]
+    untold = [process for process in without if process.holds_calls]
+    if untold and not (job.rows or job.outside or job.left_out.calls):
+        raise TraceError(_why_left_out(untold[0], gaps))
+    job.notes += dict.fromkeys(f"left out: {_why_left_out(process, gaps)}" for process in without)
     return job
 
 
 def _why_left_out(process: Process, gaps: Gaps) -> str:
-    if not process.calls and not process.unsaid:
+    if not process.holds_calls:
         return f"{process.file} holds a process without a call of NCCL, and does not say its rank"
     return f"{process.file} does not say which rank it is of: {gaps.rank}"
 
@@ -209,33 +210,29 @@ def _ranks(processes: list[Process], notes: list[str]) -> Iterator[tuple[Process
     that names share may be a rack's. Then its communicators and calls. The processes of a single file are numbered.
     """
     whole = _job_comm(processes)
-    of_file: dict[Path, list[Process]] = {}
+    n_in_file = Counter(process.file for process in processes)
+    names = Counter(map(rank_in_name, n_in_file))
+    unnumbered = [process for process in processes if process.number is None and process.holds_calls]
     for process in processes:
-        of_file.setdefault(process.file, []).append(process)
-    names = Counter(map(rank_in_name, of_file))
-    with_calls = [process for process in processes if process.calls or process.unsaid]
-    for process in processes:
-        named = rank_in_name(process.file) if len(of_file[process.file]) == 1 else None
-        shown = _shown(process, whole)
-        rank = process.told
-        if rank is None and named is not None and (shown is None or names[named] == 1):
-            rank = named
-        if rank is None:
-            rank = shown
-        if rank is None and process.number is None and len(of_file) == 1 and process in with_calls:
-            rank = with_calls.index(process)
-            name = process.file.name
-            if len(with_calls) == 1:
-                notes.append(f"{name} does not say which rank it is of: taken to be rank 0")
-            else:
-                _once(
-                    notes,
-                    f"{name} does not say which ranks it is of: they are numbered in the order of its processes",
-                )
-        yield process, rank if rank is None or 0 <= rank < MOST_RANKS else None
+        named = rank_in_name(process.file) if n_in_file[process.file] == 1 else None
+        rank = _told(process, named, names[named] == 1, _shown(process, whole))
+        if rank is None and len(n_in_file) == 1 and process in unnumbered:
+            rank = unnumbered.index(process)
+            _say_numbered(process.file, len(unnumbered), notes)
+        yield process, rank
 
 
-def _once(notes: list[str], note: str) -> None:
+def _told(process: Process, named: int | None, is_only: bool, shown: int | None) -> int | None:
+    """The rank by a file's own word, by its name (which it has for itself, or not), and by its calls."""
+    if process.told is not None:
+        return process.told if 0 <= process.told < MOST_RANKS else None
+    return named if named is not None and (is_only or shown is None) else shown
+
+
+def _say_numbered(file: Path, n: int, notes: list[str]) -> None:
+    """Note that nothing tells the ranks of a file's processes."""
+    told = "which ranks it is of: they are numbered in the order of its processes"
+    note = f"{file.name} does not say {told if n > 1 else 'which rank it is of: taken to be rank 0'}"
     if note not in notes:
         notes.append(note)
 
