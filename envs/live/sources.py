@@ -32,7 +32,7 @@ class Source:
     since: int  # the first position that is news
     unwatched: int  # no tuner of this trace was there before that position
     is_past: (
-        bool  # its process had ended when the tuner came, and others lived: it tells nothing of the job now
+        bool  # its process had ended when it was found, and others lived: it tells nothing of the job now
     )
     earlier: Spans  # positions that earlier segments of the trace name
     named: set[int]  # the rank in its name, if any

@@ -6,7 +6,17 @@ import struct
 
 import numpy as np
 from dynamiccl.envs.nccl.rings import _HEAD, _HEAD_AT, _HEAD_BYTES, _LIFE_AT, RING_MAGIC, RING_VERSION
-from dynamiccl.traces.records import COLL_DTYPE, RECORD_BYTES, STATE, STATE_DTYPE, STEP, STEP_DTYPE
+from dynamiccl.traces.records import (
+    COLL_DTYPE,
+    FUNCS,
+    KERNEL,
+    KERNEL_DTYPE,
+    RECORD_BYTES,
+    STATE,
+    STATE_DTYPE,
+    STEP,
+    STEP_DTYPE,
+)
 
 CAPACITY, KNOWN = 256, 16
 
@@ -48,4 +58,11 @@ def step(number, rank=0):
 def state(code, text):
     row = np.zeros(1, STATE_DTYPE)
     row["kind"], row["code"], row["text"] = STATE, code, text.encode()
+    return row
+
+
+def kernel(rank, seq):
+    row = np.zeros(1, KERNEL_DTYPE)
+    row["kind"], row["comm_id"], row["rank"], row["seq"] = KERNEL, 7, rank, seq
+    row["func"], row["start_ns"], row["end_ns"] = FUNCS.index("all_gather"), 1000 * seq, 1000 * seq + 500
     return row

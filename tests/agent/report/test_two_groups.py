@@ -10,8 +10,6 @@ def test_a_row_names_the_group_that_it_is_of():
     small, large = Slot(8, 1, "all_gather", 20), Slot(16, 2, "all_gather", 20)
     row = {"slot": str(small), "n_ranks": 8, "n_nodes": 1}
     assert _names(row, small) and not _names(row, large)
-    of_an_earlier_release = {"slot": str(small)}
-    assert _names(of_an_earlier_release, small) and _names(of_an_earlier_release, large)
 
 
 def test_a_rule_of_a_table_fits_the_calls_of_its_group():

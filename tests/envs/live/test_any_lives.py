@@ -11,8 +11,7 @@ from dynamiccl.traces.positions import size_of, union
 from dynamiccl.traces.records import COLL, COLL_DTYPE, STEP
 from dynamiccl.traces.segments import LOST, UNWATCHED, Segment
 from dynamiccl.traces.writer import TraceWriter
-from ring_files import CAPACITY, RingFile, step
-from test_joining import kernel
+from ring_files import CAPACITY, RingFile, kernel, step
 from test_live import Clock
 from test_obedience import calls
 
@@ -37,9 +36,7 @@ class Rank:
                 row["step"] = self.n_steps
                 self.put(rng, row, (COLL, seq))
                 if rng.random() < 0.3:
-                    ran = kernel(seq)
-                    ran["rank"] = self.rank
-                    self.put(rng, ran.view(COLL_DTYPE), None)
+                    self.put(rng, kernel(self.rank, seq).view(COLL_DTYPE), None)
             self.put(rng, step(self.n_steps, self.rank), (STEP, self.n_steps))
             self.n_steps += 1
 
@@ -185,11 +182,8 @@ def test_every_record_is_in_one_segment_once_or_named_as_missing(tmp_path, folde
     world.restart([0, 1])
     for _ in range(60):
         world.happens(monkeypatch)
-    for name in ("y", "x"):
-        world.end_tuner()
+    world.end_tuner()
+    for name in ("x", "y"):
         world.begin_tuner(name)
         world.end_tuner()
-    world.check("x")
-    world.begin_tuner("y")
-    world.end_tuner()
-    world.check("y")
+        world.check(name)

@@ -34,7 +34,7 @@ class Ring:
     ``fatal``: trials of these tables do not begin.
     """
 
-    name, pid, lost = "ring-1", 1, 0
+    name, key, pid, process, gaps, tail = "ring-1", "1/ring-1", 1, 1, (), 0
 
     def __init__(self, folder, odd=(), refuses=0, drifts=(), all_own=False, fatal=()):
         self.folder, self.odd, self.refuses, self.drifts = folder, set(odd), refuses, drifts
@@ -48,6 +48,9 @@ class Ring:
     def is_alive(self):
         return True
 
+    def head(self):
+        return 0
+
     def drain(self):
         self.step += 1
         records, found = [], self.folder.table.read()
@@ -55,7 +58,10 @@ class Ring:
         if table is not None and (not self.tables or self.tables[-1].generation != table.generation):
             self.tables.append(table)
             records += self._hears(table)
-        return np.concatenate([*records, self._row()])
+        rows = np.concatenate([*records, self._row()])
+        rows["stamp"] = np.arange(self.tail, self.tail + len(rows)) + 1
+        self.tail += len(rows)
+        return rows
 
     def _hears(self, table):
         said = []

@@ -8,10 +8,10 @@ import pytest
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.files import Trace
-from dynamiccl.traces.records import COMM, COMM_DTYPE, FUNCS, KERNEL, KERNEL_DTYPE
+from dynamiccl.traces.records import COMM, COMM_DTYPE
 from dynamiccl.traces.writer import TraceWriter
 from paths import DATA
-from ring_files import RingFile, step
+from ring_files import RingFile, kernel, step
 from test_obedience import calls
 
 #: (collectives, steps, digest).
@@ -32,13 +32,6 @@ def told(trace):
 
 def test_the_recording_of_a_job_has_the_events_that_it_had():
     assert told(Trace.read(DATA / "recordings" / "demo")) == RECORDED
-
-
-def kernel(rank, seq):
-    row = np.zeros(1, KERNEL_DTYPE)
-    row["kind"], row["comm_id"], row["rank"], row["seq"] = KERNEL, 7, rank, seq
-    row["func"], row["start_ns"], row["end_ns"] = FUNCS.index("all_gather"), 1000 * seq, 1000 * seq + 500
-    return row
 
 
 def comm(rank):
