@@ -28,11 +28,14 @@ NOT_SERVED = LeftOut(NotAgreeing.NOT_SERVED(rank=0))
 class Ranks:
     """The agreements of three ranks in one process: communicator 7 is ranks 0 and 1, communicator 9 all three.
 
-    ``fails``: the first request of rank 2 of this name, with a key that ends so, finds the connection reset.
+    ``fails``: the first request of rank 2 of this name, with a key that ends so, finds the connection reset. Rank 2
+    freezes where ``freezes_at`` says, "stage" or the end of a key that it asks for, until it is ``awake``.
     """
 
+    freezes_at, held = "stage", False  # held: a call of rank 2 waits at a limit, when that is asked next
+
     def __init__(self, fails=("", "")):
-        self.box, self.said, self.tables = Box(), [], {}
+        self.box, self.said, self.tables, self.had = Box(), [], {}, []
         self.base, self.fails, self.awake = MemoryStore(), fails, threading.Event()
         self.awake.set()
         self.comms = [{7: 2, 9: 3}, {7: 2, 9: 3}, {9: 3}]
@@ -42,17 +45,22 @@ class Ranks:
         staged = [0]
 
         def stage(_owner, table):
-            if rank == 2:
+            if rank == 2 and self.freezes_at == "stage":
                 self.awake.wait(60)
             staged[0] = decode_table(table).generation
 
         def switch(_owner, comm, *_span):
             self.tables[rank, comm] = staged[0]
+            self.had.append((rank, comm, staged[0]))
 
         def comms():
             return {comm: CommView(n, 1, 64, {64: 1}) for comm, n in self.comms[rank].items()}
 
-        plugin = stub(comms=comms, stage=stage, switch=switch)
+        def waiting():
+            self.held, now = self.held and rank != 2, self.held and rank == 2
+            return int(now)
+
+        plugin = stub(comms=comms, stage=stage, switch=switch, waiting=waiting)
         steps, store = SimpleNamespace(ended=0), (lambda: self) if rank == 2 else (lambda: self.base)
 
         def tell(state, text, _generation):
@@ -65,6 +73,8 @@ class Ranks:
         request = getattr(self.base, name)
 
         def made(key, *more):
+            if name == "check" and key[0].endswith(self.freezes_at):
+                self.awake.wait(60)
             if name == self.fails[0] and key.endswith(self.fails[1]) and more != (0,):
                 self.fails = "", ""
                 raise ConnectionResetError("reset")
@@ -113,6 +123,25 @@ def test_a_rank_that_is_back_gets_the_table_to_stay(ranks_of):
     ranks.awake.set()
     wait_until(lambda: ranks.have(2, 9))
     wait_until(lambda: ranks.said[-1][1] == AgreementState.OPEN)
+
+
+def test_a_rank_that_freezes_after_its_vote_finds_the_decision_of_its_round(ranks_of):
+    """A round is forgotten once all have voted after it. Else the rank that wakes at its limit finds an empty register:
+    it writes "abort", and runs another table than the others."""
+    ranks = ranks_of()
+    ranks.box.found = message(1)
+    wait_until(lambda: ranks.have(1, 7, 9))
+    ranks.awake.clear()
+    ranks.freezes_at = "decision"
+    ranks.box.found = message(2)
+    wait_until(lambda: ranks.had.count((0, 9, 2)) and ranks.had.count((1, 9, 2)))
+    for generation in range(3, 8):  # rank 2 has no vote in their rounds
+        ranks.box.found = message(generation)
+        wait_until(lambda generation=generation: ranks.have(generation, 7))
+    ranks.held = True
+    ranks.awake.set()
+    wait_until(lambda: ranks.have(7, 9))
+    assert (2, 9, 2) in ranks.had
 
 
 @pytest.mark.parametrize("fails", [("set", "vote/2"), ("add", "news")])
