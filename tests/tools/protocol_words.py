@@ -24,7 +24,7 @@ def thawed(scope: Scope, number: int, request: Any, result: Any) -> Any:
 
 def _words(scope: Scope, limits: Any) -> dict[int, CommVote]:
     votes = {}
-    for comm, limit, a_step, offset in limits:
+    for comm, limit, a_step, offset, plan, has in limits:
         n_ranks, no_clock = len(scope.members[comm]), "told late" if limit < 0 else ""
-        votes[comm] = CommVote(n_ranks, 1, max(limit, 0), 1.0, MARKS, no_clock, a_step, offset)
+        votes[comm] = CommVote(n_ranks, 1, max(limit, 0), 1.0, MARKS, no_clock, a_step, offset, plan, has)
     return votes

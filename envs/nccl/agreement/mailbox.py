@@ -8,10 +8,11 @@ import os
 import secrets
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ....traces.outside import TraceError, atomically, read_json
 from ....traces.reasons import NotAgreeing
-from ..run_folder import CONFIRMED, TRIED
+from ..run_folder import CONFIRMED, PLANS, TRIED
 from ..shm import TableFile, decode_table, message_of, row_digest, trial_of
 
 #: Of this process: one id may be two processes', before a restart and after it.
@@ -45,6 +46,7 @@ class TableMailbox:
         self._file: TableFile | None = None
         self._generation = 0
         self._note, self._before = Note(), 0
+        self._word: dict[str, Any] = {}
 
     def read_note(self) -> None:
         """Of the lives before, on rank 0."""
@@ -84,6 +86,15 @@ class TableMailbox:
     def trial_is_over(self) -> None:
         """The ranks have outlived it, or did not get it."""
         self._write(replace(self._note, rows=()))
+
+    def tell_plans(self, why: str, lacks: str, is_last: bool) -> None:
+        """Whether all living communicators report the default, for who ends the tuning: ``why`` not, empty if they do.
+        ``lacks``: why not all of them report the table that stays. ``is_last``: no table changes any more."""
+        word = {"generation": self._generation, "why": why, "lacks": lacks, "is_last": is_last}
+        if word != self._word:
+            self._word = word
+            with contextlib.suppress(TraceError):
+                atomically(self._path.parent / PLANS, lambda draft: draft.write_text(json.dumps(word)))
 
     def _unproven(self, message: bytes) -> tuple[str, ...]:
         """Digest of each row that the confirmed table does not have; none if they cannot be read."""

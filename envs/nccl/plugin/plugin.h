@@ -81,6 +81,7 @@ dccl_table dccl_fixed(
     void);  // what dynamiccl_activate or the environment gave; holds where nothing was agreed
 // A table that the next switches of an agreement are to.
 bool dccl_staged(uint32_t owner, dccl_table* table);  // false: none
+uint64_t dccl_rows_of(dccl_table table);  // their number << 32 | checksum: equal where the rows are; 0: none
 // Loads the table that DYNAMICCL_TABLE names (a job without a daemon), once.
 void dccl_load_static_table(void);
 void dccl_table_after_fork(void);
@@ -328,6 +329,9 @@ enum { DCCL_MARKS = 24 };
 // Why a count is no clock: it is one, launches block, graphs are captured, a thread that had not asked has
 // told.
 enum { DCCL_COUNTS, DCCL_BLOCKED, DCCL_CAPTURED, DCCL_HEARD_LATE };
+// `state` of a communicator: its count stands for ever, it has waited at a limit for too long. It takes no
+// switch any more.
+enum { DCCL_FROZEN = 1, DCCL_GAVE_UP = 2 };
 struct dccl_comm_view {
   uint64_t comm_id;
   uint32_t n_ranks, n_nodes;
@@ -335,7 +339,11 @@ struct dccl_comm_view {
   uint64_t a_step;  // collectives of a step, 0: the last steps differed
   int64_t
       offset;  // collectives at the end of the last step, less `a_step` for each step since dynamiccl_join
-  uint32_t clock, spare;
+  uint32_t clock, state;
+  // What it will answer from its next call on: from collective `since` on the rows that stay (by their hash,
+  // 0: none) but for those from `first` until `last`, at which a trial holds (rows and turns; 0: there is
+  // none). The last switch is told also if its trial is over. What holds before `since` is not told.
+  uint64_t stays, since, trial, first, last;
   // Hash of the first `at` of them; at = 0: none. The last 8 of each 16, of each 256 and of each 4096.
   struct {
     uint64_t at, hash;
