@@ -109,6 +109,7 @@ class NotTuning(Reason):
     NO_SWITCH_YET = "the ranks do not switch tables yet: {why}"
     NOT_ON_ALL = "not all ranks switch tables at present: {why}"
     NOT_ALL_THERE = "not every rank has taken its first step, or NCCL has not loaded the tuner there"
+    NOT_LOOKED = "rank 0 has not looked for another table yet: it may be held up"
     NEXT_STEP = "the next steps of the job"
     PAUSED = "the job has taken no step for {seconds:.0f} s: it pauses, or is about to end"
     TOO_FEW_STEPS = "it took {count} steps, too few to try a table"
@@ -148,6 +149,15 @@ class NotAgreeing(Reason):
     )
     NOT_ALIKE = "rank {rank} has {what}, rank {other} has {others}"
     NOT_SERVED = "a communicator of rank {rank} does not have the table yet that is there to stay"
+    NOT_REPORTED = "rank {rank} has not told what it runs since the last table came"
+    GAVE_UP = (
+        "rank {rank} has waited too long for the job's store and gave up: a communicator there keeps the table that it "
+        "has until the job ends"
+    )
+    OTHER_PLANS = (
+        "rank {rank} and rank {other} of a communicator would run its collective {count} under different tables: "
+        "NCCL's default is set, and tuning ends"
+    )
     NO_COMMON_COUNT = (
         "rank {rank} has issued {count} collectives on a communicator, but the number of rank {other} differs so much "
         "that they cannot be compared"

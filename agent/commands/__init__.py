@@ -312,20 +312,23 @@ def results(where: str | Path) -> Path:
 
 def run_folder(where: str) -> Path:
     """Returns a run folder from its path, or from the folder of a run's results. Raises ValueError."""
-    from ...envs.nccl.run_folder import TABLE
+    from ...envs.nccl.run_folder import RUN_ID, TABLE
     from ..report.outputs import run_of
 
     path = results(where)
     if not path.exists():
         raise ValueError(f"{where}: there is no run here: it has ended, or has another folder")
     run = run_of(path)
-    if run is None and not (path / TABLE).is_file():
+    if run is None and not ((path / TABLE).is_file() and (path / RUN_ID).is_file()):
         raise ValueError(f"{where}: this folder holds no run: give the folder of one run{_runs_inside(path)}")
     if run is None:
         return path
     if not run.exists():
         raise ValueError(f"{where}: this run has ended{_or_elsewhere(path)}; the folder holds its results")
-    return run.resolve()
+    run = run.resolve()
+    if not (run / RUN_ID).is_file() or run.stat().st_uid != path.stat().st_uid:
+        raise ValueError(f"{where}: its link `run` leads to {run}, which is no run of this folder's owner")
+    return run
 
 
 def become_owner(run: Path) -> None:

@@ -16,18 +16,19 @@ def stop(
         str,
         Argument(help="Results folder (--out), e.g. runs/tune/latest, or the run folder in shared memory."),
     ],
-    wait: Annotated[float, Option(min=0, help="Seconds to wait until the job runs under the default.")] = 30,
+    wait: Annotated[float, Option(min=0, help="Seconds to wait until all ranks report the default.")] = 30,
     json: Json = False,
 ) -> None:
     """End tuning for good and restore NCCL's default on all ranks. The job continues.
 
-    The tuner of the run ends. Without a tuner the table is withdrawn too. If the tuner does not answer for half of
-    --wait, the table is withdrawn, and the command names the process to kill. `dynamiccl tune --attach RUN --again`
+    The tuner of the run ends. Without a tuner the table is withdrawn too. Then the command waits until every
+    communicator of the job reports the default. If the tuner does not answer for half of --wait, the table is
+    withdrawn, and the command names the process to kill. A rank that once waited too long for the job's store keeps its
+    table until the job ends: the command says so. `dynamiccl tune --attach RUN --again`
     starts again. Give the command on the node of rank 0, as the job's user or as root, with that node's results folder.
-    If nodes share a folder, runs/tune/latest may belong to another node. A job that hangs takes no step: end it
-    instead.
+    If nodes share a folder, runs/tune/latest may belong to another node.
 
-    The exit status is 0 once the job runs under the default or has ended, 1 if it does not within --wait seconds or
+    The exit status is 0 once all ranks report the default or the job has ended, 1 if not within --wait seconds or if
     rank 0 is on another node, and 2 if the folder holds no run or the run had ended before.
 
     \b
@@ -64,6 +65,7 @@ def _outcome(found: Stopped) -> str:
         return f"NCCL's default is restored on all ranks{has_ended}"
     if not found.job_runs:
         return "the job is over"
-    if found.why:
-        return f"NCCL's default is set, but not all ranks use it: {found.why}"
-    return "NCCL's default is set, but no step has run under it yet: run this command again to check"
+    why = f": {found.why}" if found.why else ""
+    return (
+        f"NCCL's default is set, but not all ranks have reported it yet{why}. Run this command again to check"
+    )

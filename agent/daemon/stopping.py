@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ...envs.live.locks import holder, is_locked
-from ...envs.nccl.run_folder import NCCL, STATUS, STOP, TUNER
-from ...traces.reasons import RunEnds
+from ...envs.nccl.run_folder import NCCL, PLANS, STATUS, STOP, TUNER
+from ...traces.reasons import NotTuning, RunEnds
 
 if TYPE_CHECKING:  # a tuner that starts hears signals before it imports anything large
     from ...envs.live.job import Job
@@ -30,13 +30,13 @@ class Stopped(NamedTuple):
 
     had_tuner: bool
     job_runs: bool
-    in_force: bool  # a step was seen under the default, or no table has changed anything yet
+    in_force: bool  # all living communicators report the default, or no table has changed anything yet
     has_begun: bool = True  # a table may have changed something
     has_rank_0: bool = True  # False: no process of rank 0 was seen here, and its node's tuner decides
     tuner_left: int | None = (
         None  # the process of a tuner that does not answer; 0: there is one, not known which
     )
-    why: str = ""  # some ranks do not run the default yet, though rank 0 does
+    why: str = ""  # why not all communicators report the default
 
     @property
     def is_over(self) -> bool:
@@ -51,7 +51,7 @@ def end_tuning(run: Path, wait_s: float) -> Stopped:
 
     Args:
         run: the run folder.
-        wait_s: seconds to wait, half of them at most for the tuner's end, the others for a step under the default.
+        wait_s: seconds to wait, half of them at most for the tuner's end, the others for the ranks' reports.
 
     Raises:
         OSError, ValueError: if the folder holds no run.
@@ -83,13 +83,13 @@ def _withdrawn(job: Job, folder: RunFolder, had_tuner: bool, end: float) -> Stop
     """Withdraw the table of a job whose tuner has had its time; what came of it until ``end`` (monotonic seconds)."""
     run = folder.path
     is_stuck = False
-    if not (had_tuner and _has_withdrawn(folder)):
+    if not _has_withdrawn(folder):
         # After the job's end a tuner keeps its table, and sums up.
         is_stuck = is_locked(run / TUNER) and job.is_alive()
         _withdraw(job, folder)
-    in_force = _runs_default(job, folder, end)
+    in_force, why = _await_reports(job, folder, end)
     left = (holder(run / TUNER) or 0) if is_stuck and is_locked(run / TUNER) else None
-    return Stopped(had_tuner, job.is_alive(), in_force, tuner_left=left, why=job.losing())
+    return Stopped(had_tuner, job.is_alive(), in_force, tuner_left=left, why=why)
 
 
 def _await_tuner(run: Path, until: float) -> None:
@@ -161,29 +161,41 @@ def _tries_a_table(folder: RunFolder) -> bool:
     return False
 
 
-def _runs_default(job: Job, folder: RunFolder, end: float) -> bool:
-    """Whether rank 0 ends a step under the newest table, which has to be empty, before ``end`` (monotonic seconds).
+def _await_reports(job: Job, folder: RunFolder, end: float) -> tuple[bool, str]:
+    """Whether all living communicators report the default before ``end`` (monotonic seconds), and why not.
 
-    A table that a tuner publishes once more, as it wakes up or ends, is withdrawn too. While rank 0 says that the round
-    has left out communicators with another table, or that they keep it for good, not all ranks run the default.
+    Rank 0 compares what the ranks report, and leaves its finding in the run folder. A table that a tuner publishes once
+    more, as it wakes up or ends, is withdrawn too.
     """
-    has_default = False
     while True:
         job.poll()
         found = folder.table.read()
-        is_empty = _is_empty(found)
-        if not is_empty:
+        if not _is_empty(found):
             _withdraw(job, folder)
-            has_default = False
-        is_losing = bool(job.losing())
-        if has_default and not is_losing:  # the poll after the step: by now rank 0 has said whom it left out
-            return True
-        for rows in job.new_steps():
-            generation = int(rows["generation"][-1])
-            has_default = is_empty and found is not None and generation in (0, found[0])
-        if time.monotonic() > end or not job.is_alive():
-            return has_default and not is_losing
+            found = folder.table.read()
+        is_default, why = _reported(job, folder.path, found[0] if found else 0)
+        if is_default or time.monotonic() > end or not job.is_alive():
+            return is_default, why
         time.sleep(_EVERY_S)
+
+
+def _reported(job: Job, run: Path, generation: int) -> tuple[bool, str]:
+    """What rank 0 has found since it saw the table of ``generation``, which is empty and to stay, and why not.
+
+    Without a word of it the ranks have not begun to agree, and it would see that table first.
+    """
+    from ...traces.outside import read_json
+
+    try:
+        word = read_json(run / PLANS)
+        seen, why, is_last = int(word["generation"]), str(word["why"]), bool(word["is_last"])
+    except FileNotFoundError:
+        return not job.heard.has_switched, job.no_switch()
+    except (OSError, ValueError, KeyError, TypeError):  # damaged
+        return False, job.no_switch()
+    if seen < generation and not is_last:
+        return False, job.no_switch() or NotTuning.NOT_LOOKED()
+    return not why, why
 
 
 class Signals:

@@ -6,6 +6,7 @@ A process of its own, without PyTorch, since its ranks are forked (light_ranks.p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -14,10 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from dynamiccl.envs.nccl.agreement import agreement
 from dynamiccl.envs.nccl.agreement.protocol import Decision
+from dynamiccl.envs.nccl.run_folder import PLANS
 from dynamiccl.envs.nccl.shm import RunFolder
+from dynamiccl.traces.records import Table
 from group_jobs import far_apart, idle_groups, lives
 from light_jobs import Found, found, tries
 from light_ranks import LightRank, Publisher, run, table
@@ -275,6 +279,31 @@ def store_drops(folder: RunFolder) -> Found:
     return tries(folder, 2, program, beside=beside)
 
 
+def store_gone_in_a_trial(folder: RunFolder) -> Found:
+    """The store drops every connection for good while a trial is under way over the default; then `stop` publishes the
+    empty table. ``settled_s``: until rank 0 says that all run the default."""
+    done: dict[str, Any] = {}
+
+    def program(rank: LightRank) -> None:
+        for i in range(300):
+            rank.step(i, 4, 0.02)
+
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        folder.table.publish(Table(1))
+        time.sleep(1.0)
+        folder.table.publish(table(2, 40))
+        _until(server, "2")
+        time.sleep(0.4)
+        server.drops_for(3600.0)
+        folder.table.publish(Table(3))
+        began = time.monotonic()
+        while not _has_settled(folder, 3, True) and time.monotonic() < began + 60:
+            time.sleep(0.05)
+        done["settled_s"] = time.monotonic() - began
+
+    return found(*run(2, program, folder, beside), **done)
+
+
 def store_fails_at_random(folder: RunFolder, seed: int, failures: int = 12) -> Found:
     """Again and again the store is silent for a second, from a random moment on; a new table comes each half second.
 
@@ -337,6 +366,88 @@ def faults(folder: RunFolder, seed: int, steps: int = 110) -> Found:
 
     ranks, server = run(n_ranks, program, folder, beside)
     return found(ranks, server, fault=server.values["fault"])
+
+
+def settles(folder: RunFolder, seed: int) -> Found:
+    """Faults at random moments under trials, a group made anew in half of the jobs; then quiet: a table to stay is
+    wanted, the default in half of them. ``settled_s``: until all ranks report it."""
+    draw = random.Random(seed)
+    n_ranks, is_default, has_lives = draw.choice([2, 2, 3]), draw.random() < 0.5, draw.random() < 0.5
+    kinds = [
+        "freeze a rank",
+        "freeze rank 0",
+        "freeze all",
+        "store late",
+        "store silent",
+        "store drops",
+        "tuner",
+    ]
+
+    def program(rank: LightRank) -> None:
+        for i in range(10_000):
+            if rank.work.get("ends at") == str(i).encode():
+                break
+            if rank.rank == 0 and rank.work.check(["over"]) and rank.work.get("ends at") == b"None":
+                rank.work.set("ends at", str(i + 3))
+            if has_lives:
+                rank.call(100 + i // 60, 2)
+                if i % 60 == 59:
+                    rank.destroy(100 + i // 60)
+            rank.step(i, 4, rank.random.uniform(0, 0.02))
+
+    def fault(server: StoreServer, pids: list[int], daemon: Publisher) -> str:
+        kind = draw.choice(kinds)
+        seconds = draw.uniform(0.05, 1.5)
+        who = pids if "all" in kind else [pids[0] if "0" in kind else draw.choice(pids[1:])]
+        if kind.startswith("freeze"):
+            for pid in who:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(seconds)
+            for pid in who:
+                os.kill(pid, signal.SIGCONT)
+        elif kind == "store late":
+            server.late_s = seconds / 5
+            time.sleep(0.5)
+            server.late_s = 0.0
+        elif kind == "store silent":
+            server.silent_for("/", seconds)
+        elif kind == "store drops":
+            server.drops_for(seconds)
+        else:
+            daemon.alive = False
+        return kind
+
+    done: dict[str, Any] = {}
+
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        daemon = Publisher(folder, server, 0.05, 20)
+        while int(server.values.get("in force", "0")) < 2:
+            time.sleep(0.005)
+        done["faults"] = []
+        for _ in range(draw.randrange(1, 4)):
+            time.sleep(draw.uniform(0.0, 0.6))
+            done["faults"].append(fault(server, pids, daemon))
+        daemon.alive = False
+        daemon.thread.join()
+        wanted = Table(daemon.generation + 1) if is_default else table(daemon.generation + 1)
+        folder.table.publish(wanted)
+        began = time.monotonic()
+        while not _has_settled(folder, wanted.generation, is_default) and time.monotonic() < began + 60:
+            time.sleep(0.05)
+        done["settled_s"] = time.monotonic() - began
+        done["channels"] = 0 if is_default else 1 + wanted.generation % 63
+        time.sleep(0.3)
+        server.values["over"] = "yes"
+
+    return found(*run(n_ranks, program, folder, beside), **done)
+
+
+def _has_settled(folder: RunFolder, generation: int, is_default: bool) -> bool:
+    """Whether rank 0 has found that all report the default, or that none lacks what stays."""
+    with contextlib.suppress(OSError, ValueError):
+        word = json.loads((folder.path / PLANS).read_text())
+        return word["generation"] >= generation and (word["why"] == "" if is_default else word["lacks"] == "")
+    return False
 
 
 def dies(folder: RunFolder, seed: int) -> Found:

@@ -50,7 +50,8 @@ class StoreServer:
                     poll.register(sock, select.POLLIN)
                     continue
                 request = _receive(peers[fd])
-                drops = time.monotonic() < self._dropping and "/" in json.dumps(request)
+                is_of_round = "/" in json.dumps(request) or "now" in (request or [])
+                drops = time.monotonic() < self._dropping and is_of_round
                 if request is None or drops:
                     poll.unregister(fd)
                     peers.pop(fd).close()

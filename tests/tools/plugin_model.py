@@ -6,9 +6,10 @@ in switch.c. The clock counts a group at its launch; NCCL tells of it whenever i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from dynamiccl.envs.nccl.plugin.bindings import Span
+from dynamiccl.envs.nccl.plugin.bindings import Plan, Span
 
 NO_LIMIT = 10**6
 #: Steps in a row that make a rhythm: four in the plugin, two where every order of events is looked at.
@@ -90,6 +91,23 @@ class Clock(NamedTuple):
         made = self.count - self.ended_at
         alike = self.n_alike + 1 if made == self.a_step else 1
         return self._replace(ended_at=self.count, a_step=made, n_alike=min(alike, ALIKE), seen=())
+
+    def plan(self, count: int, buffers: Sequence[int]) -> Plan:
+        """What it will answer from ``count`` on, as switch.c tells it. ``buffers``: the table in each, see Rank."""
+
+        def rows(table: Table) -> int:
+            return buffers[table.buffer - 1] if table.buffer else 0
+
+        plan, before = Plan(count), NO_LIMIT
+        for i, change in enumerate(self.may_hold(count)):
+            span, last = change.span, min(change.span.until, before)
+            before = span.since
+            if i == 0:
+                plan = plan._replace(stays=rows(change.base), since=span.since)
+            if not plan.trial and span.until and (i == 0 or count < last):
+                turns = 8 * (8 * span.length + span.a_step) + 4 * span.swap + span.one_of
+                plan = plan._replace(trial=100 * turns + rows(change.trial) + 1, first=span.since, last=last)
+        return plan
 
     def may_hold(self, count: int, before: int = NO_LIMIT) -> tuple[Change, ...]:
         """The changes that may still hold, if there is to be one from ``before`` on."""

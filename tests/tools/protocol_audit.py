@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dynamiccl.envs.nccl.agreement.plans import Report, Told, lacking, mismatch
 from dynamiccl.envs.nccl.agreement.protocol import QUAD
 from dynamiccl.envs.nccl.plugin.bindings import Span
 from plugin_model import Clock, due_turn
 from protocol_scopes import CAPTURED, Scope
 
 #: Which of four turns are the trial's, by `swap`.
+#: Calls ahead at which the answers of a plugin are looked at.
+AHEAD = 12
 ORDER = ((True, False, False, True), (False, True, True, False))
 
 
@@ -24,7 +27,8 @@ def expected(scope: Scope, registers: Sequence[Any], comm: int, group: int) -> i
     sizes = [0 if size == CAPTURED else size for size in groups]
     count, before = sum(sizes[:group]), sum(sizes[: max(group - 1, 0)])
     stays = answer = 0
-    for generation, register in enumerate(registers, 1):
+    for number, register in enumerate(registers, 1):
+        generation = scope.generation(number)
         span = dict(register[1]).get(comm) if register else None
         if span is None or count < span.since:
             stays = generation if span is not None and not span.until else stays
@@ -54,6 +58,58 @@ def _is_due(span: Span, turn: int) -> bool:
     block = turn // span.one_of
     assert block * span.one_of <= due_turn(span, block) < (block + 1) * span.one_of
     return due_turn(span, block) == turn
+
+
+def wrong_conclusion(scope: Scope, world: Any) -> str:
+    """What rank 0 would take from the reports though it is not so; empty if there is nothing.
+
+    Between two rounds: where a communicator lacks nothing, all its members answer the wanted rows from there on. No
+    two plans differ.
+    """
+    first = world.ranks[0]
+    if first.results is not None or not (first.agrees and first.round):
+        return ""
+    rounds = {}
+    for number, register in enumerate(world.registers[: first.round], 1):
+        rounds |= {comm: number for comm, _ in (register[1] if register else ())}
+    reports = {0: Report(first.round, _told(scope, _plans(scope, 0, first)))}
+    reports |= {rank: Report(number, _told(scope, plans)) for rank, number, plans in world.reports}
+    if "an old report is a proof" in scope.mutations:
+        rounds = {}
+    if why := mismatch(reports, rounds):
+        return f"no plans differ, but rank 0 finds: {why}"
+    for rows in range(len(world.registers) + 1):
+        lacks = lacking(rows, reports, rounds)
+        for comm, members in enumerate(scope.members):
+            told = [reports[r].comms[comm].plan for r in members if r in reports and comm in reports[r].comms]
+            if comm in lacks or len(told) < len(members):
+                continue
+            now = max(max(plan.made, plan.since) for plan in told)
+            for r in members:
+                clock = world.ranks[r].clocks[scope.comms(r).index(comm)]
+                if wrong := _other_answer(clock, world.ranks[r].buffers, now, rows):
+                    return f"communicator {comm} is said to have table {rows}, but rank {r}: {wrong}"
+    return ""
+
+
+def _other_answer(clock: Clock, buffers: Sequence[int], now: int, rows: int) -> str:
+    for count in range(now, now + AHEAD):
+        buffer = clock.table(count).buffer
+        answer = buffers[buffer - 1] if buffer else 0
+        if answer != rows and count >= clock.count:
+            return f"collective {count} is answered by table {answer}"
+    return ""
+
+
+def _plans(scope: Scope, r: int, rank: Any) -> list[tuple[int, Any]]:
+    clocks = zip(scope.comms(r), rank.clocks, strict=True)
+    return [
+        (comm, clock.plan(clock.told if scope.old else clock.count, rank.buffers)) for comm, clock in clocks
+    ]
+
+
+def _told(scope: Scope, plans: Any) -> dict[int, Told]:
+    return {comm: Told(len(scope.members[comm]), plan) for comm, plan in plans}
 
 
 def label_of(clocks: Sequence[Clock], mutations: frozenset[str]) -> int | None:

@@ -16,10 +16,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from dynamiccl.envs.nccl.agreement import protocol
+from dynamiccl.envs.nccl.agreement.plans import differ
 from dynamiccl.envs.nccl.agreement.protocol import Decision
-from dynamiccl.envs.nccl.plugin.bindings import Span
+from dynamiccl.envs.nccl.plugin.bindings import Plan, Span
 from plugin_model import ALIKE, EMPTY, NO_LIMIT, Change, Clock, Table
-from protocol_audit import expected, label_of, wrong_label
+from protocol_audit import expected, label_of, wrong_conclusion, wrong_label
 from protocol_scopes import CAPTURED, LARGE, Scope
 from protocol_words import thawed
 
@@ -36,6 +37,7 @@ class Rank(NamedTuple):
     steps: int = 0  # that have ended
     alive: bool = True  # its training threads run
     agrees: bool = True  # its agreement's thread runs
+    untold: int = 0  # the round after which it has still to report its plans; 0: none
 
 
 class World(NamedTuple):
@@ -44,6 +46,9 @@ class World(NamedTuple):
     votes: tuple[Any, ...] = ()  # of the round proposed last, by rank: (limits by communicator)
     registers: tuple[Any, ...] = ()  # of each round: None, or the decision
     answers: tuple[tuple[int, int, int], ...] = ()  # (communicator, group, generation) of each first answer
+    reports: tuple[
+        Any, ...
+    ] = ()  # the last of each rank that has told: (rank, number, plans by communicator)
 
 
 def _begins(scope: Scope, rank: int) -> Rank:
@@ -67,6 +72,8 @@ def explore(scope: Scope, most: int = 10**8) -> tuple[str, int]:
         found = list(Steps(scope, world).all())
         if not found and (stuck := _stuck(scope, world)):
             return stuck, len(seen)
+        if scope.reports and (wrong := wrong_conclusion(scope, world)):
+            return wrong, len(seen)
         for after in found:
             if isinstance(after, str):
                 return after, len(seen)
@@ -102,6 +109,8 @@ class Steps:
                 yield from self._trains(r, rank)
             if rank.agrees:
                 yield from self._agrees(r, rank)
+                if rank.untold:
+                    yield self._reports(r, rank)
             if rank.left:
                 yield self._leaves(r, rank)
             if deaths < self.scope.deaths and rank.agrees:
@@ -168,6 +177,14 @@ class Steps:
         clocks = tuple(clock.step_ended() for clock in rank.clocks)
         return self._with(r, rank._replace(clocks=clocks, steps=rank.steps + 1))
 
+    def _plan(self, clock: Clock, rank: Rank) -> Plan:
+        plan = clock.plan(self._count(clock), rank.buffers)
+        if self._is("a plan leaves its trial out"):
+            return plan._replace(trial=0, first=0, last=0)
+        if self._is("a plan tells what answered last"):
+            return plan._replace(stays=clock.table(max(clock.count - 1, 0)).generation, since=0)
+        return plan
+
     def _table(self, r: int, comm: int, clock: Clock) -> Table:
         """What a question is given."""
         own = self._is("few calls are picked by the rank") and r == 1
@@ -231,7 +248,7 @@ class Steps:
 
     # -- the agreement ---------------------------------------------------------------------------------------------
 
-    def _agrees(self, r: int, rank: Rank) -> Iterator[World]:
+    def _agrees(self, r: int, rank: Rank) -> Iterator[World | str]:
         world, scope = self.world, self.scope
         if rank.results is None:
             if rank.round < (len(scope.trials) if r == 0 else world.proposed):
@@ -239,7 +256,8 @@ class Steps:
             return
         request = _request(scope, r, rank.round, rank.results)
         if isinstance(request, Decision):
-            yield self._with(r, rank._replace(results=None))
+            tells = scope.reports and r > 0 and bool(request.switches)
+            yield self._with(r, rank._replace(results=None, untold=rank.round if tells else rank.untold))
             return
         register = world.registers[rank.round - 1]
         match request:
@@ -252,7 +270,8 @@ class Steps:
             case protocol.Cast(vote):
                 words = []
                 for comm, one in vote.comms.items():
-                    words.append((comm, -1 if one.no_clock else one.limit, one.a_step, one.offset))
+                    limit = -1 if one.no_clock else one.limit
+                    words.append((comm, limit, one.a_step, one.offset, one.plan, one.has))
                 limits = tuple(words), vote.no_room
                 if rank.round == world.proposed:
                     yield self._sent(r, None, votes=(*world.votes[:r], limits, *world.votes[r + 1 :]))
@@ -262,6 +281,8 @@ class Steps:
                     r, tuple((i, *vote) for i, vote in enumerate(world.votes) if vote is not None)
                 )
             case protocol.Settle(decision):
+                if r == 0 and (wrong := _differ(scope, rank)):
+                    yield wrong
                 yield from self._settles(r, rank, decision, register)
             case protocol.Await():
                 if register is not None:
@@ -292,7 +313,7 @@ class Steps:
             yield self._sent(r, _frozen(protocol.ABORT), alive=self._is("who gives up goes on"))
 
     def _stages(self, r: int, rank: Rank) -> World:
-        generation = rank.round
+        generation = self.scope.generation(rank.round)
         if generation in self.scope.empty:
             return self._sent(r, ("", ""), staged=EMPTY)
         held = [
@@ -316,15 +337,22 @@ class Steps:
 
     def _limits(self, r: int, rank: Rank) -> Iterator[World]:
         """dynamiccl_limit on one communicator after the other, in its single reads and writes."""
-        done = [clock.is_refused or (clock.limit != NO_LIMIT and clock.limiting < 0) for clock in rank.clocks]
+        plans = [self._plan(clock, rank) for clock in rank.clocks]
+        again = self.scope.is_again(rank.round)
+        rows = rank.buffers[rank.staged.buffer - 1] if rank.staged.buffer else 0
+        has = [again and _keeps(plan, rows) for plan in plans]
+        done = [
+            clock.is_refused or keeps or (clock.limit != NO_LIMIT and clock.limiting < 0)
+            for clock, keeps in zip(rank.clocks, has, strict=True)
+        ]
         if all(done):
-            votes = zip(self.scope.comms(r), rank.clocks, strict=True)
+            votes = zip(self.scope.comms(r), rank.clocks, plans, has, strict=True)
             limits = []
-            for comm, clock in votes:
+            for comm, clock, plan, keeps in votes:
                 a_step = clock.a_step if clock.n_alike >= ALIKE else 0
                 offset = clock.ended_at - a_step * rank.steps if a_step else 0
-                if not clock.is_refused:
-                    limits.append((comm, clock.limit, a_step, offset))
+                limit = 0 if clock.is_refused or keeps else clock.limit
+                limits.append((comm, limit, a_step, offset, plan, keeps))
             yield self._sent(r, tuple(limits))
             return
         i = done.index(False)
@@ -341,6 +369,15 @@ class Steps:
             yield self._clock(r, i, clock._replace(limiting=count))
         else:
             yield self._clock(r, i, clock._replace(limiting=-1))
+
+    def _reports(self, r: int, rank: Rank) -> World:
+        """The rank tells its plans."""
+        plans = []
+        for comm, clock in zip(self.scope.comms(r), rank.clocks, strict=True):
+            plans.append((comm, self._plan(clock, rank)))
+        others = [one for one in self.world.reports if one[0] != r]
+        told = tuple(sorted([*others, (r, rank.untold, tuple(plans))]))
+        return self._with(r, rank._replace(untold=0), reports=told)
 
     def _switches(self, r: int, rank: Rank, comm: int, span: Span) -> World:
         i = self.scope.comms(r).index(comm)
@@ -359,6 +396,26 @@ class Steps:
         return self._sent(r, None, clocks=(*rank.clocks[:i], after, *rank.clocks[i + 1 :]))
 
 
+def _keeps(plan: Plan, rows: int) -> bool:
+    """As in ballot.py: in a round that leads a table again, its newest change is to that table."""
+    return plan.stays == rows and plan.last <= plan.since
+
+
+def _differ(scope: Scope, rank: Rank) -> str:
+    """Whether rank 0 takes votes of a round for a mismatch."""
+    assert rank.results is not None
+    told = (
+        {0: rank.results[3], **{one[0]: one[1] for one in rank.results[1]}} if len(rank.results) > 3 else {}
+    )
+    for comm in range(len(scope.members)):
+        plans = []
+        for r, words in told.items():
+            plans += [(r, word[4]) for word in words if word[0] == comm]
+        if why := differ(plans):
+            return f"of communicator {comm}, though each collective has had one table: {why}"
+    return ""
+
+
 def _frozen(decision: Decision | None) -> Any:
     return decision and (decision.generation, tuple(sorted(decision.switches.items())))
 
@@ -367,7 +424,8 @@ def _frozen(decision: Decision | None) -> Any:
 def _request(scope: Scope, r: int, number: int, results: tuple[Any, ...]) -> Any:
     """What a part of round ``number`` asks for next, or its decision at the end."""
     if r == 0:
-        part = protocol.lead(number, "", number, scope.trial(number), {}, None, protocol.never, {}, {})
+        table = scope.generation(number), scope.trial(number)
+        part = protocol.lead(number, "", *table, {}, None, protocol.never, {}, {})
     else:
         part = protocol.follow(r, number, "")
     try:

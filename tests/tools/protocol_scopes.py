@@ -29,6 +29,8 @@ class Scope:
     places: int = 7  # changes that may be ahead
     buffers: int = 0  # for tables, beside the empty one; 0: as many as rounds
     empty: tuple[int, ...] = ()  # rounds whose table is empty
+    again: tuple[tuple[int, int], ...] = ()  # (round, earlier round whose table it leads again)
+    reports: bool = False  # ranks report their plans after a round, and rank 0 compares them
     left: int = 0  # rank that has left another group, whose agreement is still to end; 0: none
     reconnects: bool = False  # connections to the store break
     gives_up: bool = False  # a rank may find the store gone, and its job with it
@@ -43,6 +45,13 @@ class Scope:
     def end_of(self, comm: int, step: int) -> int:
         """Groups of a communicator up to the end of a step."""
         return sum(one[comm] for one in self.steps[: step + 1])
+
+    def generation(self, number: int) -> int:
+        """Of the table that a round leads."""
+        return dict(self.again).get(number, number)
+
+    def is_again(self, number: int) -> bool:
+        return number in dict(self.again)
 
     def trial(self, number: int) -> Trial:
         """How the table of a round is tried."""
@@ -75,6 +84,16 @@ PARTS = {
     "connections break": replace(SMALL, reconnects=True),
     "the store is gone": replace(SMALL, gives_up=True),
 }
+#: Reports of plans: a table to stay, a trial before it, and a round again for who had no part in the first.
+REPORTS = replace(SMALL, trials=(0,), calls=2, reports=True)
+REPORT_PARTS = {
+    "a trial, then a table to stay": replace(REPORTS, trials=(1, 0)),
+    "a table is led again": replace(REPORTS, trials=(0, 0), again=((2, 1),)),
+    "a trial is withdrawn": replace(REPORTS, trials=(1, 0), empty=(2,)),
+    "a rank freezes": replace(REPORTS, script=(1, CAPTURED, 1), old=True),
+    "turns, then a table to stay": replace(REPORTS, trials=(1, 0), one_of=2, turn_steps=1, steps=((1,),) * 3),
+    "connections break": replace(REPORTS, reconnects=True),
+}
 #: Turns that follow steps, whose ranks know their rhythm at the beginning.
 TURNS = replace(SMALL, one_of=2, turn_steps=1, steps=((1,),) * 3)
 TURN_PARTS = {
@@ -98,5 +117,6 @@ LARGE = (
     replace(THREE, deaths=1),
     *(replace(scope, deaths=1) for scope in PARTS.values()),
     *(replace(scope, deaths=1) for scope in TURN_PARTS.values()),
+    *(replace(scope, deaths=1) for scope in REPORT_PARTS.values()),
     *LONG_TURNS,
 )

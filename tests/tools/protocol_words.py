@@ -24,6 +24,7 @@ def thawed(scope: Scope, number: int, request: Any, result: Any) -> Any:
 
 def _words(scope: Scope, limits: Any) -> dict[int, CommVote]:
     votes = {}
-    for comm, limit, a_step, offset in limits:
-        votes[comm] = CommVote(len(scope.members[comm]), 1, limit, 1.0, MARKS, "", a_step, offset)
+    for comm, limit, a_step, offset, plan, has in limits:
+        n_ranks = len(scope.members[comm])
+        votes[comm] = CommVote(n_ranks, 1, limit, 1.0, MARKS, "", a_step, offset, plan, has)
     return votes

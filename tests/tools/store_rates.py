@@ -102,6 +102,8 @@ class Tables:
 
     def trial_is_over(self) -> None: ...
 
+    def tell_plans(self, why: str, lacks: str, is_last: bool) -> None: ...
+
 
 class ThreadLocks:
     """In place of ``fcntl`` in the lookout: ranks are threads here, and a lock of fcntl's is a process's."""
@@ -152,12 +154,12 @@ def write_whole(place: Path, text: str) -> None:
     scratch.rename(place)
 
 
-def agreed_begin(folder: Path, leader: Leader | None, wait_s: float) -> float:
+def agreed_begin(folder: Path, leader: Leader | None, n_ranks: int, wait_s: float) -> float:
     """When all nodes begin, by this machine's clock: rank 0's node writes it once it has heard of all ranks."""
     until = time.monotonic() + wait_s
-    while leader is not None and leader.arrivals._absent and time.monotonic() < until:
+    while leader is not None and len(leader.here) < n_ranks - 1 and time.monotonic() < until:
         time.sleep(0.1)
-    if leader is not None and not leader.arrivals._absent:
+    if leader is not None and len(leader.here) == n_ranks - 1:
         write_whole(folder / "begin", str(time.monotonic() + _SAME_BEGIN_S))
     return float(wait_for(folder / "begin", wait_s))
 
@@ -187,7 +189,7 @@ def run_node(node: int, folder: str, args: argparse.Namespace) -> dict[str, Any]
 
         parts.append(agreements.Agreement(rank, n_ranks, plugin, plugin, tables, connect))  # type: ignore[arg-type]
     leader = parts[0]._leader
-    begin = agreed_begin(Path(folder), leader, args.wait_s)
+    begin = agreed_begin(Path(folder), leader, n_ranks, args.wait_s)
     tables.phases = phases = phases_from(begin, args.search_s, args.quiet_s)
     time.sleep(max(0.0, phases.ends_s - time.monotonic()))
     rounds = leader.number if leader else 0

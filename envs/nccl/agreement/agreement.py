@@ -1,8 +1,8 @@
 """One rank's part in the agreement of all ranks on tables: protocol.py with a store, a plugin and a thread.
 
 The training thread has no part in it. One thread in the background waits for what rank 0 proposes, votes, and tells the
-plugin what was decided. Rank 0's thread looks for tables that the daemon has published and leads a round for each; once
-more where a communicator came later than the table that is there to stay.
+plugin what was decided. Rank 0's thread looks for tables that the daemon has published and leads a round for each, and
+again where the ranks report that a communicator lacks the one that is there to stay (plans.py).
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class Agreement:
         self._ballot = Ballot(plugin, self._owner, self._pace, self._store)
         self._leader = Leader(n_ranks, published) if rank == 0 else None
         self._said: tuple[AgreementState, str, int] | None = None  # last, on rank 0
+        self._acted = 0  # the last round in which this rank had a vote
         self._thread = threading.Thread(target=self._run, name="dynamiccl-agreement", daemon=True)
         if not self._owner:
             self._stop(NotAgreeing.TOO_MANY(rank=rank))
@@ -110,9 +111,10 @@ class Agreement:
         while not self.stopped:
             began = time.monotonic()
             try:
-                self._store.connect()
+                self._store.connect(self._leader.number if self._leader else 0)
                 if self._leader is not None:
                     self._leader.begin_life()
+                    self._leader.tell()
                     self._lead_rounds(self._leader)
                 else:
                     self._follow_rounds()
@@ -127,11 +129,24 @@ class Agreement:
                     why = NotAgreeing.FAULT(rank=self.rank, error=str(error) or type(error).__name__)
                     self._tell(None, NotAgreeing.NOT_CONNECTED(why=why), 0)
                     told = True
-                self._end.wait(min(_SOON_S * 2 ** min(faults, _FAULTS), _LATER_S))
+                self._rest(min(_SOON_S * 2 ** min(faults, _FAULTS), _LATER_S))
+
+    def _rest(self, seconds: float) -> None:
+        """The store is away. Rank 0 still looks at what is wanted, and at its own communicators."""
+        until = time.monotonic() + seconds
+        while not self._end.wait(min(IDLE_S, max(until - time.monotonic(), 0))) and time.monotonic() < until:
+            if self._leader is not None:
+                with contextlib.suppress(Exception):
+                    self._look(self._leader)
+                    self._leader.sees(self._ballot.plans())
+                    self._leader.tell()
 
     def _part(self) -> None:
         self._plugin.part(self._owner)
         if self._leader is not None:
+            with contextlib.suppress(Exception):
+                self._leader.sees(self._ballot.plans())
+                self._leader.tell(is_last=True)
             with contextlib.suppress(Exception):  # the store is gone before
                 self._store.part(self._leader.number + 1)
         self._store.close()
@@ -163,13 +178,14 @@ class Agreement:
 
     def _follow_life(self) -> None:
         while not self._end.wait(self._store.lookout.pause_s()):
-            self._look_around()
-            self._say_news()
+            if self._look_around() and self._ballot.is_here:
+                self._tell_plans()
             if not self._store.has_changed():
                 continue
             is_new_life, number = self._store.now()
             if is_new_life:
-                self._ballot.comms, self._ballot.is_here = frozenset(), False
+                self._ballot.is_here = False
+                self._acted = min(self._acted, self._store.newest)  # another rank 0 counts anew
             if not self._ballot.is_here:
                 self._present()
             proposal = self._store.proposal(number) if number else None
@@ -177,37 +193,41 @@ class Agreement:
                 continue
             if not proposal.message:
                 raise Parted
-            self._drive(protocol.follow(self.rank, number, self._identity()), proposal)
+            decision = self._drive(protocol.follow(self.rank, number, self._identity()), proposal)
             if self.stopped:
                 return
+            if decision.switches:
+                self._tell_plans()
 
     def _present(self) -> None:
         """Say that this rank is there, once NCCL has loaded the tuner."""
         while not self._plugin.tuners() and not self._end.wait(_IDLE_S):
             pass
+        # Its plans first: rank 0 asks for those of all that have cast a vote.
+        self._ballot.reported = {}
+        self._tell_plans()
         self._store.cast(protocol.Vote(self.rank, 0, self._identity()), 0)
         self._store.says_news()
         self._ballot.is_here = True  # not before: a request that fails is made again
 
-    def _say_news(self) -> None:
-        if self._ballot.has_news:
-            self._store.says_news()
-            self._ballot.has_news = False
+    def _tell_plans(self) -> None:
+        """Rank 0 hears what each communicator here will answer. Where the request fails it is made again."""
+        plans, self._ballot.reported = self._ballot.plans(), {}
+        self._store.tell_plans(self._acted, plans)
+        self._store.says_news()
+        self._ballot.was_told(plans)
 
-    def _look_around(self) -> None:
-        """Note how fast this rank goes, and say where a communicator is new."""
+    def _look_around(self) -> bool:
+        """Note how fast this rank goes; whether rank 0 shall hear of its plans."""
         if not self._pace.is_due():
-            return
-        counts = self._ballot.counts()
-        self._pace.sample(self._steps.ended, counts)
+            return False
+        plans = self._ballot.plans()
+        self._pace.sample(self._steps.ended, {comm: told.plan.made for comm, told in plans.items()})
+        self._ballot.comms |= plans.keys()
         if self._leader is not None:
-            self._leader.sees(counts)
-        if new := counts.keys() - self._ballot.comms:
-            self._ballot.comms |= new
-            if self._leader is None:
-                self._ballot.has_news = True
-            else:
-                self._leader.news = True
+            self._leader.sees(plans)
+            return False
+        return self._ballot.has_news(plans, self._store.lookout.is_quiet())
 
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
@@ -219,13 +239,15 @@ class Agreement:
             self._store.keeps_watch()
             if time.monotonic() - asked > (IDLE_S if lookout.is_quiet() else _NEWS_S):
                 asked = time.monotonic()
-                leader.hears(self._store)
+                if leader.hears(self._store):
+                    self._say_what_ranks_report(leader)
+                leader.tell()
             if leader.is_waiting(self._ballot.comms) or time.monotonic() < leader.not_before:
                 if why := leader.misses():
                     self._stop(why)
                     return
                 continue
-            message = leader.next(self._ballot.counts)
+            message = leader.next()
             if message is None:
                 continue
             if until_awake_s := self._store.wakes():
@@ -257,28 +279,47 @@ class Agreement:
         generation, table = message
         trial, left_out = trial_of(table), dict[int, LeftOut]()
         n_votes = leader.begin_round(message)
-        proposal = Proposal(leader.number, table, n_votes)
+        proposal = Proposal(leader.number, table, n_votes, leader.is_again)
         rhythms: protocol.Rhythms = {}
-        known = leader.gone, leader.served, leader.loses, left_out, rhythms
+        known = leader.gone, leader.stays, leader.loses, left_out, rhythms
         part = protocol.lead(leader.number, self._identity(), generation, trial, *known)
         decision = self._drive(part, proposal)
         leader.ended(message, decision, left_out, rhythms, self._ballot.comms)
+        leader.sees(self._ballot.plans())
         if leader.number > 2 and not leader.silent:
             self._store.forget(leader.number - 2)  # all have voted since
-        self._say_what_came(leader, generation, decision, left_out)
+        if not self._say_if_plans_differ(leader):
+            self._say_what_came(leader, generation, decision, left_out)
+
+    def _say_what_ranks_report(self, leader: Leader) -> None:
+        """A communicator that lacked what stays may have it, or be gone."""
+        is_losing = self._said is not None and self._said[0] == AgreementState.LOSING
+        if self._say_if_plans_differ(leader) or not is_losing:
+            return
+        if leader.switched and not (leader.lost or leader.lacked):
+            self._say(*TOGETHER)
+
+    def _say_if_plans_differ(self, leader: Leader) -> bool:
+        """Whether ranks would run one collective under different tables: the default comes, and tuning ends."""
+        if why := leader.mismatch():
+            leader.fails(why)
+        if leader.ends:
+            self._say(AgreementState.CLOSED, leader.ends)
+        return bool(leader.ends)
 
     def _say_what_came(
         self, leader: Leader, generation: int, decision: Decision, left_out: dict[int, LeftOut]
     ) -> None:
         """Of a round."""
         refused = left_out.get(0)
-        if decision.switches:
+        if decision.switches or leader.is_again:
             if unlike := leader.unlike(left_out):  # rank 0's tables change, so no state says it
                 self._tell(None, unlike, 0)
-            for turns in leader.last.steady or ([] if leader.lacked else [0]):
+            lacked = leader.lacked
+            for turns in leader.turns.steady or [0] * (not lacked):
                 self._say(*TOGETHER, turns)
-            if leader.lacked:
-                self._say(AgreementState.LOSING, leader.lacked)
+            if lacked:
+                self._say(AgreementState.LOSING, lacked)
         elif refused is not None and refused.is_refusal:
             self._say(AgreementState.LOSING, refused.why)
         elif refused is not None and refused.for_good:
@@ -299,10 +340,9 @@ class Agreement:
                 request = part.send(result)
             except StopIteration as end:
                 decision: Decision = end.value
-                leader = self._leader
-                is_whole = leader is None or leader.arrivals.are_all
-                if leader is None or is_whole or not leader.is_owed:  # else it was our own waiting
-                    self._pace.round_took(time.monotonic() - began, held, is_whole)
+                leader, self._acted = self._leader, proposal.number
+                if leader is None or leader.is_whole or not leader.is_again:  # else it was our own waiting
+                    self._pace.round_took(time.monotonic() - began, held, leader is None or leader.is_whole)
                 return decision
             result = self._do(request, proposal)
             held |= isinstance(request, protocol.Await) and result is None
@@ -315,7 +355,7 @@ class Agreement:
             case protocol.Stage():
                 return self._ballot.staged(proposal.message)
             case protocol.Limit():
-                return self._ballot.limits()
+                return self._ballot.limits(proposal.message, proposal.again)
             case protocol.Cast(vote):
                 with contextlib.suppress(Exception):  # it may have been heard all the same: the register says
                     store.cast(vote, proposal.n_votes)
@@ -336,16 +376,12 @@ class Agreement:
         leader, store, number = self._leader, self._store, proposal.number
         assert leader is not None
         longest_s = _VOTES_S + 2 * store.lookout.spread_s()
-        if leader.is_owed:
-            longest_s = self._pace.owed_s(longest_s, store.answer_s)
+        if leader.is_again:
+            longest_s = self._pace.again_s(longest_s, store.answer_s)
         else:
             longest_s = max(longest_s, 4 * self._pace.round_s)
-        votes = store.votes(number, leader.arrivals.here, longest_s)
-        leader.arrivals.late = {vote.rank for vote in votes if vote.round == number - 1} & leader.silent
-        leader.last.in_force.hears(votes)
-        leader.arrivals.older = [vote for vote in votes if vote.round != number]
-        leader.silent = {vote.rank for vote in leader.arrivals.older}
-        leader.arrivals.are_all = len(votes) - len(leader.silent) >= proposal.n_votes
+        votes = store.votes(number, leader.here, longest_s)
+        leader.votes(votes, proposal.n_votes)
         return votes
 
     def _switch(self, comm: int, span: Span) -> None:
@@ -380,7 +416,7 @@ class Agreement:
         elif not self._leader.switched:
             self._say(AgreementState.SHUT, why)
         else:
-            is_default = self._leader.last.in_force.is_default()
+            is_default = not self._leader.not_default()
             self._say(AgreementState.CLOSED, why if is_default else NotAgreeing.TABLE_STAYS(why=why))
 
     def close(self) -> None:

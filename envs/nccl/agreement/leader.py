@@ -1,358 +1,364 @@
-"""What rank 0 knows between two rounds: the other ranks, the tables that are wanted, how the last round ended."""
+"""What rank 0 knows between two rounds: who is there, what the ranks report, which tables are wanted.
+
+The table to stay is led once for all communicators, and then again, ever more seldom, while one lacks it: plans.py says
+which, from what the ranks report. A trial is led once, after the table to stay.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 
 from ....traces.reasons import NotAgreeing
-from ....traces.records import Trial
-from ..plugin.bindings import Span
-from ..shm import trial_of
-from .arrivals import Arrivals
-from .in_force import InForce
+from ..shm import rows_hash, trial_of
+from ..steps.user_numbers import attach_s
 from .mailbox import TableMailbox
-from .protocol import Decision, LeftOut, Rhythms
+from .plans import Lack, Report, Told, all_there, lacking, mismatch
+from .protocol import Decision, LeftOut, Rhythms, Vote
 from .store import RoundStore
 
 _AGAIN_S = 0.2  # until a lost round is tried again, doubled each time
 #: A communicator without a collective for so long is used no more: it does not go to the end of its trial.
 _RESTS_S = 60.0
 PATIENCE = 5  # so many lost rounds in a row, and rank 0 goes on without who does not vote
-#: Seconds until what stays is led again for the communicators that a round left out for now, doubled up to the second.
-_OWED_S, _OWED_MOST_S = 1.0, 60.0
+#: Seconds until what stays is led again for who lacks it, doubled up to the second.
+_LACKS_S, _LACKS_MOST_S = 1.0, 60.0
+#: So long the first round of a life waits for those that were there before rank 0 lost its connection. Who has kept its
+#: own hears of the new life within a second. Who has lost it too may try again a minute later: a later round has it.
+_BACK_S = 5.0
+
+Message = tuple[int, bytes]  # generation, table
 
 
-@dataclass
-class LastTable:
-    """The table that was decided last."""
+class Turns:
+    """Whether communicators that rank 0 is not in have turned where its steps end: the next round shows it."""
 
-    trial: Mapping[int, Span] | None = (
-        None  # where it holds on rank 0's own communicators; None: it is there to stay
-    )
-    begun: Mapping[int, Span] | None = None  # of the last trial, until its end was seen
-    in_force: InForce = field(default_factory=InForce)
-    generation: int = 0  # whose turns the next round checks; 0: none
-    rhythms: Rhythms = field(
-        default_factory=dict
-    )  # of the communicators in these turns that rank 0 is not in
-    #: Generations of which this round has shown that all communicators turn where rank 0's steps end, if they look
-    #: whole.
-    steady: list[int] = field(default_factory=list)
-    #: Collectives made on each communicator at the last look, and since when there are so many.
-    _seen: dict[int, tuple[int, float]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.generation = 0  # whose turns the next round checks; 0: none
+        self.rhythms: Rhythms = {}  # of those communicators in them
+        #: Generations of which this round has shown it: their steps count if they look whole.
+        self.steady: list[int] = []
 
     def check(self, rhythms: Rhythms) -> None:
-        """The next round: whether the communicators of the last turns have kept their rhythm on all ranks."""
+        """The next round: whether they have kept their rhythm on all ranks."""
         is_steady = all(rhythms.get(comm) == rhythm for comm, rhythm in self.rhythms.items())
         self.steady = [self.generation] if is_steady and self.generation else []
         self.generation, self.rhythms = 0, {}
 
-    def take_turns(self, generation: int, foreign: Rhythms) -> None:
-        """Turns begin. ``foreign``: the rhythms in them of communicators that rank 0 is not in.
-
-        Rank 0 sees its own communicators only. Others may be turns late while its steps look whole, until the next
-        round shows it.
-        """
+    def begin(self, generation: int, foreign: Rhythms) -> None:
+        """Turns begin."""
         if foreign:
             self.generation, self.rhythms = generation, foreign
         else:
             self.steady.append(generation)
-
-    def is_over(self, counts: Mapping[int, int]) -> bool:
-        """Whether no trial is under way; ``counts``: collectives made on each communicator of rank 0.
-
-        Over is a trial that has ended on one of them and is under way on none. One that has not come to its beginning
-        by then rests, and so does one that stands still.
-        """
-        return self.trial is None or self._is_past(self.trial, counts)
-
-    def begin_trial(self, spans: Mapping[int, Span]) -> None:
-        """A trial was decided. ``spans``: where it holds on rank 0's own communicators."""
-        self.trial = self.begun = spans
-
-    def stay(self, switches: Mapping[int, Span]) -> None:
-        """A table to stay was decided: a trial that is under way ends where it begins."""
-        self.trial = None
-        if self.begun is not None:
-            self.begun = {
-                comm: span._replace(until=min(span.until, switches[comm].since)) if comm in switches else span
-                for comm, span in self.begun.items()
-            }
-
-    def is_survived(self, counts: Mapping[int, int]) -> bool:
-        """Whether the end of the last trial is seen, for the first time. None of it without rank 0 is ever seen."""
-        is_seen = bool(self.begun) and self._is_past(self.begun or {}, counts)
-        self.in_force.sees(counts)
-        if is_seen:
-            self.begun = None
-        return is_seen
-
-    def _is_past(self, trial: Mapping[int, Span], counts: Mapping[int, int]) -> bool:
-        moving = self._moving(counts)
-        found = [(comm, counts[comm], span) for comm, span in trial.items() if comm in counts]
-        if any(comm in moving and span.since <= made < span.until for comm, made, span in found):
-            return False
-        return not found or any(made >= span.until for _, made, span in found)
-
-    def _moving(self, counts: Mapping[int, int]) -> set[int]:
-        """The communicators that have made a collective lately."""
-        now = time.monotonic()
-        for comm, made in counts.items():
-            if comm not in self._seen or self._seen[comm][0] != made:
-                self._seen[comm] = made, now
-        return {comm for comm in counts if now - self._seen[comm][1] < _RESTS_S}
-
-
-@dataclass
-class Stays:
-    """The newest table to stay."""
-
-    message: tuple[int, bytes] | None  # None: there is none
-    is_decided: bool = False  # whether a round has given it to anybody
-    served: set[int] = field(default_factory=set)  # communicators that have it
-    is_owed: bool = False  # the last round left out communicators that may get it later, or end a trial
-    lacks: str = ""  # why a communicator runs something else, as its last round has shown
-    is_led_again: bool = False  # for them, in the round under way
-    again_at: float = 0.0  # when that is due
-    _pause_s: float = _OWED_S
-
-    def given(self, switches: Collection[int], is_owed: bool) -> None:
-        """A round for it is over."""
-        self.is_decided = True
-        self.served.update(switches)
-        self.is_owed = is_owed
-        self.pauses()
-
-    def pauses(self) -> None:
-        """It is led again later, each time after a longer pause: what is wanted meanwhile goes first."""
-        self.again_at = time.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, _OWED_MOST_S)
-
-    @property
-    def is_due(self) -> bool:
-        """It is led again now."""
-        return self.is_owed and time.monotonic() >= self.again_at
 
 
 class Leader:
     """What rank 0 knows of the other ranks, and which tables are wanted."""
 
     def __init__(self, n_ranks: int, published: TableMailbox) -> None:
-        self.arrivals = Arrivals(n_ranks)
-        self.silent: set[int] = set()  # of those that are here, who has not voted in the last round
+        self.number = 0  # of the last round
+        self.here: set[int] = set()  # ranks that have told their plans in this life
+        self.silent: set[int] = set()  # of them, who has not voted in the last round
+        self.reports: dict[int, Report] = {0: Report(0, {})}
+        self.rounds: dict[int, int] = {}  # the last that has given each communicator a table
         self.gone: dict[int, str] = {}  # communicators that have left for good, and why
-        self.switched: set[int] = set()  # communicators of the last round that was not lost
-        self.news = False  # a rank or a communicator is new: it may not have what stays
-        self.number, self.lost, self.why = (
-            0,
-            0,
-            "",
-        )  # the last round, lost ones in a row, why the last of them was
+        self.switched: set[int] = set()  # communicators that have had a part, and were not left out since
+        self.lost, self.why = 0, ""  # rounds in a row, and why the last of them was
         self.not_before = 0.0  # of the next round
-        self._published = published
+        self.ends = ""  # why nothing but the default is led any more
+        self.is_again = False  # the round under way leads what stays again
+        self.is_whole = True  # it has had all votes that it waited for
+        self.turns = Turns()
+        self._n_ranks, self._published = n_ranks, published
+        self._default = rows_hash(published.default(0))  # of rows that leave NCCL untouched
         published.read_note()
-        self._wanted: tuple[int, bytes] | None = None  # to be in force, and is not
-        self._stays = Stays(published.confirmed())
+        self._stays: Message | None = published.confirmed()  # the newest table to stay
+        self._is_led = False  # a round has given it to anybody
+        self._again_at, self._pause_s = 0.0, _LACKS_S  # it is led again then, for who lacks it
+        self._trial: Message | None = None  # wanted, and not led yet
         self._is_trial = False  # the round under way
+        self._tries: frozenset[int] = (
+            frozenset()
+        )  # rank 0's communicators in the last trial, until its end is seen
+        self._is_withdrawn = False  # that trial is: a table to stay came after it
+        self._let_go: set[int] = set()  # communicators without which a trial went on
+        self._whys: dict[int, str] = {}  # why the last round of what stays has left a communicator out
         self._unlike: set[str] = set()  # reasons that were told
-        self.last = LastTable()
+        self._seen: dict[
+            int, tuple[int, float]
+        ] = {}  # collectives of rank 0's, and since when there are so many
+        self._known: set[int] = set()  # ranks that were ever here
+        self._awaited = set(range(1, n_ranks))  # by the next round
+        self._until = time.monotonic() + attach_s()
+
+    # -- who is there --------------------------------------------------------------------------------------------------
+
+    def begin_life(self) -> None:
+        """Rank 0 has connected anew: every rank has to come again. What their plugins were told still holds."""
+        if self.here and not self._awaited:  # nobody waits for who was silent
+            self._awaited, self._until = self.here - self.silent, time.monotonic() + _BACK_S
+        self.here, self.silent = set(), set()
+
+    def hears(self, store: RoundStore) -> bool:
+        """Whether ranks have come, or have told other plans."""
+        if not store.has_news():
+            return False
+        absent = set(range(1, self._n_ranks)) - self.here
+        came = (
+            absent if store.are_there(sorted(absent)) else {one for one in absent if store.are_there([one])}
+        )
+        if came:
+            self.lost = 0  # they were lost without who comes now
+        self.here |= came
+        self._known |= came
+        before = self._lacks()
+        for rank, report in store.reports(sorted(self.here)).items():
+            self._reported(rank, report)
+        if self._lacks().keys() - before.keys() - self.gone.keys():
+            self._again_at = 0.0
+        return True
+
+    def _reported(self, rank: int, report: Report) -> None:
+        if rank not in self.reports or report.number >= self.reports[rank].number:
+            self.reports[rank] = report
+
+    def votes(self, votes: Collection[Vote], n_votes: int) -> None:
+        """The last votes of all ranks that are here; so many were waited for."""
+        self.silent = {vote.rank for vote in votes if vote.round != self.number}
+        self.is_whole = len(votes) - len(self.silent) >= n_votes
+        for vote in votes:
+            comms = {comm: Told(word.n_ranks, word.plan) for comm, word in vote.comms.items()}
+            if comms:
+                self._reported(vote.rank, Report(vote.round - 1, comms))
+
+    def sees(self, plans: Mapping[int, Told]) -> None:
+        """The plans of rank 0's own communicators, now."""
+        now = time.monotonic()
+        for comm, told in plans.items():
+            if comm not in self._seen or self._seen[comm][0] != told.plan.made:
+                self._seen[comm] = told.plan.made, now
+        self.reports[0] = Report(self.number, plans)
+        if self._tries and self._is_past():
+            self._tries = frozenset()
+            self._published.trial_is_over()  # it has ended no rank
+
+    def _is_past(self) -> bool:
+        """Whether the last trial has ended on one of rank 0's communicators, and is under way on none of them.
+
+        One that has not come to its beginning by then rests, and so does one that stands still.
+        """
+        own = self.reports[0].comms
+        there = [comm for comm in self._tries if comm in own]
+        tries = [comm for comm in there if own[comm].plan.tries]
+        if any(self._moves(comm) and own[comm].plan.first <= own[comm].plan.made for comm in tries):
+            return False
+        return not there or len(tries) < len(there)
+
+    def _moves(self, comm: int, rests_s: float = _RESTS_S) -> bool:
+        return time.monotonic() - self._seen[comm][1] < rests_s
+
+    def is_waiting(self, comms: Collection[int]) -> bool:
+        """Whether ranks, or rank 0's own communicators ``comms``, may still come before the next round."""
+        is_late = time.monotonic() > self._until
+        return not is_late and (bool(self._awaited - self.here) or not comms)
+
+    def misses(self) -> str:
+        """Why no round can be led, not even later; empty if one can. Who was here before may only be cut off."""
+        is_hopeless = self.lost >= PATIENCE and not self.switched
+        are_over = time.monotonic() > self._until and self._known <= self.here
+        return self.why if is_hopeless and are_over else ""
+
+    def is_over(self, comms: frozenset[int]) -> bool:
+        """Whether all of rank 0's communicators have left for good."""
+        return bool(comms) and comms <= self.gone.keys()
+
+    # -- what is wanted ------------------------------------------------------------------------------------------------
 
     def look(self) -> tuple[int, str]:
         """Whether the daemon has published another table; if it is not led, its generation, and why."""
         if (found := self._published.take()) is None:
             return 0, ""
+        if self.ends:
+            return 0, ""
         if why := self._published.refuses(found):
             return found[0], why
-        self._wanted, self.not_before = found, 0.0
-        if not trial_of(found[1]).trial_steps:
-            # The one before may have been withdrawn: nobody gets it any more.
-            self._stays = Stays(found)
+        self.not_before, self._trial = 0.0, found
+        if not trial_of(
+            found[1]
+        ).trial_steps:  # the one before may have been withdrawn: nobody gets it any more
+            self._stay(found)
         return 0, ""
 
-    def sees(self, counts: Mapping[int, int]) -> None:
-        """``counts``: see :meth:`LastTable.is_over`. A trial that has come to its end has ended no rank."""
-        if self.last.is_survived(counts):
-            self._published.trial_is_over()
+    def _stay(self, message: Message) -> None:
+        self._stays, self._trial, self._is_led, self._pause_s = message, None, False, _LACKS_S
 
-    def begin_life(self) -> None:
-        """Rank 0 has connected anew. What the ranks' plugins were told still holds."""
-        self.arrivals.begin_life(self.silent)
-        self.silent = set()
+    def fails(self, why: str) -> None:
+        """Two plans differ: the default is all that is led from now on."""
+        if not self.ends:
+            self.ends, self.not_before = why, 0.0
+            generation = self._stays[0] if self._stays else 1
+            self._stay((generation, self._published.default(generation)))
 
-    def hears(self, store: RoundStore) -> None:
-        """Whether ranks have come, or communicators."""
-        if store.has_news():
-            self.news = True
-            if self.arrivals.hear(store):
-                self.lost = 0  # they were lost without who comes now
+    @property
+    def stays(self) -> int | None:
+        """Hash of the rows that are there to stay; None: no such table."""
+        return None if self._stays is None else rows_hash(self._stays[1])
 
-    def is_waiting(self, comms: frozenset[int]) -> bool:
-        """Whether ranks, or rank 0's own communicators ``comms``, may still come before the next round."""
-        return self.arrivals.are_awaited() or not (comms or self.arrivals.is_late())
+    def _lacks(self) -> dict[int, Lack]:
+        """What stays. A trial that is wanted lacks nothing."""
+        if self.stays is None:
+            return {}
+        may_try = not self._is_withdrawn
+        return lacking(self.stays, self.reports, self.rounds, default=self._default, may_try=may_try)
 
-    def misses(self) -> str:
-        """Why no round can be led, not even later; empty if one can."""
-        is_hopeless = self.lost >= PATIENCE and not self.switched
-        return self.why if is_hopeless and self.arrivals.are_over() else ""
+    @property
+    def lacked(self) -> str:
+        """Why a communicator runs another table than the one that stays; empty if none does, as far as is known."""
+        lacks = self._lacks() if self._is_led else {}
+        return next((self._why(comm, lack) for comm, lack in lacks.items() if lack.has_table), "")
 
-    def next(self, counts: Callable[[], Mapping[int, int]]) -> tuple[int, bytes] | None:
+    def _why(self, comm: int, lack: Lack) -> str:
+        return lack.why if lack.is_for_good else self._whys.get(comm, lack.why)
+
+    def mismatch(self) -> str:
+        """Which ranks would run one collective under different tables; empty if none would."""
+        return mismatch(self.reports, self.rounds)
+
+    def not_default(self) -> str:
+        """Why not all living communicators come to NCCL's default; empty if they do."""
+        lacks = lacking(self._default, self.reports, self.rounds, default=self._default)
+        return next((self._why(comm, lack) for comm, lack in lacks.items()), "")
+
+    def tell(self, is_last: bool = False) -> None:
+        """Whether all run the default, for who waits for it beside the job.
+
+        One that is ahead of a communicator in use is not in force yet. At one that rests it is, but for its next calls.
+        """
+        own = self.reports[0].comms
+        ahead = any(plan.made < plan.since and self._moves(comm, _LACKS_S) for comm, (_, plan) in own.items())
+        why = self.not_default() or (NotAgreeing.NOT_SERVED(rank=0) if ahead and not is_last else "")
+        lacks = NotAgreeing.NOT_SERVED(rank=0) if self._stays is not None and not self._is_led else ""
+        lacks = lacks or next((self._why(comm, lack) for comm, lack in self._lacks().items()), "")
+        self._published.tell_plans(why, lacks, is_last)
+
+    def next(self) -> Message | None:
         """The table of the next round, if there is to be one: first what stays, for who does not have it yet.
 
         During a trial it waits: it would end the trial. One that nobody has yet waits for none: it may be there to
-        withdraw what runs. ``counts()``: see :meth:`LastTable.is_over`.
+        withdraw what runs.
         """
-        stays = self._stays.message
-        if stays is None or not self._stays.is_decided:
-            return stays or self._wanted
-        is_missed = self.news or not self.switched or self._stays.is_due
-        return stays if is_missed and self.last.is_over(counts()) else self._wanted
+        if self._stays is not None and not self._is_led:
+            return self._stays
+        now = time.monotonic()
+        if now >= self._again_at and (self._is_withdrawn or not self._tries):
+            if self._lacks().keys() - self.gone.keys():
+                return self._stays
+            self._again_at = now + _LACKS_S  # who lacks it is looked at again
+        return self._trial
 
-    def begin_round(self, message: tuple[int, bytes]) -> int:
-        """The votes to wait for."""
+    def begin_round(self, message: Message) -> int:
+        """The votes to wait for: of those that are here. A table that nobody has yet waits for no silent rank."""
         self.number += 1
-        self.arrivals.begin_round()
+        self._awaited = set()
         self._is_trial = trial_of(message[1]).trial_steps > 0
         if self._is_trial:
             self._published.trial_begins(message)
-        self._stays.is_led_again = message == self._stays.message and self._stays.is_owed
-        here = len(self.arrivals.here)
-        # One vote at least is worth waiting for: who was silent may be back. Who is late votes, if it has the time;
-        # a trial or a withdrawal does not wait for it.
-        silent = self.silent - self.arrivals.late if self.is_owed else self.silent
-        return max(here - len(silent), min(1, here))
-
-    @property
-    def is_owed(self) -> bool:
-        """Whether the round under way leads what stays again, for communicators that an earlier one left out."""
-        return self._stays.is_led_again
-
-    @property
-    def served(self) -> set[int] | None:
-        """Communicators that have the table that is there to stay; None: there is none."""
-        return None if self._stays.message is None else self._stays.served
+        # Where plans differ all members set limits: one that has the default may have it by itself.
+        self.is_again = message == self._stays and self._is_led and not self.ends
+        expected = self.here if self.is_again else self.here - self.silent
+        return max(
+            len(expected), min(1, len(self.here))
+        )  # one is worth waiting for: who was silent may be back
 
     def loses(self, left_out: Mapping[int, LeftOut]) -> bool:
         """Whether the round is lost rather than go on without them. A table to stay waits for nobody.
 
-        A trial waits for communicators that were in the last round, and for those of a rank that is silent for the
-        first time. But not for ever.
+        A trial waits for communicators that have had a part, and for those of a rank that is silent. But not for ever,
+        and not again for those that it has let go.
         """
         if not self._is_trial or self.lost >= PATIENCE:
             return False
-        for_now = {comm for comm, one in left_out.items() if not one.for_good}
-        if not self.silent - self.arrivals.given_up:
-            for_now &= self.switched
-        return bool(for_now)
+        for_now = {comm for comm, one in left_out.items() if not one.for_good} - self._let_go
+        of_silent = {comm for rank in self.silent & self.reports.keys() for comm in self.reports[rank].comms}
+        of_silent = {comm for comm in of_silent if all_there(comm, self.reports)}
+        return bool(for_now & (self.switched | of_silent))
 
-    def lacks(self, left_out: Mapping[int, LeftOut]) -> str:
-        """Why a communicator runs something else than the table to stay of this round; empty if none does.
-
-        It may have left for good: it keeps what it has.
-        """
-        stays = self._stays.message
-        if self._is_trial or stays is None:
-            return ""
-        for comm, one in left_out.items():
-            if self.last.in_force.differs(comm, stays[1]):
-                return one.why
-        return ""
-
-    @property
-    def lacked(self) -> str:
-        """Why a communicator runs something else than what stays, as its last round has shown; a trial says nothing."""
-        return self._stays.lacks
-
-    def _owes(self, left_out: Mapping[int, LeftOut]) -> bool:
-        """Whether what stays is to be led again for communicators that a round has left out: they may get it later.
-
-        Where a trial may still run the next round says that it has ended, also if they have left for good.
-        """
-        trials = self.last.in_force.trials
-        return any(comm and (not one.for_good or comm in trials) for comm, one in left_out.items())
+    # -- what came of it -----------------------------------------------------------------------------------------------
 
     def ended(
         self,
-        message: tuple[int, bytes],
+        message: Message,
         decision: Decision,
-        left_out: dict[int, LeftOut],
+        left_out: Mapping[int, LeftOut],
         rhythms: Rhythms,
         own: Collection[int],
     ) -> None:
         """A round is over. ``own``: the communicators that rank 0 is in."""
-        self._note(left_out)
+        self.turns.steady = []
         if self._is_trial and not decision.switches:
             self._published.trial_is_over()
+        self.rounds |= dict.fromkeys(decision.switches, self.number)
+        if self._fails_by(left_out):
+            return
         is_refused = 0 in left_out and left_out[0].for_good
-        if not (decision.switches or is_refused):
+        if self.is_again:
+            self._pause_s = min(2 * self._pause_s, _LACKS_MOST_S)
+        elif not (decision.switches or is_refused):
             self._lose(left_out)
             return
-        stays = self._stays
-        is_repeated = message == stays.message and stays.is_decided
-        if not is_repeated:  # a trial that waits goes on counting
+        else:
             self.lost = 0
-        if message == self._wanted:
-            self._wanted = None
-        self.last.in_force.decided(message[1], decision.switches)
-        if message == stays.message:
-            self.news = False
-            stays.message = None if is_refused else message
-            self._give(decision.switches, left_out)
+        if self._is_trial:
+            self._trial = None
+        else:
+            self._led(left_out, is_refused)
         if decision.switches:
-            self._switch(trial_of(message[1]), decision, left_out, rhythms, own)
+            self._switch(message, decision, left_out, rhythms, own)
 
-    def _give(self, switches: Mapping[int, Span], left_out: dict[int, LeftOut]) -> None:
-        """A round for what stays is over: note who has it, and who does not."""
-        named = {*switches, *left_out}
-        left_out |= self.arrivals.unheard(named)
-        stays = self._stays
-        stays.lacks = self.lacks(left_out)
-        is_owed = self._owes(left_out)
-        stays.given(switches, is_owed)
-
-    def _note(self, left_out: Mapping[int, LeftOut]) -> None:
-        """Who has left for good."""
+    def _fails_by(self, left_out: Mapping[int, LeftOut]) -> bool:
+        """Note who has left for good; whether plans differ, for the first time."""
+        had_ended = bool(self.ends)
         for comm, one in left_out.items():
-            if comm and one.for_good:
+            if one.is_mismatch:
+                self.fails(one.why)
+            elif comm and one.for_good:
                 self.gone[comm] = one.why
+        return bool(self.ends) and not had_ended
 
-    def _lose(self, left_out: dict[int, LeftOut]) -> None:
+    def _led(self, left_out: Mapping[int, LeftOut], is_refused: bool) -> None:
+        """What stays was led: it is led again later, for who lacks it."""
+        self._whys = {comm: one.why for comm, one in left_out.items()}
+        self._is_led, self._is_withdrawn = not is_refused, True
+        self._again_at = time.monotonic() + self._pause_s
+        if is_refused:
+            self._stays = None
+
+    def _lose(self, left_out: Mapping[int, LeftOut]) -> None:
         """No communicator has switched: the round is led again, later each time."""
-        if self.is_owed:
-            self._stays.pauses()
-            if not self.news:  # nothing that is wanted was lost
-                return
         self.lost += 1
         reasons = [left_out[0]] if 0 in left_out else list(left_out.values())
         self.why = reasons[0].why if reasons else NotAgreeing.LATE_STORE()
-        pause_s = _AGAIN_S * 2 ** min(self.lost, PATIENCE)
-        self.not_before = time.monotonic() + pause_s
+        self.not_before = time.monotonic() + _AGAIN_S * 2 ** min(self.lost, PATIENCE)
 
     def _switch(
         self,
-        trial: Trial,
+        message: Message,
         decision: Decision,
-        left_out: Collection[int],
+        left_out: Mapping[int, LeftOut],
         rhythms: Rhythms,
         own: Collection[int],
     ) -> None:
-        self.arrivals.given_up = (
-            set(self.silent) if trial.trial_steps else self.arrivals.given_up & self.silent
-        )
         switched = set(decision.switches)
-        last = self.last
-        last.check(rhythms)
-        if trial.turn_steps:
-            foreign = {comm: rhythms[comm] for comm in switched.difference(own)}
-            last.take_turns(decision.generation, foreign)
-            # Turns need a rhythm: who has none keeps its table, and is in later rounds as before.
-            switched |= self.switched.difference(left_out)
-        self.switched = switched
-        if trial.trial_steps:
-            last.begin_trial({comm: span for comm, span in decision.switches.items() if comm in own})
-        else:
-            last.stay(decision.switches)
+        # Turns need a rhythm: who has none keeps its table, and is in later rounds as before.
+        self.switched = switched | self.switched.difference(left_out)
+        self._let_go -= switched
+        self.turns.check(rhythms)
+        if trial_of(message[1]).turn_steps:
+            self.turns.begin(decision.generation, {comm: rhythms[comm] for comm in switched.difference(own)})
+        if self._is_trial:
+            self._let_go |= {comm for comm, one in left_out.items() if not one.for_good}
+            self._tries, self._is_withdrawn = frozenset(switched.intersection(own)), False
 
     def unlike(self, left_out: Mapping[int, LeftOut]) -> str:
         """Why ranks with other code have no part in the round, unless it was asked before; empty if there are none."""
@@ -360,7 +366,3 @@ class Leader:
         fresh = sorted(whys - self._unlike)
         self._unlike |= whys
         return "; ".join(fresh)
-
-    def is_over(self, comms: frozenset[int]) -> bool:
-        """Whether all of rank 0's communicators have left for good."""
-        return bool(comms) and comms <= self.gone.keys()

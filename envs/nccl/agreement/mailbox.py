@@ -6,12 +6,15 @@ import contextlib
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ....traces.outside import TraceError, atomically, read_json
 from ....traces.reasons import NotAgreeing
+from ....traces.records import Table
 from .. import life
-from ..run_folder import CONFIRMED, TRIED
-from ..shm import TableFile, decode_table, message_of, row_digest, trial_of
+from ..run_folder import CONFIRMED, PLANS, TRIED
+from ..shm import TableFile, decode_table, encode_table, message_of, row_digest, trial_of
+from ..untouched import Untouched
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class TableMailbox:
         self._file: TableFile | None = None
         self._generation = 0
         self._note, self._before = Note(), 0
+        self._word: dict[str, Any] = {}
 
     def read_note(self) -> None:
         """Of the lives before, on rank 0."""
@@ -72,6 +76,15 @@ class TableMailbox:
         """The ranks have outlived it, or did not get it."""
         self._write(replace(self._note, rows=()))
 
+    def tell_plans(self, why: str, lacks: str, is_last: bool) -> None:
+        """Whether all living communicators report the default, for who ends the tuning: ``why`` not, empty if they do.
+        ``lacks``: why not all of them report the table that stays. ``is_last``: no table changes any more."""
+        word = {"generation": self._generation, "why": why, "lacks": lacks, "is_last": is_last}
+        if word != self._word:
+            self._word = word
+            with contextlib.suppress(TraceError):
+                atomically(self._path.parent / PLANS, lambda draft: draft.write_text(json.dumps(word)))
+
     def _unproven(self, message: bytes) -> tuple[str, ...]:
         """Digest of each row that the confirmed table does not have; none if they cannot be read."""
         with contextlib.suppress(ValueError):
@@ -95,6 +108,13 @@ class TableMailbox:
             rows, fatal = (tuple(map(str, found[name])) for name in ("rows", "fatal"))
             return Note(int(found["life"]), int(found["generation"]), rows, fatal)
         return Note()
+
+    def default(self, generation: int) -> bytes:
+        """The table to stay that leaves NCCL untouched: empty, or with ``--headroom`` of ceilings alone."""
+        table, untouched = Table(generation), None
+        with contextlib.suppress(ValueError):  # damaged: then no tuner starts, and nothing was changed
+            untouched = Untouched.read(self._path.parent)
+        return encode_table(untouched.over(table) if untouched else table)
 
     def confirmed(self) -> tuple[int, bytes] | None:
         """(generation, message) of what the daemon has confirmed last, from the run folder."""

@@ -67,8 +67,8 @@ class Pace:
         """The longest of the last rounds, but for what was the store's fault."""
         return max(self._round_s)
 
-    def owed_s(self, least_s: float, answer_s: float) -> float:
-        """How long a round waits that is led again for who was silent: as long as two whole rounds took.
+    def again_s(self, least_s: float, answer_s: float) -> float:
+        """How long a round waits that is led again for who lacks what stays: as long as two whole rounds took.
 
         ``least_s`` and the time for the requests at least. How long rank 0 has waited in vain does not count.
         """

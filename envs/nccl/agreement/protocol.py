@@ -37,18 +37,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ....traces.reasons import NotAgreeing
 from ....traces.records import Trial
-from ..plugin.bindings import Span
+from ..plugin.bindings import Plan, Span
+from . import plans
 
 #: A trial whose calls a step nobody knows ends after so many calls.
 SOME_CALLS = 64
 #: Turns of two tables that make a whole: A B B A. Of more tables one turn of each ``one_of`` is the trial's.
 QUAD = 4
+NO_PLAN = Plan()
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,18 @@ class CommVote:
     offset: int = (
         0  # collectives at the end of the last step, less `a_step` for each step since the ranks attached
     )
+    plan: Plan = NO_PLAN  # as it was when this rank voted
+    has: bool = False  # it has the table to stay that is led again: so it has no limit, and nothing changes
 
     @property
     def newest(self) -> int:
         """The last mark; 0: none, so nothing shows that this rank counts as the others do."""
         return max(self.marks, default=0)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it is a vote; else a report only: no limit could be set now."""
+        return bool(self.limit or self.has or self.no_clock or self.plan.gave_up)
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,7 @@ class LeftOut(NamedTuple):
     why: str
     for_good: bool = False
     is_refusal: bool = False  # by a plugin: no communicator may have this table
+    is_mismatch: bool = False  # its members would run one collective under different tables
 
 
 ABORT = Decision()
@@ -110,24 +119,22 @@ WordsOf = Mapping[int, Words]
 Rhythms = dict[int, tuple[int, int]]
 #: Communicators that have left for good, and why.
 Reasons = Mapping[int, str]
-#: Communicators that have the table that is there to stay; None: there is none.
-Served = AbstractSet[int] | None
 #: Whether a round is lost rather than go on without these communicators.
 Loses = Callable[[Mapping[int, "LeftOut"]], bool]
 
 
 def decide(
-    votes: Sequence[Vote], generation: int, trial: Trial, gone: Reasons, served: Served = None
+    votes: Sequence[Vote], generation: int, trial: Trial, gone: Reasons, stays: int | None = None
 ) -> tuple[Decision, dict[int, LeftOut]]:
     """The decision of a round, and the communicators without a part in it; as 0: why there is none for any of them.
 
     ``trial``: how the table is tried; without steps it is to stay. ``gone``: communicators that have left for good, and
-    why. ``served``: those that have the table that is there to stay: of the others none is tried on.
+    why. ``stays``: hash of the rows that are there to stay: on a communicator that lacks them nothing is tried.
     """
-    sound, left_out = _sorted_out(votes, gone)
+    sound, left_out = _sorted_out(votes, gone, is_default=stays == 0 and not trial.trial_steps)
     is_late = any(not one.for_good for one in left_out.values())  # the next round may find more
-    if trial.trial_steps and served is not None:
-        for comm in sound.keys() - served:
+    if trial.trial_steps and stays is not None:
+        for comm in _without(sound, stays):
             left_out[comm] = LeftOut(NotAgreeing.NOT_SERVED(rank=_first_on(comm, votes)))
             del sound[comm]
     if not trial.turn_steps:
@@ -140,25 +147,56 @@ def decide(
     return Decision(generation, _turns(even, trial)), left_out
 
 
+def _without(sound: WordsOf, stays: int) -> list[int]:
+    """The communicators that lack the rows that are there to stay."""
+    return [comm for comm, words in sound.items() if any(one.plan.stays != stays for one in words)]
+
+
 def _first_on(comm: int, votes: Sequence[Vote]) -> int:
     """The first rank that has voted on a communicator."""
     return next(vote.rank for vote in votes if comm in vote.comms)
 
 
-def _sorted_out(votes: Sequence[Vote], gone: Reasons) -> tuple[dict[int, Words], dict[int, LeftOut]]:
-    """The words on each communicator whose ranks are of one mind, and why the others are left out."""
+def _sorted_out(
+    votes: Sequence[Vote], gone: Reasons, is_default: bool
+) -> tuple[dict[int, Words], dict[int, LeftOut]]:
+    """The words on each communicator whose ranks are of one mind, and why the others are left out.
+
+    Neither are those that have the table already. ``is_default``: the table is the empty one, to stay.
+    """
     sound: dict[int, Words] = {}
     left_out: dict[int, LeftOut] = {}
     strangers = [vote for vote in votes if not vote.comms and vote.identity != votes[0].identity]
-    for comm in sorted({comm for vote in votes for comm in vote.comms}):
-        members = [vote for vote in votes if comm in vote.comms]
+    for comm, members in _members_of(votes).items():
+        words = [vote.comms[comm] for vote in members]
         if comm in gone:
             left_out[comm] = LeftOut(gone[comm], True)
-        elif odd := _odd(comm, members, strangers):
+        elif odd := _odd(comm, members, strangers) or _other_plans(comm, members, is_default):
             left_out[comm] = odd
-        else:
-            sound[comm] = [vote.comms[comm] for vote in members]
+        elif not all(word.has for word in words):
+            sound[comm] = words
     return sound, left_out
+
+
+def _members_of(votes: Sequence[Vote]) -> dict[int, list[Vote]]:
+    """The votes on each communicator."""
+    found: dict[int, list[Vote]] = {}
+    for vote in votes:
+        for comm, word in vote.comms.items():
+            if word.takes_part:
+                found.setdefault(comm, []).append(vote)
+    return dict(sorted(found.items()))
+
+
+def _other_plans(comm: int, members: Sequence[Vote], is_default: bool) -> LeftOut | None:
+    """Whether the members would run one collective under different tables. Then they may all get the empty one."""
+    words = [vote.comms[comm] for vote in members]
+    told = [(vote.rank, word.plan) for vote, word in zip(members, words, strict=True)]
+    if not is_default and (why := plans.differ(told)):
+        return LeftOut(why, is_mismatch=True)
+    if 0 < sum(word.has for word in words) < len(words):
+        return LeftOut(NotAgreeing.NOT_SERVED(rank=members[0].rank))
+    return None
 
 
 def _without_rhythm(sound: WordsOf, even: WordsOf) -> list[int]:
@@ -233,6 +271,8 @@ def _odd(comm: int, members: Sequence[Vote], strangers: Sequence[Vote]) -> LeftO
     """
     first, words = members[0], [vote.comms[comm] for vote in members]
     for vote in members:
+        if vote.comms[comm].plan.gave_up:
+            return LeftOut(NotAgreeing.GAVE_UP(rank=vote.rank), True)
         if why := vote.comms[comm].no_clock:
             return LeftOut(NotAgreeing.NO_CLOCK(rank=vote.rank, why=why), True)
     is_short = len(members) != words[0].n_ranks
@@ -344,7 +384,7 @@ def lead(
     generation: int,
     trial: Trial,
     gone: Reasons,
-    served: Served,
+    stays: int | None,
     loses: Loses,
     left_out: dict[int, LeftOut],
     rhythms: Rhythms,
@@ -358,7 +398,7 @@ def lead(
     others = yield Gather()
     own = yield from _vote(0, number, identity)
     votes = [own, *(vote for vote in others if vote.round == number)]
-    decision, found = decide(votes, generation, trial, gone, served)
+    decision, found = decide(votes, generation, trial, gone, stays)
     left_out.update(found)
     rhythms.update(rhythms_of(votes))
     if why := _why_no_round(votes):

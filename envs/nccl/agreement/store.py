@@ -6,7 +6,7 @@ asked by one process of each node (lookout.py).
 
 torchrun keeps its store when it starts all workers anew. So rank 0 draws a name for each life of the job, below which
 the keys of its rounds lie. Two keys lie beside the lives: how often rank 0 has begun something, and the life and the
-round of now.
+round of now with its table. Each rank has a key for its last vote and one for its plans (plans.py).
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from operator import index
 from typing import Any, NamedTuple
 
 from ....traces.outside import parse_json
 from ....traces.reasons import NotAgreeing
-from ..plugin.bindings import Span
+from ..plugin.bindings import Plan, Span
 from ..steps.words import say
 from .lookout import IDLE_S, Lookout
+from .plans import Report, Told
 from .protocol import ABORT, CommVote, Decision, Vote
 
 #: How long the register of a round is asked for. PyTorch's watchdog ends a job whose other ranks wait for 600 s.
@@ -47,6 +48,7 @@ class Proposal(NamedTuple):
     number: int
     message: bytes  # of the table; b"": rank 0 leads no round any more
     n_votes: int  # of other ranks that rank 0 waits for
+    again: bool = False  # the table to stay was led before: a communicator that has it changes nothing
 
 
 class Parted(Exception):
@@ -67,18 +69,22 @@ class RoundStore:
         self._heard = 0  # of the ranks' news
         self._begun = 0  # so much rank 0 has begun
         self._told = ""  # by rank 0: its life, and the round of now
+        self._round_told = b""  # by rank 0: the same, as this rank has read it last
         self._seen = -1  # of it this rank has taken note
+        self.newest = 0  # round of rank 0, as this rank has read it last
         self.lookout = Lookout("", rank, n_ranks)
         self.answer_s = 0.0  # how long the store took to answer at the beginning of the last round
         self.closing = False
 
-    def connect(self) -> None:
-        """Connect, and take part in the job's present life, which rank 0 begins."""
+    def connect(self, number: int = 0) -> None:
+        """Connect, and take part in the job's present life, which rank 0 begins after round ``number``."""
         self._store, self._seen = self._make(), -1
         if self._rank == 0:
             self._heard = self._round = 0
             self._live(secrets.token_hex(4))
-            self._told = f"{self.life} 0"
+            self._told = (
+                f"{self.life} {number}"  # then, of a round: votes to wait for, whether again, the table
+            )
             self._store.set(_NOW, self._told)
             self._counts()
 
@@ -118,9 +124,12 @@ class RoundStore:
         Only after :meth:`has_changed`. Rounds before the newest are left out: this rank has no vote in them. So is one
         that was begun before rank 0 has ever heard of this rank.
         """
-        life, text = bytes(self._store.get(_NOW)).decode().split()
-        number, before = int(text), self._round
-        self._round = number
+        began = time.monotonic()
+        self._round_told = bytes(self._store.get(_NOW))
+        self.answer_s = time.monotonic() - began
+        life, text = self._round_told.decode().split()[:2]
+        self.newest = number = int(text)
+        before, self._round = self._round, number
         if life == self.life:
             return False, number if number > before else 0
         is_known = bool(self.life)
@@ -136,8 +145,13 @@ class RoundStore:
         """Whether rank 0 has begun another life than the one that this rank knows."""
         return bytes(self._store.get(_NOW)).decode().split()[0] != self.life
 
+    def tell_plans(self, number: int, plans: Mapping[int, Told]) -> None:
+        """These are this rank's plans after round ``number``."""
+        told = {f"{comm:x}": [one.n_ranks, *one.plan] for comm, one in plans.items()}
+        self._store.set(self._key("plans", self._rank), json.dumps([number, told]))
+
     def says_news(self) -> None:
-        """Rank 0 shall look: this rank is there, or has a new communicator."""
+        """Rank 0 shall look: this rank is there, or has other plans."""
         self._store.add(self._key(_NEWS), 1)
 
     def cast(self, vote: Vote, n_votes: int) -> None:
@@ -151,16 +165,12 @@ class RoundStore:
             self._store.set(self._key(vote.round, "all"), "yes")
 
     def proposal(self, number: int) -> Proposal | None:
-        """Round ``number``; None where it is not, or no longer, there, or cannot be read."""
-        key = self._key(number, "table")
-        began = time.monotonic()
-        if not self._has(key):
-            return None
-        self.answer_s = time.monotonic() - began
-        raw = bytes(self._store.get(key))
+        """Round ``number`` as :meth:`now` has read it; None where it is another, or cannot be read."""
         with contextlib.suppress(*_UNREADABLE):
-            n_votes, message = parse_json(raw)
-            return Proposal(number, base64.b64decode(message), int(n_votes))
+            _life, found, n_votes, again, *message = self._round_told.decode().split()
+            if int(found) == number:
+                table = base64.urlsafe_b64decode(message[0]) if message else b""
+                return Proposal(number, table, int(n_votes), bool(int(again)))
         return None
 
     def decision(self, number: int) -> Decision | None:
@@ -207,12 +217,12 @@ class RoundStore:
 
     # -- rank 0 ----------------------------------------------------------------------------------------------------
 
-    def _begins(self) -> None:
+    def _begins(self, told: str) -> None:
         """Tell all ranks that there is something new: a round, or one to come.
 
         Raises Parted where another life has begun: this process has made its group anew, on the same store.
         """
-        before, self._told = self._told, f"{self.life} {self._round}"
+        before, self._told = self._told, told
         if bytes(self._store.compare_set(_NOW, before, self._told)).decode() != self._told:
             raise Parted
         self._counts()
@@ -229,7 +239,7 @@ class RoundStore:
         """Before a round: seconds until all nodes look for it often again; 0.0 where they do."""
         if not self.lookout.is_quiet() or self.lookout.is_whole():
             return 0.0
-        self._begins()
+        self._begins(self._told)
         return 1.25 * IDLE_S
 
     def has_news(self) -> bool:
@@ -246,12 +256,10 @@ class RoundStore:
 
     def propose(self, proposal: Proposal) -> None:
         """Begin a round."""
-        message = base64.b64encode(proposal.message).decode()
-        word = json.dumps([proposal.n_votes, message])
+        message = base64.urlsafe_b64encode(proposal.message).decode()
         self._round = proposal.number
-        self._store.set(self._key(proposal.number, "table"), word)
         began = time.monotonic()
-        self._begins()
+        self._begins(f"{self.life} {proposal.number} {proposal.n_votes} {int(proposal.again)} {message}")
         self.answer_s = time.monotonic() - began
 
     def part(self, number: int) -> None:
@@ -285,16 +293,25 @@ class RoundStore:
         return list(found.values())
 
     def _last_votes(self, ranks: list[int]) -> dict[int, Vote]:
-        keys = [self._key("vote", rank) for rank in ranks]
+        return {rank: _vote(rank, raw) for rank, raw in self._words("vote", ranks).items()}
+
+    def reports(self, ranks: Iterable[int]) -> dict[int, Report]:
+        """The plans of these ranks, of those that can be read."""
+        found = {rank: _report(raw) for rank, raw in self._words("plans", list(ranks)).items()}
+        return {rank: report for rank, report in found.items() if report is not None}
+
+    def _words(self, of: str, ranks: list[int]) -> dict[int, bytes]:
+        """What ranks that are there have told last."""
+        keys = [self._key(of, rank) for rank in ranks]
         several = getattr(self._store, "has_extended_api", bool)()
         if not keys:
             return {}
         raws = self._store.multi_get(keys) if several else map(self._store.get, keys)
-        return {rank: _vote(rank, bytes(raw)) for rank, raw in zip(ranks, raws, strict=True)}
+        return {rank: bytes(raw) for rank, raw in zip(ranks, raws, strict=True)}
 
     def forget(self, number: int) -> None:
         """Drop a round that every rank is past."""
-        for name in ("table", "votes", "all", "decision"):
+        for name in ("votes", "all", "decision"):
             self._store.delete_key(self._key(number, name))
 
 
@@ -322,8 +339,24 @@ def _comm_vote(found: dict[str, Any]) -> CommVote:
     why, pace = _text(found.pop("no_clock")), found.pop("calls_a_step")
     if not isinstance(pace, int | float):
         raise TypeError("no number")
+    plan, has = _plan(found.pop("plan")), bool(index(found.pop("has")))
     wholes = {name: index(value) for name, value in found.items()}
-    return CommVote(marks=marks, no_clock=why, calls_a_step=pace, **wholes)
+    return CommVote(marks=marks, no_clock=why, calls_a_step=pace, plan=plan, has=has, **wholes)
+
+
+def _plan(found: list[Any]) -> Plan:
+    """Raises what reading may raise."""
+    made, stays, since, trial, first, last, gave_up = map(index, found)
+    return Plan(made, stays, since, trial, first, last, bool(gave_up))
+
+
+def _report(raw: bytes) -> Report | None:
+    """The plans that a rank has told; None if they cannot be read: the rank may have other code."""
+    with contextlib.suppress(*_UNREADABLE):
+        number, comms = parse_json(raw)
+        told = {int(comm, 16): Told(index(n), _plan(plan)) for comm, (n, *plan) in comms.items()}
+        return Report(index(number), told)
+    return None
 
 
 def _decision(raw: bytes, unread: bytes | None = None) -> Decision | None:

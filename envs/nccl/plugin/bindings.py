@@ -20,6 +20,31 @@ from .build import LIBRARY, PluginBuildError, named, names_none, plugin_path, ta
 PROCESSES: dict[int, int] = {}
 
 
+class Plan(NamedTuple):
+    """What a communicator will answer on one rank from its next call on, see struct dccl_comm_view of plugin.h.
+
+    The rows that stay hold from ``since`` on, but for the trial. What holds before is not told.
+    """
+
+    made: int = 0  # collectives so far
+    stays: int = 0  # hash of the rows that stay, see `dynamiccl.envs.nccl.shm.rows_hash`; 0: NCCL decides
+    since: int = 0
+    trial: int = 0  # hash of what is tried; 0: there is no trial
+    first: int = 0  # the trial holds at collectives from `first` until `last`; it may be over
+    last: int = 0
+    gave_up: bool = False  # it has waited at a limit for too long: it takes no switch any more
+
+    @property
+    def is_default(self) -> bool:
+        """Whether NCCL alone decides from now on."""
+        return not (self.stays or self.tries)
+
+    @property
+    def tries(self) -> bool:
+        """Whether a trial is not over."""
+        return self.trial > 0 and self.made < self.last
+
+
 class CommView(NamedTuple):
     """A communicator as its rank knows it."""
 
@@ -32,6 +57,7 @@ class CommView(NamedTuple):
     offset: int = (
         0  # collectives at the end of the last step, less `a_step` for each step since the ranks joined
     )
+    plan: Plan = Plan()
 
 
 class StepEnd(NamedTuple):
@@ -86,11 +112,17 @@ class _View(ctypes.Structure):
         ("a_step", ctypes.c_uint64),
         ("offset", ctypes.c_int64),
         ("clock", ctypes.c_uint32),
-        ("spare", ctypes.c_uint32),
+        ("state", ctypes.c_uint32),
+        ("stays", ctypes.c_uint64),
+        ("since", ctypes.c_uint64),
+        ("trial", ctypes.c_uint64),
+        ("first", ctypes.c_uint64),
+        ("last", ctypes.c_uint64),
         ("marks", ctypes.c_uint64 * 2 * 24),
     )
 
 
+_GAVE_UP = 1
 #: Why a count is no clock, by the number that plugin.h gives it.
 _NO_CLOCK = ("", "its NCCL is older than 2.28.3")
 
@@ -185,7 +217,9 @@ class Plugin:
             n_ranks = PROCESSES.get(view.comm_id, view.n_ranks)
             why = _NO_CLOCK[view.clock]
             rhythm = view.a_step, view.offset
-            found[view.comm_id] = CommView(n_ranks, view.n_nodes, view.count, marks, why, *rhythm)
+            trial = view.trial, view.first, view.last
+            plan = Plan(view.count, view.stays, view.since, *trial, bool(view.state & _GAVE_UP))
+            found[view.comm_id] = CommView(n_ranks, view.n_nodes, view.count, marks, why, *rhythm, plan)
         return found
 
     def ended(self) -> StepEnd:

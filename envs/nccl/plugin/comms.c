@@ -135,6 +135,7 @@ uint32_t dynamiccl_comms(struct dccl_comm_view* comms, uint32_t capacity) {
                                       .clock = dccl_clock_of(seat)};
       dccl_copy_marks(seat, view);
       dccl_copy_rhythm(seat, view);
+      dccl_copy_plan(seat, view);
     }
     n++;
   }

@@ -84,6 +84,7 @@ dccl_table dccl_fixed(
     void);  // what dynamiccl_activate or the environment gave; holds where nothing was agreed
 // A table that the next switches of an agreement are to.
 bool dccl_staged(uint32_t owner, dccl_table* table);  // false: none
+uint64_t dccl_rows_of(dccl_table table);  // their number << 32 | checksum: equal where the rows are; 0: none
 // Loads the table that DYNAMICCL_TABLE names (a job without a daemon), once.
 void dccl_load_static_table(void);
 void dccl_table_after_fork(void);
@@ -326,6 +327,8 @@ DCCL_EXPORT int64_t dynamiccl_stage(uint32_t owner, const void* message, size_t 
 enum { DCCL_MARKS = 24 };
 // Whether a count is a clock: it is one, or NCCL tells of no calls (2.27).
 enum { DCCL_COUNTS, DCCL_TOLD_NO_CALLS };
+// `state` of a communicator: it has waited at a limit for too long, and takes no switch any more.
+enum { DCCL_GAVE_UP = 1 };
 struct dccl_comm_view {
   uint64_t comm_id;
   uint32_t n_ranks, n_nodes;
@@ -333,7 +336,11 @@ struct dccl_comm_view {
   uint64_t a_step;  // collectives of a step, 0: the last steps differed
   int64_t
       offset;  // collectives at the end of the last step, less `a_step` for each step since dynamiccl_join
-  uint32_t clock, spare;
+  uint32_t clock, state;
+  // What it will answer from its next call on: from collective `since` on the rows that stay (by their hash,
+  // 0: none) but for those from `first` until `last`, at which a trial holds (rows and turns; 0: there is
+  // none). The last switch is told also if its trial is over. What holds before `since` is not told.
+  uint64_t stays, since, trial, first, last;
   // Hash of the first `at` of them; at = 0: none. The last 8 of each 16, of each 256 and of each 4096.
   struct {
     uint64_t at, hash;

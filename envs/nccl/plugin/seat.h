@@ -69,6 +69,8 @@ bool dccl_may_try_few(const struct dccl_seat* seat);
 // Fills in what its steps have in common, see dccl_comm_view. Holding `dccl_seating`.
 void dccl_copy_rhythm(const struct dccl_seat* seat, struct dccl_comm_view* view);
 void dccl_rhythm_after_fork(void);
+// Fills in what it will answer from its next call on, see dccl_comm_view. Holding `dccl_seating`.
+void dccl_copy_plan(const struct dccl_seat* seat, struct dccl_comm_view* view);
 // The step under way is one of the table that answered last.
 void dccl_note_step(const struct dccl_seat* seat);
 // Whether its count is a clock, see dccl_comm_view.

@@ -200,6 +200,35 @@ bool dccl_table_is_used(uint32_t buffer) {
   return used;
 }
 
+// ---- what it will answer ----
+
+// The rows that are tried, and in which turns.
+static uint64_t tried_by(const struct change* c) {
+  const uint64_t rows = dccl_rows_of(dccl_get(&c->trial)), mix = UINT64_C(0x9e3779b97f4a7c15);
+  const uint64_t turns = dccl_get(&c->length) << 32 ^ dccl_get(&c->a_step) << 16 ^ c->one_of << 1 ^ c->swap;
+  return ((rows * mix + turns) * mix) | 1;  // also of no rows: they are tried
+}
+
+void dccl_copy_plan(const struct dccl_seat* seat, struct dccl_comm_view* view) {
+  const struct list changes = changes_of(seat, view->count, UINT64_MAX);
+  if (seat->limit_owner == NOBODY) view->state |= DCCL_GAVE_UP;
+  view->stays = dccl_rows_of(dccl_fixed());
+  uint64_t before = UINT64_MAX;
+  for (int i = 0; i < changes.n && view->trial == 0; i++) {
+    const struct change* c = &seat->changes[changes.place[i]];
+    const uint64_t until = dccl_get(&c->until), last = until < before ? until : before;
+    before = dccl_get(&c->from);
+    if (i == 0) {
+      view->stays = dccl_rows_of(dccl_get(&c->base));
+      view->since = before;
+    }
+    if (until == 0 || (i > 0 && view->count >= last)) continue;
+    view->trial = tried_by(c);
+    view->first = before;
+    view->last = last;
+  }
+}
+
 // ---- what the ranks agree on ----
 
 static uint64_t last_from(const struct dccl_seat* seat) {

@@ -29,6 +29,7 @@ struct buffer {
 // The first is empty and stays so: NCCL decides. The rest are filled in turn: one for each communicator that
 // may rest in the midst of a trial, and as many again.
 static struct buffer buffers[DCCL_BUFFERS];
+static _Atomic uint64_t rows_in[DCCL_BUFFERS];  // see dccl_rows_of
 static _Atomic dccl_table fixed;  // where no switch of a communicator holds
 
 enum { AGREEMENTS = 8 };
@@ -90,6 +91,8 @@ uint64_t dccl_epoch(dccl_table table) {
   const uint64_t buffer = dccl_buffer_of(table), fills = head(&buffers[buffer].sequence) & ((1u << 28) - 1);
   return fills << DCCL_BUFFER_BITS | buffer;
 }
+
+uint64_t dccl_rows_of(dccl_table table) { return atomic_load(&rows_in[dccl_buffer_of(table)]); }
 
 dccl_table dccl_fixed(void) { return atomic_load_explicit(&fixed, memory_order_acquire); }
 
@@ -181,7 +184,12 @@ static int keep(const void* message, const struct dccl_table_head* h, dccl_table
   uint32_t buffer = h->n_rows == 0 ? 0 : 1;
   while (buffer != 0 && buffer < DCCL_BUFFERS && !is_free(buffer)) buffer++;
   if (buffer == DCCL_BUFFERS) return -ENOSPC;
-  if (buffer != 0) fill(&buffers[buffer], message, h);
+  if (buffer != 0) {
+    fill(&buffers[buffer], message, h);
+    const void* rows = (const char*)message + sizeof *h;
+    atomic_store(&rows_in[buffer],
+                 (uint64_t)h->n_rows << 32 | crc32(0, rows, h->n_rows * sizeof(struct dccl_rule)));
+  }
   *table = (dccl_table)h->generation << 32 | buffer;
   return 0;
 }

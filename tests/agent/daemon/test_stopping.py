@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import shutil
 from types import SimpleNamespace
@@ -13,9 +14,10 @@ from dynamiccl.agent.daemon.stopping import Stopped, end_tuning
 from dynamiccl.envs.live import locks
 from dynamiccl.envs.live.job import Job, note_confirmed, read_confirmed
 from dynamiccl.envs.live.locks import holder, lock
-from dynamiccl.envs.nccl.run_folder import TUNER
+from dynamiccl.envs.nccl.run_folder import PLANS, RUN_ID, TUNER
 from dynamiccl.envs.nccl.shm import decode_table
-from dynamiccl.traces.records import AgreementState, Decision, Table
+from dynamiccl.traces.reasons import NotTuning
+from dynamiccl.traces.records import Decision, Table
 from fake_job import GATHER
 
 KEPT = {GATHER: Decision("tree", "ll", 4)}
@@ -23,11 +25,13 @@ KEPT = {GATHER: Decision("tree", "ll", 4)}
 
 @pytest.fixture
 def run(folder, monkeypatch):
-    """A run whose tuner has kept a table. The job takes each step under the newest table; ``acts`` of the tuner, of
-    which there is one for each look at it. An act may name the steps that are seen then."""
+    """A run whose tuner has kept a table. Rank 0 has seen the newest table each time that it is looked at, and says
+    ``why`` not all ranks report the default; ``acts`` of the tuner, of which there is one for each look at it."""
     monkeypatch.setattr(stopping, "SEEN_S", 0.05)
     monkeypatch.setattr(stopping, "_EVERY_S", 0.01)
-    tuner = SimpleNamespace(fd=lock(folder.path / TUNER, ""), acts=iter(()))
+    tuner = SimpleNamespace(
+        fd=lock(folder.path / TUNER, ""), acts=iter(()), why="", seen=folder.table.generation
+    )
 
     def publish(generation, decisions, *trial):
         folder.table.publish(table := Table.of(generation, decisions, *trial))
@@ -41,11 +45,13 @@ def run(folder, monkeypatch):
     def look(_):
         return next(tuner.acts, lambda: None)()
 
-    def step(job):
-        return look(0) or [{"generation": [folder.table.generation()]}]
+    def reports(_job):
+        if tuner.why is not None:
+            word = {"generation": tuner.seen(), "why": tuner.why, "is_last": False}
+            (folder.path / PLANS).write_text(json.dumps(word))
 
     monkeypatch.setattr(stopping.time, "sleep", look)
-    monkeypatch.setattr(Job, "new_steps", step)
+    monkeypatch.setattr(Job, "poll", reports)
     tuner.publish, tuner.end, tuner.path, tuner.table = publish, end, folder.path, folder.table
     publish(1, KEPT)
     yield tuner
@@ -90,28 +96,48 @@ def test_a_trial_of_the_default_is_not_the_end_of_a_kept_table(run):
 def test_a_table_that_a_tuner_publishes_as_it_wakes_up_is_withdrawn_too(run):
     """A disk that hung ends with an error: the tuner ends, and confirms what it had kept."""
 
+    run.why = "a rank is silent"
+
     def wake():
         if run.table.generation() == 1:
-            return None
-        run.publish(2, KEPT)
+            return
+        run.publish(3, KEPT)
         run.end()
-        run.acts = iter(())
-        return [{"generation": [1]}]
+        run.why, run.acts = "", iter(())
 
     run.acts = itertools.repeat(wake)
     found = end_tuning(run.path, 0.2)
     assert is_withdrawn(run) and run.fd == -1 and found.tuner_left is None
 
 
-def test_while_a_silent_rank_keeps_its_communicators_out_not_all_ranks_run_the_default(run, monkeypatch):
-    """Before: a step of rank 0 under the default was taken for one of all ranks."""
-    monkeypatch.setattr(
-        Job, "poll", lambda job: setattr(job, "state", (AgreementState.LOSING, "rank 2 is silent"))
-    )
+def test_while_a_rank_reports_another_table_not_all_ranks_run_the_default(run):
+    """Before: a step of rank 0 under the default was taken for one of all ranks. Then: status 1 "no step has run under
+    it yet" although all ranks ran the default."""
+    run.why = "rank 2 is silent"
     run.acts = iter([run.end])
-    assert not end_tuning(run.path, 0.2).in_force
-    run.acts = iter([lambda: monkeypatch.setattr(Job, "poll", lambda job: setattr(job, "state", None))])
-    assert end_tuning(run.path, 60).in_force
+    found = end_tuning(run.path, 0.2)
+    assert not found.is_over and found.why == "rank 2 is silent"
+    run.acts = iter([lambda: setattr(run, "why", "")])
+    assert end_tuning(run.path, 60).in_force and run.table.generation() == 2, "it is withdrawn once"
+
+
+def test_rank_0_must_have_seen_the_empty_table(run):
+    """What it said before may be of a trial that is not led yet."""
+    run.seen, run.acts = (lambda: 1), iter([run.end])
+    found = end_tuning(run.path, 0.2)
+    assert not found.is_over and found.why == NotTuning.NOT_LOOKED()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"generation": "x", "why": "", "is_last": false}'])
+def test_a_damaged_word_of_rank_0_proves_nothing(run, text):
+    run.why, run.acts = None, iter([run.end])
+    (run.path / PLANS).write_text(text)
+    assert not end_tuning(run.path, 0.2).is_over
+
+
+def test_where_the_ranks_have_not_begun_to_agree_no_table_is_in_force(run):
+    run.why, run.acts = None, iter([run.end])
+    assert end_tuning(run.path, 60).in_force and is_withdrawn(run)
 
 
 @pytest.mark.parametrize("n_looks", [1, 2, 5])
@@ -120,9 +146,9 @@ def test_a_job_that_ends_meanwhile_is_over(run, n_looks):
 
     def remove():
         shutil.rmtree(run.path)
-        run.acts = iter(())
-        return []
+        run.acts, run.why = iter(()), None
 
+    run.why = "a rank is silent"
     run.acts = iter([*[lambda: None] * (n_looks - 1), remove])
     found = end_tuning(run.path, 60 if n_looks < 5 else 0.1)
     assert found.is_over and not found.job_runs
@@ -169,3 +195,34 @@ def test_a_tuner_that_sums_up_after_its_job_is_not_stuck(run, monkeypatch):
     monkeypatch.setattr(Job, "is_alive", lambda job: False)
     found = end_tuning(run.path, 0.2)
     assert not found.job_runs and found.tuner_left is None
+
+
+# -- it looks before it writes -----------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_no_run_gets_no_files(tmp_path):
+    """Before: root's `stop` made files in any folder of root that a user's link named."""
+    target = tmp_path / "target"
+    target.mkdir(mode=0o700)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run").symlink_to(target)
+    for where in (tmp_path / "out", target):
+        assert invoke(["stop", where]).exit_code == 2 and list(target.iterdir()) == []
+
+
+def test_a_run_of_another_user_than_the_results_is_refused(folder, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run").symlink_to(folder.path)
+    before, stat = sorted(folder.path.iterdir()), os.stat
+
+    def other(path, *more, **named):
+        found = stat(path, *more, **named)
+        if str(path) == str(tmp_path / "out"):
+            return os.stat_result((*found[:4], found.st_uid + 1, *found[5:]))
+        return found
+
+    assert (folder.path / RUN_ID).is_file()
+    monkeypatch.setattr(os, "stat", other)
+    done = invoke(["stop", tmp_path / "out"])
+    assert done.exit_code == 2 and "no run of this folder's owner" in done.stderr
+    assert sorted(folder.path.iterdir()) == before

@@ -4,12 +4,13 @@ import time
 from itertools import product
 
 import pytest
-from dynamiccl.envs.nccl.agreement import arrivals
+from dynamiccl.envs.nccl.agreement import leader as leaders
 from dynamiccl.envs.nccl.agreement.leader import PATIENCE, Leader
+from dynamiccl.envs.nccl.agreement.plans import Report, Told
 from dynamiccl.envs.nccl.agreement.protocol import ABORT, Decision, LeftOut
 from dynamiccl.envs.nccl.agreement.store import RoundStore
-from dynamiccl.envs.nccl.plugin.bindings import Span
-from dynamiccl.envs.nccl.shm import encode_table
+from dynamiccl.envs.nccl.plugin.bindings import Plan, Span
+from dynamiccl.envs.nccl.shm import encode_table, rows_hash, trial_of
 from dynamiccl.traces.reasons import NotAgreeing
 from dynamiccl.traces.records import Decision as Setting
 from dynamiccl.traces.records import Rule, Table
@@ -25,10 +26,13 @@ class Box:
     """What the daemon publishes."""
 
     def __init__(self, confirmed=None):
-        self._confirmed, self.found = confirmed, None
+        self._confirmed, self.found, self.told = confirmed, None, []
 
     def confirmed(self):
         return self._confirmed
+
+    def default(self, generation):
+        return encode_table(Table(generation))
 
     def take(self):
         found, self.found = self.found, None
@@ -46,6 +50,9 @@ class Box:
     def trial_is_over(self):
         pass
 
+    def tell_plans(self, why, lacks, is_last):
+        self.told.append(why)
+
 
 def message(generation, *trial, is_default=False):
     """A table that is known by its channels; ``is_default``: without rows."""
@@ -54,28 +61,55 @@ def message(generation, *trial, is_default=False):
 
 
 class Rank0:
-    """A leader with a daemon beside it; ``counts``: collectives made on its communicators."""
+    """A leader of three ranks with a daemon beside it. Communicators 7 and 9 are of all ranks, with plans that rounds
+    change as plugins do; ``counts``: collectives made on each, by all ranks."""
 
     def __init__(self, confirmed=None):
         self.box = Box(confirmed)
         self.leader = Leader(3, self.box)
-        self.counts = {7: 100, 9: 100}
+        self.counts, self.plans = {7: 100, 9: 100}, {7: Plan(), 9: Plan()}
+        self.members = {7: (0, 1, 2), 9: (0, 1, 2)}
+        self.sees()
 
     def publish(self, generation, *trial, is_default=False):
         self.box.found = message(generation, *trial, is_default=is_default)
         self.leader.look()
 
+    def told(self, rank):
+        """What a rank reports."""
+        mine = [comm for comm in self.counts if rank in self.members[comm]]
+        plans = {comm: self.plans[comm]._replace(made=self.counts[comm]) for comm in mine}
+        return {comm: Told(len(self.members[comm]), plan) for comm, plan in plans.items()}
+
+    def sees(self, *silent):
+        """Rank 0 hears of the plans of all ranks that are not silent."""
+        for comm in self.counts:
+            self.plans.setdefault(comm, Plan())
+            self.members.setdefault(comm, (0, 1, 2))
+        for rank in {1, 2} - set(silent):
+            self.leader.reports[rank] = Report(self.leader.number, self.told(rank))
+        self.leader.sees(self.told(0))
+
     def next(self):
         """The generation that is led next, 0 for none."""
-        found = self.leader.next(lambda: self.counts)
+        found = self.leader.next()
         return found[0] if found else 0
 
-    def round(self, spans=None, left_out=None):
-        """Lead the next one; its generation. ``spans``: of the communicators that switch."""
-        found = self.leader.next(lambda: self.counts)
+    def round(self, spans=None, left_out=None, silent=()):
+        """Lead the next one; its generation. ``spans``: of the communicators that switch. ``silent`` ranks report
+        nothing after it."""
+        found = self.leader.next()
+        rows, trial = rows_hash(found[1]), trial_of(found[1])
         decision = Decision(found[0], spans) if spans else ABORT
         self.leader.begin_round(found)
+        for comm, span in (spans or {}).items():
+            was = self.plans.get(comm, Plan())
+            if trial.trial_steps:
+                self.plans[comm] = Plan(0, was.stays, span.since, rows + 1, span.since, span.until)
+            else:
+                self.plans[comm] = Plan(0, rows, span.since)
         self.leader.ended(found, decision, left_out or {}, RHYTHMS, {7, 9, 11})
+        self.sees(*silent)
         return found[0]
 
 
@@ -88,13 +122,15 @@ def test_a_table_that_was_withdrawn_is_led_no_more():
     rank = Rank0()
     rank.publish(1)
     assert rank.round(BOTH) == 1
-    rank.leader.news = True  # a communicator came
-    assert rank.round() == 1, "it is lost"
+    rank.counts[11] = 100  # a communicator came
+    rank.sees()
+    rank.leader._again_at = 0.0
+    assert rank.round(left_out={11: LATE}) == 1, "it has no part"
     rank.publish(2)
     assert rank.next() == 2 and rank.leader.not_before == 0.0
     assert rank.round(BOTH) == 2
-    rank.leader.news = True
-    assert rank.round(BOTH) == 2 and rank.next() == 0
+    rank.leader._again_at = 0.0
+    assert rank.round({11: Span(128)}) == 2 and rank.next() == 0
 
 
 def test_a_new_life_leads_the_newer_of_what_was_confirmed_and_what_was_published_to_stay():
@@ -117,31 +153,45 @@ def in_a_trial(trial):
     return rank
 
 
+def comes(rank):
+    """Communicator 11, which runs the default."""
+    rank.counts |= {11: 100}
+    rank.sees()
+    rank.leader._again_at = 0.0  # as when rank 0 hears of it
+
+
+def at(rank, **counts):
+    """So many collectives are made."""
+    rank.counts |= {int(comm[1:]): count for comm, count in counts.items()}
+    rank.sees()
+
+
 @pytest.mark.parametrize("trial", [TRIAL, TURNS])
 def test_a_communicator_that_comes_in_a_trial_gets_what_stays_after_it(trial):
     """Before: never, where no other table followed the trial: its tuner was dead, or all turns were steady."""
     rank = in_a_trial(trial)
-    rank.leader.news = True
+    comes(rank)
     assert rank.next() == 0, "a round now would end the trial"
-    rank.counts = {7: 130, 9: 130, 11: 5}
+    at(rank, _7=130, _9=130)
     assert rank.next() == 0
-    rank.counts = {7: 161, 9: 159, 11: 5}
+    at(rank, _7=161, _9=159)
     assert rank.next() == 0
-    rank.counts = {7: 161, 9: 100, 11: 5}  # communicator 9 rests
-    assert rank.round({**BOTH, 11: Span(30)}) == 1 and rank.next() == 0
+    at(rank, _9=160)
+    assert rank.round({11: Span(130)}) == 1 and rank.next() == 0
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
 def test_a_communicator_that_comes_in_a_trial_gets_what_stays_after_the_last_of_many(is_refused):
     """Before: never, since the round of the next trial counted as the one that it waits for."""
     rank = in_a_trial(TRIAL)
-    rank.leader.news, rank.counts = True, {7: 130, 9: 130}
+    comes(rank)
+    at(rank, _7=130, _9=130)
     rank.publish(3, *TRIAL)
     refused = {0: LeftOut("the plugin refuses the table: x", True, True)}
     assert (rank.round(left_out=refused) if is_refused else rank.round(UNTIL)) == 3
     assert rank.next() == 0, "a trial is under way"
-    rank.counts = {7: 161, 9: 161, 11: 5}
-    assert rank.round({**BOTH, 11: Span(30)}) == 1 and rank.next() == 0
+    at(rank, _7=161, _9=161)
+    assert rank.round({11: Span(130)}) == 1 and rank.next() == 0
 
 
 def test_a_communicator_that_is_used_no_more_holds_back_nothing(monkeypatch):
@@ -149,21 +199,26 @@ def test_a_communicator_that_is_used_no_more_holds_back_nothing(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     rank = in_a_trial(TRIAL)
-    rank.leader.news, rank.counts = True, {7: 140, 9: 140}
+    comes(rank)
+    at(rank, _7=140, _9=140)
     assert rank.next() == 0
     now[0] += 100
+    at(rank)
     assert rank.next() == 0, "the whole job may rest, in a checkpoint: the trial goes on after it"
-    rank.counts = {7: 161, 9: 141}
+    at(rank, _7=161, _9=141)
     assert rank.next() == 0
     now[0] += 59
+    at(rank)
     assert rank.next() == 0
     now[0] += 2
+    at(rank)
     assert rank.next() == 1
 
 
 def test_a_trial_is_not_ended_by_what_stays_but_by_the_next_table():
     rank = in_a_trial(TRIAL)
-    rank.leader.news, rank.counts = True, {7: 130, 9: 130}
+    comes(rank)
+    at(rank, _7=130, _9=130)
     rank.publish(3, *TRIAL)
     assert rank.next() == 3
 
@@ -177,12 +232,12 @@ def test_a_table_to_stay_that_was_seen_is_led_before_a_later_trial(is_running):
     if is_running:
         rank.publish(2, *TRIAL)
         rank.round(UNTIL)
-        rank.counts = {7: 130, 9: 130}
+        at(rank, _7=130, _9=130)
     rank.publish(3)
     assert rank.round() == 3, "it is lost"
     rank.publish(4, *TRIAL)
     assert rank.round(BOTH) == 3 and rank.round(UNTIL) == 4
-    rank.counts = {7: 200, 9: 200}
+    at(rank, _7=200, _9=200)
     assert rank.next() == 0
 
 
@@ -191,31 +246,35 @@ EVENTS = ("stays", "tries", "news", "lost", "switched", "trial over")
 
 def wrong_round(events):
     """The first round of these events that gives a table to stay that is not the newest, or ends a running trial with
-    one that was there before it, or tries one before all have what stays; empty if there is none. Whoever is late has
+    one that was there before it, or tries one before all have what stays; empty if there is none. Whoever comes has
     what stays, at the end."""
     rank, newest, generation, runs, decided = Rank0(), 0, 0, 0, 0
-    is_late = False
     for event in (*events, *3 * ("switched", "trial over")):
+        rank.leader._again_at = 0.0
         led = rank.next()
         if event in ("stays", "tries"):
             generation += 1
             newest = generation if event == "stays" else newest
             rank.publish(generation, *(TRIAL if event == "tries" else ()))
         elif event == "news":
-            rank.leader.news = is_late = True
+            comes(rank)
         elif event == "trial over":
-            runs, rank.counts = 0, {7: 200, 9: 200}
+            runs = 0
+            at(rank, _7=200, _9=200)
         elif led:
-            is_trial = rank.leader.next(lambda: rank.counts)[1] == message(led, *TRIAL)[1]
+            is_trial = rank.leader.next()[1] == message(led, *TRIAL)[1]
             if (decided if is_trial else led) != newest or led < runs:
                 return f"table {led} in the round after {events}"
             if event == "switched":
-                rank.round(UNTIL if is_trial else BOTH)
-                runs, decided, is_late = (led, decided, is_late) if is_trial else (0, led, False)
-                rank.counts = {7: 140, 9: 140}
+                spans = UNTIL if is_trial else {comm: Span(128) for comm in rank.counts}
+                rank.round(spans)
+                runs, decided = (led, decided) if is_trial else (0, led)
+                at(rank, _7=140, _9=140)
             else:
                 rank.round()
-    return f"{events} leave the late without table {newest}" if is_late and newest else ""
+    late = rank.plans.get(11)
+    is_late = late is not None and newest and late.stays != rows_hash(message(newest)[1])
+    return f"{events} leave the late without table {newest}" if is_late else ""
 
 
 def test_no_order_of_events_leads_a_table_that_was_withdrawn_or_ends_a_trial():
@@ -279,6 +338,7 @@ def test_after_a_lost_connection_no_rank_is_asked_that_has_not_come_again(monkey
     def come(*ranks):
         for rank in ranks:
             served.set(f"{store.life}/vote/{rank}", VOTE.replace("RANK", str(rank)))
+            served.set(f"{store.life}/plans/{rank}", "[0, {}]")
             store.says_news()
         leader.hears(store)
 
@@ -288,13 +348,13 @@ def test_after_a_lost_connection_no_rank_is_asked_that_has_not_come_again(monkey
     assert not leader.is_waiting(frozenset({7})) and leader.begin_round(message(1)) == 2
     leader.silent = {2}
     begins()
-    assert store.votes(2, leader.arrivals.here, 0.0) == []
+    assert store.votes(2, leader.here, 0.0) == []
     assert leader.is_waiting(frozenset({7})), "rank 1 is about to come again"
     come(1)
     assert not leader.is_waiting(frozenset({7})), "nobody waits for who was silent before"
     assert leader.begin_round(message(2)) == 1
-    assert [vote.rank for vote in store.votes(2, leader.arrivals.here, 0.0)] == [1]
-    monkeypatch.setattr(arrivals, "_BACK_S", 0.0)
+    assert [vote.rank for vote in store.votes(2, leader.here, 0.0)] == [1]
+    monkeypatch.setattr(leaders, "_BACK_S", 0.0)
     begins()
     assert not leader.is_waiting(frozenset({7})), "not for ever"
     store.close()
@@ -315,6 +375,7 @@ def test_after_a_network_break_rank_0_goes_on_until_the_others_are_back(monkeypa
     def come():
         for other in (1, 2):
             served.set(f"{store.life}/vote/{other}", VOTE.replace("RANK", str(other)))
+            served.set(f"{store.life}/plans/{other}", "[0, {}]")
         store.says_news()
         rank.leader.hears(store)
 

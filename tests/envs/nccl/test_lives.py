@@ -34,7 +34,7 @@ def test_an_old_life_takes_nothing_back_from_the_new_one(store):
     assert store.values["now"] == f"{new.life} 0".encode() and store.values["begun"] == before["begun"]
     new.propose(Proposal(1, b"table", 1))
     new.part(2)
-    assert store.values["now"] == f"{new.life} 2".encode()
+    assert store.values["now"].split()[:2] == f"{new.life} 2".encode().split()
     for one in (old, new):
         one.close()
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import protocol_model
 import pytest
-from dynamiccl.envs.nccl.agreement import protocol
+from dynamiccl.envs.nccl.agreement import plans, protocol
 from dynamiccl.envs.nccl.agreement.protocol import ABORT, CommVote, Decision, Vote, decide
 from dynamiccl.envs.nccl.plugin.bindings import Span
 from dynamiccl.traces.records import Trial
 from protocol_model import explore
-from protocol_scopes import CAPTURED, ONE, PARTS, SMALL, TURN_PARTS, TURNS, TWO
+from protocol_scopes import CAPTURED, ONE, PARTS, REPORT_PARTS, REPORTS, SMALL, TURN_PARTS, TURNS, TWO
 
 
 @pytest.fixture(autouse=True)
@@ -300,3 +300,45 @@ protocol_turns = protocol._turns
 def test_turns_that_begin_below_a_limit_are_found(monkeypatch):
     monkeypatch.setattr(protocol, "_turns", below_the_limit)
     assert "collective" in explore(TURNS)[0]
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def test_no_order_of_events_makes_rank_0_take_a_plan_for_another():
+    """Where it finds that a communicator lacks nothing, all members answer the wanted rows; no two plans differ."""
+    wrong, states = explore(REPORTS)
+    assert wrong == "" and states > 5_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REPORT_PARTS)
+def test_no_order_of_events_makes_rank_0_take_a_plan_for_another_in_each_part_of_the_model(name):
+    assert explore(REPORT_PARTS[name])[0] == ""
+
+
+#: What reports do wrong, or hide, and a job in which it shows.
+REPORT_MUTATIONS = {
+    "an old report is a proof": replace(REPORTS, trials=(0, 0)),
+    "a plan leaves its trial out": REPORT_PARTS["a trial, then a table to stay"],
+    "a plan tells what answered last": REPORTS,
+}
+
+
+@pytest.mark.parametrize("mutation", REPORT_MUTATIONS)
+def test_a_mutation_of_the_reports_is_found(mutation):
+    scope = replace(REPORT_MUTATIONS[mutation], mutations=frozenset({mutation}))
+    assert "rank 0 finds" in explore(scope)[0] or "is said to have" in explore(scope)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [("has", lambda plan, rows, now: plan.stays == rows), ("_late", lambda comm, reports, rounds: [])],
+    ids=["a trial lacks nothing", "each report is a proof"],
+)
+def test_a_mutation_of_who_lacks_what_is_found(monkeypatch, name, mutant):
+    monkeypatch.setattr(plans, name, mutant)
+    scope = (
+        REPORT_PARTS["a trial, then a table to stay"] if name == "has" else replace(REPORTS, trials=(0, 0))
+    )
+    assert explore(scope)[0] != ""

@@ -14,8 +14,8 @@ from dynamiccl.envs.nccl.agreement.leader import PATIENCE
 from dynamiccl.envs.nccl.agreement.pace import Pace
 from dynamiccl.envs.nccl.agreement.protocol import ABORT, CommVote, Decision, LeftOut, Vote
 from dynamiccl.envs.nccl.agreement.store import Proposal, RoundStore
-from dynamiccl.envs.nccl.plugin.bindings import CommView, Span
-from dynamiccl.envs.nccl.shm import decode_table
+from dynamiccl.envs.nccl.plugin.bindings import CommView, Plan, Span
+from dynamiccl.envs.nccl.shm import decode_table, rows_hash
 from dynamiccl.traces.reasons import NotAgreeing
 from dynamiccl.traces.records import AgreementState, Trial
 from memory_store import MemoryStore
@@ -28,31 +28,44 @@ NOT_SERVED = LeftOut(NotAgreeing.NOT_SERVED(rank=0))
 class Ranks:
     """The agreements of three ranks in one process: communicator 7 is ranks 0 and 1, communicator 9 all three.
 
-    ``fails``: the first request of rank 2 of this name, with a key that ends so, finds the connection reset.
+    ``fails``: the first request of rank 2 of this name, with a key that ends so, finds the connection reset. Rank 2
+    freezes where ``freezes_at`` says, "stage" or the end of a key that it asks for, until it is ``awake``.
     """
 
+    freezes_at, held = "stage", False  # held: a call of rank 2 waits at a limit, when that is asked next
+
     def __init__(self, fails=("", "")):
-        self.box, self.said, self.tables = Box(), [], {}
+        self.box, self.said, self.tables, self.plans, self.had = Box(), [], {}, {}, []
         self.base, self.fails, self.awake = MemoryStore(), fails, threading.Event()
         self.awake.set()
         self.comms = [{7: 2, 9: 3}, {7: 2, 9: 3}, {9: 3}]
         self.all = [self._rank(rank) for rank in range(3)]
 
     def _rank(self, rank):
-        staged = [0]
+        staged = [b""]
 
         def stage(_owner, table):
-            if rank == 2:
+            if rank == 2 and self.freezes_at == "stage":
                 self.awake.wait(60)
-            staged[0] = decode_table(table).generation
+            staged[0] = table
 
         def switch(_owner, comm, *_span):
-            self.tables[rank, comm] = staged[0]
+            self.tables[rank, comm] = generation = decode_table(staged[0]).generation
+            self.plans[rank, comm] = Plan(64, rows_hash(staged[0]), 64)
+            self.had.append((rank, comm, generation))
 
         def comms():
-            return {comm: CommView(n, 1, 64, {64: 1}) for comm, n in self.comms[rank].items()}
+            found = {}
+            for comm, n in self.comms[rank].items():
+                plan = self.plans.get((rank, comm), Plan(64))
+                found[comm] = CommView(n, 1, 64, {64: 1}, plan=plan)
+            return found
 
-        plugin = stub(comms=comms, stage=stage, switch=switch)
+        def waiting():
+            self.held, now = self.held and rank != 2, self.held and rank == 2
+            return int(now)
+
+        plugin = stub(comms=comms, stage=stage, switch=switch, waiting=waiting)
         steps, store = SimpleNamespace(ended=0), (lambda: self) if rank == 2 else (lambda: self.base)
 
         def tell(state, text, _generation):
@@ -65,6 +78,8 @@ class Ranks:
         request = getattr(self.base, name)
 
         def made(key, *more):
+            if name == "check" and key[0].endswith(self.freezes_at):
+                self.awake.wait(60)
             if name == self.fails[0] and key.endswith(self.fails[1]) and more != (0,):
                 self.fails = "", ""
                 raise ConnectionResetError("reset")
@@ -115,11 +130,30 @@ def test_a_rank_that_is_back_gets_the_table_to_stay(ranks_of):
     wait_until(lambda: ranks.said[-1][1] == AgreementState.OPEN)
 
 
+def test_a_rank_that_freezes_after_its_vote_finds_the_decision_of_its_round(ranks_of):
+    """A round is forgotten once all have voted after it. Else the rank that wakes at its limit finds an empty register:
+    it writes "abort", and runs another table than the others."""
+    ranks = ranks_of()
+    ranks.box.found = message(1)
+    wait_until(lambda: ranks.have(1, 7, 9))
+    ranks.awake.clear()
+    ranks.freezes_at = "decision"
+    ranks.box.found = message(2)
+    wait_until(lambda: ranks.had.count((0, 9, 2)) and ranks.had.count((1, 9, 2)))
+    for generation in range(3, 8):  # rank 2 has no vote in their rounds
+        ranks.box.found = message(generation)
+        wait_until(lambda generation=generation: ranks.have(generation, 7))
+    ranks.held = True
+    ranks.awake.set()
+    wait_until(lambda: ranks.have(7, 9))
+    assert (2, 9, 2) in ranks.had
+
+
 @pytest.mark.parametrize("fails", [("set", "vote/2"), ("add", "news")])
 def test_a_request_that_fails_as_a_rank_presents_itself_is_made_again(ranks_of, fails):
     """Before: never, and rank 0 ended the tuning for good, since that rank had not come."""
     ranks = ranks_of(fails)
-    wait_until(lambda: ranks.all[0]._leader.arrivals.here == {1, 2})
+    wait_until(lambda: ranks.all[0]._leader.here == {1, 2})
     assert ranks.fails == ("", "")
 
 
@@ -129,8 +163,7 @@ def test_news_of_a_communicator_whose_request_fails_is_told_again(ranks_of):
     ranks.box.found = message(1)
     wait_until(lambda: ranks.have(1, 7, 9))
     ranks.comms[1][11] = 2
-    wait_until(lambda: 11 in ranks.all[1]._ballot.comms and not ranks.all[1]._ballot.has_news)
-    wait_until(lambda: not ranks.all[0]._leader.news)
+    wait_until(lambda: 11 in ranks.all[0]._leader.reports[1].comms)
     ranks.fails = "add", "news"
     ranks.comms[2][11] = 2
     wait_until(lambda: ranks.have(1, 11))
@@ -140,9 +173,17 @@ def test_news_of_a_communicator_whose_request_fails_is_told_again(ranks_of):
 # -- what rank 0 waits for -------------------------------------------------------------------------------------------
 
 
+def of_rank_2(rank):
+    """Communicator 9 is the one of rank 2."""
+    rank.members[7] = (0, 1)
+    rank.leader.here = {1, 2}
+    rank.sees()
+
+
 def test_a_table_to_stay_waits_for_no_rank_and_a_trial_for_a_while():
     """Before: a withdrawal waited for 13 s, and the first trial for nobody."""
     rank = Rank0()
+    of_rank_2(rank)
     rank.publish(1)
     rank.leader.begin_round(message(1))
     rank.leader.silent = {2}
@@ -157,11 +198,19 @@ def test_a_table_to_stay_waits_for_no_rank_and_a_trial_for_a_while():
     rank.leader.ended(message(2, *TRIAL), Decision(2, {7: Span(128, 160)}), {9: LATE}, {}, {7, 9})
     rank.leader.begin_round(message(3, *TRIAL))
     assert not rank.leader.loses({9: LATE}), "it is let go"
-    rank.leader.silent = set()
-    assert not rank.leader.loses({9: LATE}), "a rank without a tuner is not waited for"
     rank.leader.ended(message(3, *TRIAL), Decision(3, BOTH), {}, {}, {7, 9})
     rank.leader.silent = {2}
     assert rank.leader.loses({9: LATE}), "it was back"
+
+
+def test_a_trial_waits_for_no_rank_without_a_tuner():
+    rank = Rank0()
+    of_rank_2(rank)
+    del rank.leader.reports[2]
+    rank.publish(2, *TRIAL)
+    rank.leader.begin_round(message(2, *TRIAL))
+    rank.leader.silent = {1}
+    assert not rank.leader.loses({9: LATE}) and rank.leader.loses({7: LATE})
 
 
 class Clock:
@@ -174,48 +223,35 @@ class Clock:
         return self.now
 
 
-def test_what_stays_is_led_again_for_who_was_left_out_with_growing_pauses(monkeypatch):
+def test_what_stays_is_led_again_for_who_lacks_it_with_growing_pauses(monkeypatch):
     """Before: never, if nobody said news; then after each late vote, without a pause, for as long as the job ran."""
     clock = Clock()
     monkeypatch.setattr(leaders, "time", clock)
     rank = Rank0()
-    rank.leader.arrivals.here = {1, 2}
+    of_rank_2(rank)
     rank.publish(1)
     assert rank.round(BOTH) == 1 and rank.next() == 0
     rank.publish(2)
-    assert rank.round({7: Span(128)}, {9: LATE}) == 2 and rank.leader.lacks({9: LATE})
+    assert rank.round({7: Span(128)}, {9: LATE}) == 2 and rank.leader.lacked == LATE.why
     rounds = []
     for _ in range(3600):
         clock.now += 1.0
         if rank.next():
             rounds.append(clock.now - 1000.0)
-            assert rank.leader.begin_round(message(2)) == 2, "no rank is silent"
-            rank.leader.ended(message(2), Decision(2, {7: Span(128)}), {9: LATE}, RHYTHMS, {7, 9})
+            assert rank.leader.begin_round(message(2)) == 2, "all that are here are waited for"
+            rank.leader.ended(message(2), ABORT, {9: LATE}, RHYTHMS, {7, 9})
     assert rounds[:5] == [1, 3, 7, 15, 31] and 55 < len(rounds) < 70
     clock.now += 60.0
-    assert rank.round(BOTH) == 2 and not rank.leader.lacks({})
+    assert rank.round({9: Span(128)}) == 2 and rank.leader.lacked == ""
     clock.now += 3600.0
     assert rank.next() == 0
 
 
-def owed(clock):
-    """Rank 0 with table 2 to stay, which communicator 9 does not have since rank 2 is silent."""
-    rank = Rank0()
-    rank.leader.arrivals.here = {1, 2}
-    rank.publish(1)
-    rank.round(BOTH)
-    rank.publish(2)
-    rank.leader.silent = {2}
-    rank.round({7: Span(128)}, {9: LATE})
-    clock.now += 1.0
-    return rank
-
-
-def test_lost_rounds_for_who_was_left_out_have_growing_pauses_too_and_hold_up_no_other_table(monkeypatch):
+def test_rounds_for_who_lacks_what_stays_hold_up_no_other_table(monkeypatch):
     """Before: led again at once and before any trial, and a trial waited for 100 s."""
     clock = Clock()
     monkeypatch.setattr(leaders, "time", clock)
-    rank = owed(clock)
+    rank = lacking_9()
     rank.publish(3, *TRIAL)
     rounds = []
     for _ in range(100):
@@ -225,32 +261,30 @@ def test_lost_rounds_for_who_was_left_out_have_growing_pauses_too_and_hold_up_no
             assert rank.leader.lost == 0 and rank.leader.not_before <= clock.now
         clock.now += 1.0
     assert rounds == [1, 3, 7, 15, 31, 63]
-    rank.leader.news = True
-    assert rank.round() == 2 and rank.leader.not_before > clock.now, "a communicator is new: not at once"
 
 
-def test_a_round_for_who_was_left_out_waits_for_the_others_and_for_who_is_late(monkeypatch):
-    """Before: for the silent rank too, to the end of the time that there is."""
-    clock = Clock()
-    monkeypatch.setattr(leaders, "time", clock)
-    rank = owed(clock)
-    assert rank.leader.begin_round(message(2)) == 1 and rank.leader.is_owed
-    rank.leader.arrivals.late = {2}
-    assert rank.leader.begin_round(message(2)) == 2
-    rank.leader.silent, rank.leader.arrivals.late = {1, 2}, set()
-    assert rank.leader.begin_round(message(2)) == 1, "one of them may be back"
-    assert rank.leader.begin_round(message(3, *TRIAL)) == 1 and not rank.leader.is_owed
+def lacking_9():
+    """Rank 0 with table 2 to stay, which communicator 9 does not have since rank 2 is silent."""
+    rank = Rank0()
+    of_rank_2(rank)
+    rank.publish(1)
+    rank.round(BOTH)
+    rank.publish(2)
+    rank.leader.silent = {2}
+    rank.round({7: Span(128)}, {9: LATE})
+    return rank
 
 
 @pytest.mark.parametrize("trial", [(), TRIAL])
-def test_no_other_round_waits_for_who_is_late(monkeypatch, trial):
+def test_a_round_for_another_table_waits_for_no_silent_rank(monkeypatch, trial):
     """Before: a trial and a withdrawal waited for up to 20 s each for a rank that always comes too late."""
     clock = Clock()
     monkeypatch.setattr(leaders, "time", clock)
-    rank = owed(clock)
-    rank.leader.arrivals.late = {2}
+    rank = lacking_9()
     rank.publish(3, *trial)
-    assert rank.leader.begin_round(message(3, *trial)) == 1
+    assert rank.leader.begin_round(message(3, *trial)) == 1 and not rank.leader.is_again
+    rank.leader.silent = {1, 2}
+    assert rank.leader.begin_round(message(3, *trial)) == 1, "one of them may be back"
 
 
 def test_how_long_rank_0_has_waited_for_a_silent_rank_makes_it_wait_no_longer_for_who_was_left_out():
@@ -262,7 +296,7 @@ def test_how_long_rank_0_has_waited_for_a_silent_rank_makes_it_wait_no_longer_fo
         return [Vote(2, voted_in.pop(0) if len(voted_in) > 1 else voted_in[0], "same")]
 
     leader, pace = Rank0().leader, Pace(0.1)
-    leader.silent, leader.arrivals.here, leader._stays.is_led_again = {2}, {1, 2}, True
+    leader.silent, leader.here, leader.is_again, leader.number = {2}, {1, 2}, True, 5
     store = SimpleNamespace(lookout=SimpleNamespace(spread_s=lambda: 0.25), answer_s=0.001, votes=votes)
     rank_0 = SimpleNamespace(_leader=leader, _store=store, _pace=pace)
 
@@ -272,25 +306,23 @@ def test_how_long_rank_0_has_waited_for_a_silent_rank_makes_it_wait_no_longer_fo
 
     rank_0._do = lambda request, _proposal: request
     pace.round_took(5.0, False, is_whole=False)
-    for late in (set(), {2}):  # its vote in round 4 comes after that round's end
-        Agreement._drive(rank_0, part(), None)
-        assert (leader.silent, leader.arrivals.late) == ({2}, late)
-    for _ in range(7):
-        Agreement._drive(rank_0, part(), None)
+    for _ in range(9):
+        Agreement._drive(rank_0, part(), Proposal(5, b"", 1))
+        assert leader.silent == {2}
     assert waits == 9 * [pytest.approx(1.006)] and pace.round_s == 5.0
-    leader._stays.is_led_again = False
-    Agreement._drive(rank_0, part(), None)
+    leader.is_again = False
+    Agreement._drive(rank_0, part(), Proposal(5, b"", 1))
     assert waits[-1] == 20.0, "all other rounds wait as long as rounds last"
     for _ in range(7):
-        Agreement._drive(rank_0, part(), None)
+        Agreement._drive(rank_0, part(), Proposal(5, b"", 1))
     assert pace.round_s < 1.0
-    leader._stays.is_led_again = True
+    leader.is_again = True
     pace.round_took(1.5, False)
-    Agreement._drive(rank_0, part(), None)
+    Agreement._drive(rank_0, part(), Proposal(5, b"", 1))
     assert waits[-1] == 3.0, "whole rounds last so long: the others must have the time to vote"
     voted_in[0] = 5
     for _ in range(8):
-        Agreement._drive(rank_0, part(), None)
+        Agreement._drive(rank_0, part(), Proposal(5, b"", 1))
     assert pace.round_s < 1.0, "it is whole, so it counts"
 
 
@@ -307,11 +339,11 @@ def test_a_trial_does_not_begin_its_lost_rounds_anew_for_what_stays(monkeypatch)
 
 
 def test_no_table_is_tried_on_a_communicator_that_lacks_what_stays():
-    word = CommVote(1, 1, 10, 4.0, {16: 7})
-    votes = [Vote(0, 1, "", {7: word, 9: word})]
-    decision, left_out = protocol.decide(votes, 3, Trial(4), {}, {7})
+    has, lacks = (CommVote(1, 1, 10, 4.0, {16: 7}, plan=Plan(5, stays)) for stays in (33, 44))
+    votes = [Vote(0, 1, "", {7: has, 9: lacks})]
+    decision, left_out = protocol.decide(votes, 3, Trial(4), {}, 33)
     assert decision.switches.keys() == {7} and left_out == {9: NOT_SERVED}
-    assert protocol.decide(votes, 3, Trial(), {}, {7})[0].switches.keys() == {7, 9}
+    assert protocol.decide(votes, 3, Trial(), {}, 33)[0].switches.keys() == {7, 9}
 
 
 # -- the votes in the store ------------------------------------------------------------------------------------------

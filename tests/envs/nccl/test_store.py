@@ -15,9 +15,10 @@ import pytest
 from dynamiccl.envs.nccl.agreement import lookout as lookouts
 from dynamiccl.envs.nccl.agreement import store as stores
 from dynamiccl.envs.nccl.agreement.lookout import BUSY_S, IDLE_S, Lookout
+from dynamiccl.envs.nccl.agreement.plans import Report, Told
 from dynamiccl.envs.nccl.agreement.protocol import ABORT, CommVote, Decision
 from dynamiccl.envs.nccl.agreement.store import Proposal, RoundStore
-from dynamiccl.envs.nccl.plugin.bindings import Span
+from dynamiccl.envs.nccl.plugin.bindings import Plan, Span
 from dynamiccl.envs.nccl.probe.connection import StoreConnections
 from memory_store import MemoryStore
 from paths import TOOLS
@@ -182,13 +183,27 @@ def test_an_answer_that_one_rank_cannot_read_is_asked_for_again(pair):
     assert first.settle(1, DECIDED) == second.settle(1, ABORT) == DECIDED
 
 
-@pytest.mark.parametrize("text", [DEEP, "[1]", '["x", "eA=="]', '[1, "x"]', "[1, 2]"])
+@pytest.mark.parametrize("text", [DEEP, "", "1 1 0", "x 1 0 eA==", "1 x 0 eA==", "1 1 0 =", "1 1 x eA=="])
 def test_what_cannot_be_read_is_no_proposal(pair, text):
     first, second, shared = pair
-    first.propose(Proposal(1, b"table", 1))
-    assert second.proposal(1) == Proposal(1, b"table", 1)
-    put(shared, second._key(1, "table"), text)
+    first.propose(Proposal(1, b"table", 1, True))
+    assert second.now() == (False, 1)
+    assert second.proposal(1) == Proposal(1, b"table", 1, True) and second.proposal(2) is None
+    put(shared, "now", f"{first.life} 1 {text}")
+    second.now()
     assert second.proposal(1) is None
+
+
+def test_a_rank_tells_its_plans(pair):
+    first, second, shared = pair
+    plans = {7: Told(2, Plan(90, 5, 64, 6, 64, 128)), 2**64 - 1: Told(4, Plan(gave_up=True))}
+    assert not first.has_news()
+    second.tell_plans(3, plans)
+    second.says_news()
+    assert first.has_news() and first.reports([1]) == {1: Report(3, plans)}
+    for text in (DEEP, "[3]", '[3, {"7": [2, 90]}]', '[3, {"7": [2, "x", 0, 0, 0, 0, 0, 0, 0]}]', "\udcff"):
+        put(shared, second._key("plans", 1), text)
+        assert first.reports([1]) == {}
 
 
 # -- who asks --------------------------------------------------------------------------------------------------------

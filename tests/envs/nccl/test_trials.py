@@ -7,8 +7,9 @@ import pytest
 from dynamiccl.envs.nccl import life
 from dynamiccl.envs.nccl.agreement.leader import Leader
 from dynamiccl.envs.nccl.agreement.mailbox import TableMailbox
+from dynamiccl.envs.nccl.agreement.plans import Told
 from dynamiccl.envs.nccl.agreement.protocol import ABORT, Decision
-from dynamiccl.envs.nccl.plugin.bindings import Span
+from dynamiccl.envs.nccl.plugin.bindings import Plan, Span
 from dynamiccl.envs.nccl.run_folder import TRIED
 from dynamiccl.envs.nccl.shm import TableFile, encode_table
 from dynamiccl.traces.reasons import NotAgreeing
@@ -47,6 +48,11 @@ class Lives:
             leader.ended(message, Decision(generation, spans) if spans else ABORT, {}, {}, {7, 9})
         return why
 
+    def sees(self, leader, count_7, count_9, until=160):
+        """So many collectives are made on the communicators of the trial, which ends then."""
+        counts = {7: count_7, 9: count_9}
+        leader.sees({comm: Told(1, Plan(n, 0, 128, 5, 128, until)) for comm, n in counts.items()})
+
 
 @pytest.fixture
 def restarted(monkeypatch):
@@ -61,7 +67,7 @@ def test_rows_in_whose_trial_the_ranks_ended_are_not_tried_again(tmp_path, resta
     job = Lives(tmp_path)
     leader = job.begin()
     assert job.tries(leader, 2, (FATAL,), UNTIL, *trial) == ""
-    leader.sees({7: 128, 9: 140})
+    job.sees(leader, 128, 140)
     for n in range(3):
         restarted()
         leader = job.begin()
@@ -85,10 +91,10 @@ def test_rows_whose_trial_the_ranks_outlived_are_tried_again(tmp_path, restarted
     job.tries(leader, 2, (FATAL,), None if ends == "lost" else UNTIL)
     if ends == "withdrawn":
         leader.ended((3, encode_table(Table(3))), Decision(3, {7: Span(140), 9: Span(140)}), {}, {}, {7, 9})
-        leader.sees({7: 139, 9: 141})
+        job.sees(leader, 139, 139, 140)
     if ends != "lost":
         assert json.loads((tmp_path / "tried").read_text())["rows"], "it is under way"
-        leader.sees({7: 141, 9: 141} if ends == "withdrawn" else {7: 160, 9: 161})
+        job.sees(leader, 160, 161)
     restarted()
     assert job.tries(job.begin(), 4, (FATAL,), UNTIL) == ""
 
@@ -117,15 +123,15 @@ def test_a_trial_is_begun_in_one_life_only(tmp_path):
     job = Lives(tmp_path)
     leader = job.begin()
     job.publish(2, (FATAL,), *TRIAL)
-    assert leader.look() == (0, "") and leader.next(dict)[0] == 2
-    leader.begin_round(leader.next(dict))
+    assert leader.look() == (0, "") and leader.next()[0] == 2
+    leader.begin_round(leader.next())
     after = job.begin()
-    assert after.look() == (2, NotAgreeing.OLD_TRIAL()) and after.next(dict) is None
+    assert after.look() == (2, NotAgreeing.OLD_TRIAL()) and after.next() is None
     job.publish(3, (FATAL,), *TRIAL)
-    assert after.look() == (0, "") and after.next(dict)[0] == 3, "the process has outlived its group"
+    assert after.look() == (0, "") and after.next()[0] == 3, "the process has outlived its group"
     job.publish(2, (FATAL,))
     after = job.begin()
-    assert after.look() == (0, "") and after.next(dict)[0] == 2, "it is there to stay"
+    assert after.look() == (0, "") and after.next()[0] == 2, "it is there to stay"
 
 
 @pytest.mark.parametrize(

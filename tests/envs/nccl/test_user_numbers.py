@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from dynamiccl.envs.nccl.agreement.arrivals import Arrivals
+from dynamiccl.envs.nccl.agreement.leader import Leader
 from dynamiccl.envs.nccl.steps.clock import StepRecorder
 from dynamiccl.envs.nccl.steps.sampling import START
 from dynamiccl.envs.nccl.steps.user_numbers import (
@@ -13,6 +13,7 @@ from dynamiccl.envs.nccl.steps.user_numbers import (
     sample_every,
     wrong_number,
 )
+from test_leader import Box
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def test_a_wrong_number_of_steps_is_named_and_counts_as_not_set(monkeypatch, cap
 def test_a_wrong_number_of_seconds_is_named_and_counts_as_not_set(monkeypatch, capfd, value):
     """Before: "not attached: ValueError: could not convert string to float", without the variable's name."""
     monkeypatch.setenv(ATTACH_S, value)
-    assert Arrivals(2).are_awaited() and f"{ATTACH_S}={value} is no number" in capfd.readouterr().err
+    assert Leader(2, Box()).is_waiting({7}) and f"{ATTACH_S}={value} is no number" in capfd.readouterr().err
     said = f"{ATTACH_S}={value}: this variable takes a number of seconds, 0 or more"
     assert attach_s() == 60.0 and wrong_number({ATTACH_S: value}) == said
 
