@@ -436,7 +436,9 @@ def settles(folder: RunFolder, seed: int) -> Found:
             time.sleep(0.05)
         done["settled_s"] = time.monotonic() - began
         done["channels"] = 0 if is_default else 1 + wanted.generation % 63
-        time.sleep(0.3)
+        # It holds from a call ahead, a far one after a round in which a call was held.
+        while server.values["in force"] != str(wanted.generation) and time.monotonic() < began + 90:
+            time.sleep(0.05)
         server.values["over"] = "yes"
 
     return found(*run(n_ranks, program, folder, beside), **done)
