@@ -138,7 +138,7 @@ class World:
                     self.beside.poll()
             case _:
                 for one in self.ranks:
-                    one.runs(rng, int(rng.choice([1, 10, 30, 3 * CAPACITY], p=[0.5, 0.3, 0.18, 0.02])))
+                    one.runs(rng, int(rng.choice([1, 10, 30, 3 * CAPACITY], p=[0.5, 0.3, 0.14, 0.06])))
 
     def check(self, name):
         trace = Trace.read(self.tmp_path / name)
@@ -161,19 +161,19 @@ class World:
             process.life, process.name, process.pid = int(one.key[:16], 16), one.key[17:], 100 + one.rank
             assert sorted(rows.pop(process.process, [])) == sorted(has), "rows are those of the positions"
             lost += sum(map(size_of, gaps[LOST]))
+            # Of what was there as the trace began: the first position that its tuner could read.
+            head, is_there = self.begun_at[name].get(one.key, (0, True))
+            first = (head - CAPACITY // 2 if head > CAPACITY else 0) if is_there else head
             for start, end in union(*gaps[LOST]):
                 for at in range(start, end):
                     # Another trace's tuner removes rings that it has read: nobody reads them into this one.
                     is_gone = one not in self.ranks and len(self.begun_at) > 1
                     is_over = at < one.ring.head - CAPACITY // 2 or is_gone
                     assert is_over or at in one.dropped, "nothing is lost without a reason"
+                    assert at >= first, "nor before the trace began"
             for start, end in union(*gaps[UNWATCHED]):
-                head, is_there = self.begun_at[name].get(one.key, (0, True))
-                held = min(CAPACITY // 2 if head > CAPACITY else head, head) if is_there else 0
-                is_dropped = is_there and set(range(start, end)) <= one.dropped
-                assert end <= head - held or (is_dropped and end <= head), (
-                    "it was over before the trace began"
-                )
+                is_dropped = end <= head and set(range(start, end)) <= one.dropped
+                assert end <= first or is_dropped, "it was over before the trace began"
         assert not rows, "of no other process"
         assert trace.header.get("records_lost", 0) == lost
 
