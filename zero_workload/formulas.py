@@ -9,8 +9,8 @@ Training Deep Nets with Sublinear Memory Cost (2016); [A] Xie et al., Adan (2022
 of Optimization Algorithms (2023), which has Lion; [T] Patarasuk and Yuan, Bandwidth Optimal All-reduce (2009);
 [S] Kaplan et al., Scaling Laws for Neural Language Models (2020); [F] Dao et al., FlashAttention (NeurIPS 2022);
 [R] Radford et al., Language Models are Unsupervised Multitask Learners (2019), GPT-2; [B] Brown et al., Language Models
-are Few-Shot Learners (2020), GPT-3; [M] Touvron et al., LLaMA (2023); [G] Grattafiori et al., The Llama 3 Herd of Models
-(2024); [D] the documents after which the project is made, with the derivation where it is used.
+are Few-Shot Learners (2020), GPT-3; [M] Touvron et al., LLaMA (2023); [G] Grattafiori et al., The Llama 3 Herd of
+Models (2024); [D] the documents after which the project is made, with the derivation where it is used.
 """
 
 import math
@@ -128,7 +128,7 @@ def scalar_traffic(n_tensors: int, ranks: int, replicas: int = 1) -> float:
 
 
 def replica_traffic(params: float, ranks: int, replicas: int, gradient: int = 2) -> float:
-    """Bytes that a rank sends in a step to the ``replicas`` of its shard (HSDP): an all-reduce of P / N gradients [T]."""
+    """Bytes that a rank sends in a step to ``replicas`` of its shard (HSDP): an all-reduce of P / N gradients [T]."""
     shard = gradient * params / ranks
     return 2 * ring(replicas) * shard
 
@@ -156,8 +156,10 @@ def hybrid(
     return held, sent
 
 
-def reduction(params: float, ranks: int, stage: int, optimizer: str = "adam", precision: str = "mixed") -> float:
-    """How many times less than stage 0 a stage holds: with Adam in mixed precision 4 N / (N + 3), 8 N / (N + 7), N [D]."""
+def reduction(
+    params: float, ranks: int, stage: int, optimizer: str = "adam", precision: str = "mixed"
+) -> float:
+    """How many times less than stage 0 a stage holds: with Adam in mixed precision 4N/(N + 3), 8N/(N + 7), N [D]."""
     whole = model_states(params, ranks, 0, optimizer, precision)
     part = model_states(params, ranks, stage, optimizer, precision)
     return sum(whole) / sum(part)
@@ -248,8 +250,9 @@ def activations(shape: Shape, mode: str = "none", tensor: int = 1) -> float:
     """Bytes of activations at their peak, of all layers, by what is recomputed.
 
     ``block``: a layer keeps its input; ``sub-block``: those of attention and MLP; ``selective``: all but probabilities;
-    ``every``: every k-th layer keeps its input (:func:`interval`). Beside that stands what is recomputed at once. ``tensor``: ranks that
-    share each matrix (see :func:`layer_activations`) and keep 1 / N of each checkpoint (P_a of [Z], section 6.1).
+    ``every``: every k-th layer keeps its input (:func:`interval`). Beside that stands what is recomputed at once.
+    ``tensor``: ranks that share each matrix (see :func:`layer_activations`) and keep 1 / N of each checkpoint (P_a of
+    [Z], section 6.1).
     """
     linear, attention = layer_activations(shape, tensor=tensor)
     one = shape.token_bytes / tensor
@@ -375,8 +378,8 @@ def exposed(job: "Job", stage: int, again: float, machine: Machine) -> float:
 
     Reductions run beside backward, gathers beside forward; at stage 3 the second gathers and the reductions beside
     backward. What takes longer than the compute beside it is waited for, and so are the first gather and the last
-    reduction, which have no compute beside them: a layer's at stage 3, a bucket's below. Of micro-batches stages 0 and 1
-    reduce the last, 2 and 3 each. Source: [D] for what hides what, [T] for the bytes.
+    reduction, which have no compute beside them: a layer's at stage 3, a bucket's below. Of micro-batches stages 0 and
+    1 reduce the last, 2 and 3 each. Source: [D] for what hides what, [T] for the bytes.
     """
     forward = job.compute / 3
     backward = job.compute * (2 / 3 + again)
@@ -402,8 +405,8 @@ def exposed(job: "Job", stage: int, again: float, machine: Machine) -> float:
 
 @dataclass(frozen=True)
 class Job:
-    """What of a job decides its step time: P of a rank, N, n, seconds of compute of a micro-batch, bytes of a weight and
-    of a gradient that is sent, micro-batches.
+    """What of a job decides its step time: P of a rank, N, n, seconds of compute of a micro-batch, bytes of a weight
+    and of a gradient that is sent, micro-batches.
     """
 
     params: float

@@ -52,7 +52,7 @@ def plan(
     plot: Annotated[str | None, Option(help="Draw memory against traffic into this SVG file.")] = None,
     json: Json = False,
 ) -> None:
-    """Compute memory, traffic and time of ZeRO stages 0 to 3 for a transformer, and advise a stage and what to recompute.
+    """Compute memory, traffic and time of ZeRO stages 0 to 3 for a transformer, and advise a stage and recomputation.
 
     \b
     dynamiccl plan --params 7e9 --ranks 8 --batch 4
@@ -159,13 +159,21 @@ def estimate(
         parts = f.model_states(here, ranks, stage, optimizer, precision, kept)
         sent = f.traffic(here, ranks, stage, False, weight, gradient, accumulate)
         row: dict[str, Any] = dict(zip(("weights", "gradients", "optimizer"), parts, strict=True))
-        beside = logits + f.RUNTIME + (f.gathered(here, shape.layers, weight, prefetch) if stage == 3 else 0.0)
+        beside = (
+            logits + f.RUNTIME + (f.gathered(here, shape.layers, weight, prefetch) if stage == 3 else 0.0)
+        )
         fits = {}
         for mode in modes:
             total = sum(parts) + held[mode] + beside
             fits[mode] = total <= machine.memory
             seconds = f.step_seconds(job, stage, again[mode], machine)
-            pair = {"stage": stage, "recompute": mode, "again": again[mode], "total": total, "seconds": seconds}
+            pair = {
+                "stage": stage,
+                "recompute": mode,
+                "again": again[mode],
+                "total": total,
+                "seconds": seconds,
+            }
             pairs.append({**pair, "fits": fits[mode]})
         row |= {"stage": stage, "total": sum(parts), "sent": sent, "seconds": sent / machine.bandwidth}
         less = f.reduction(here, ranks, stage, optimizer, precision)
@@ -214,7 +222,7 @@ def _hybrid(
 
     ends = min(2 * shape.vocab * shape.width / tensor, params / 2)  # embedding and head
     layer = (params - ends) / shape.layers
-    small = sum(size for size in (params - ends, ends) if (layer if size != ends else ends / 2) <= f.LARGE_LAYER)
+    small = (params - ends) * (layer <= f.LARGE_LAYER) + ends * (ends / 2 <= f.LARGE_LAYER)
     held, sent = f.hybrid(params - small, small, ranks, optimizer, precision, gradient)
     return {"layer_params": layer, "small": small, "held": held, "sent": sent}
 
@@ -223,7 +231,8 @@ def advised(pairs: list[dict[str, Any]], params: float, ranks: int) -> dict[str,
     """The pair of stage and recomputation that takes the least time of those that fit, with the runner-up and why.
 
     Stage 0 is for one rank: stage 1 sends the same bytes, and holds less. Of two as fast the lower stage, then the one
-    that recomputes less, then the one that holds less. Where none fits: the one that holds least. Of a small model: why there is none.
+    that recomputes less, then the one that holds less. Where none fits: the one that holds least. Of a small model: why
+    there is none.
     """
     if params < SMALL:
         return {"none": "no advice: any stage fits so small a model, whose step is latency, not bytes"}
@@ -231,7 +240,9 @@ def advised(pairs: list[dict[str, Any]], params: float, ranks: int) -> dict[str,
     fitting = [pair for pair in allowed if pair["fits"]]
     if not fitting:
         return {"least": min(allowed, key=lambda pair: float(pair["total"]))}
-    fitting.sort(key=lambda pair: (round(pair["seconds"], 6), *(pair[key] for key in ("stage", "again", "total"))))
+    fitting.sort(
+        key=lambda pair: (round(pair["seconds"], 6), *(pair[key] for key in ("stage", "again", "total")))
+    )
     best = fitting[0]
     runner_up = next(iter(fitting[1:]), None)
     return {**best, "runner_up": runner_up}
@@ -303,7 +314,9 @@ def _mode(told: dict[str, Any], pair: dict[str, Any]) -> str:
     mode = pair["recompute"]
     if mode == "none":
         return "nothing recomputed"
-    return f"recompute {MODES.get(mode, mode)}" + (f" (k = {told['best_interval']})" if mode == "every" else "")
+    return f"recompute {MODES.get(mode, mode)}" + (
+        f" (k = {told['best_interval']})" if mode == "every" else ""
+    )
 
 
 def _ms(seconds: float) -> str:
@@ -325,7 +338,10 @@ def draw(told: dict[str, Any], path: str) -> None:
     axes = figure.subplots()
     here = told["params"] / told["tensor"]
     shares = [number / 20 for number in range(21)]
-    mixed = [f.hybrid(here * x, here * (1 - x), told["ranks"], told["optimizer"], told["precision"]) for x in shares]
+    mixed = [
+        f.hybrid(here * x, here * (1 - x), told["ranks"], told["optimizer"], told["precision"])
+        for x in shares
+    ]
     axes.plot([sent / GB for _, sent in mixed], [held / GB for held, _ in mixed], label="hybrids of 2 and 3")
     for row in told["stages"]:
         axes.plot(row["sent"] / GB, row["total"] / GB, "o", label=f"stage {row['stage']}")
@@ -448,7 +464,7 @@ def _sent_beside(measured: dict[str, Any], ranks: int, sharing: int, weight: int
 
 
 def _stage_lines(told: dict[str, Any], unit: float, name: str) -> list[str]:
-    """What a rank holds and sends at each stage, in units of ``unit`` bytes; ``less``: than at stage 0, by this factor."""
+    """What a rank holds and sends at each stage, in units of ``unit`` bytes; ``less``: by this factor than stage 0."""
     found = [f"{name} of a rank  weights gradients optimizer    total   less    sent  transfer"]
     for row in told["stages"]:
         held = [f" {row[key] / unit:8.4g}" for key in ("weights", "gradients", "optimizer", "total")]

@@ -134,7 +134,9 @@ def test_activations() -> None:
     assert f.logits(flash) == 4 * 4 * 2048 * 32000
 
 
-@pytest.mark.parametrize(("layers", "a"), [(n, a) for n in (4, 9, 16, 36, 64, 100) for a in (1.0, 14.0, 30.0)])
+@pytest.mark.parametrize(
+    ("layers", "a"), [(n, a) for n in (4, 9, 16, 36, 64, 100) for a in (1.0, 14.0, 30.0)]
+)
 def test_the_interval_of_checkpoints_holds_least(layers: int, a: float) -> None:
     """k* = sqrt(n c / a): the documents' sqrt(n) takes a layer's activations for as large as its checkpoint."""
     held = {k: -(-layers // k) + k * a for k in range(1, layers + 1)}
@@ -262,7 +264,9 @@ def shown_pairs(text: str) -> dict[tuple[int, str], float]:
 def contradiction(text: str) -> str:
     """What the last lines of a plan say against its own table, or nothing."""
     fitting = {pair: ms for pair, ms in shown_pairs(text).items() if pair[0]}
-    use = re.search(r"^use stage (\d), (?:recompute )?(.*?)(?: \(k = \d+\))?: \S+ of 80 GB, (\S+) ms", text, re.M)
+    use = re.search(
+        r"^use stage (\d), (?:recompute )?(.*?)(?: \(k = \d+\))?: \S+ of 80 GB, (\S+) ms", text, re.M
+    )
     if use is None:
         return "" if "no stage fits" in text and not fitting else f"no stage, and {fitting} fit"
     mode = "none" if use[2] == "nothing recomputed" else use[2]
@@ -453,4 +457,6 @@ def test_plan_of_a_run_takes_the_shape_of_its_job(tmp_path: Path) -> None:
     assert len(shown.splitlines()) <= 40 and max(map(len, shown.splitlines())) <= 80
     assert "stage 0         1.104    1.104    2.209    4.418      1   1.104" in shown
     # Seen: "gather 94 layers ahead" of two, "a batch of 5271", and stage 1.
-    assert "no advice: any stage fits so small a model" in shown and "ahead" not in shown and "use " not in shown
+    assert (
+        "no advice: any stage fits so small a model" in shown and "ahead" not in shown and "use " not in shown
+    )

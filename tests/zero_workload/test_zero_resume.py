@@ -83,6 +83,43 @@ def test_a_resumed_run_goes_on_to_the_last_bit(name: str, one: World, tmp_path: 
     assert one.run(went_on, name, str(tmp_path))[0] == (True, [])
 
 
+class Scaled(nn.Module):
+    """A layer and a scalar, whose moments look like its optimizer's counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(4, 4), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x) * self.factor
+        return out
+
+
+def scalar_went_on(kind: str, folder: str) -> bool:
+    def engine() -> Engine:
+        torch.manual_seed(0)
+        made = partial(getattr(torch.optim, kind), lr=0.1)
+        return zero(Scaled(), made, stage=2, param_dtype=torch.float32)
+
+    def trained(engine: Engine, first: int, stop: int) -> torch.Tensor:
+        for step in range(first, stop):
+            batch = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
+            engine.backward((engine.model(batch) - batch).square().mean())
+            engine.step()
+        return engine.state_dict()["factor"]
+
+    saved, resumed = engine(), engine()
+    trained(saved, 0, 3)
+    saved.save(folder)
+    resumed.load(folder)
+    return torch.equal(trained(resumed, 3, 6), trained(saved, 3, 6))
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad"])
+def test_a_scalar_goes_on_to_the_last_bit(kind: str, two: World, tmp_path: Path) -> None:
+    assert two.run(scalar_went_on, kind, str(tmp_path)) == [True, True]
+
+
 def settings_after(name: str, change: Any, folder: str) -> dict[str, Any]:
     """Settings of the group of ``name`` after it was loaded from a run of AdamW (0.1) whose lr became ``change``."""
     saved, resumed = engine_of("tensor" if name == "tensor" else "AdamW"), engine_of(name)

@@ -108,7 +108,9 @@ def met(shapes: list[tuple[int, ...]], kinds: list[str], stage: int | None) -> d
         optimizer.zero_grad()
         state = model.state_dict()
     else:
-        engine = zero(model, partial(grouped, called), stage=stage, param_dtype=torch.float32, bucket_bytes=64)
+        engine = zero(
+            model, partial(grouped, called), stage=stage, param_dtype=torch.float32, bucket_bytes=64
+        )
         watch("after")
         for batch in batches:
             engine.backward(model(batch.chunk(size)[rank]).square().mean())
@@ -123,7 +125,9 @@ def met(shapes: list[tuple[int, ...]], kinds: list[str], stage: int | None) -> d
 
 
 drawn = st.lists(
-    st.tuples(st.sampled_from(SHAPES), st.sampled_from(["", "", "", "frozen", "tied"])), min_size=2, max_size=8
+    st.tuples(st.sampled_from(SHAPES), st.sampled_from(["", "", "", "frozen", "tied"])),
+    min_size=2,
+    max_size=8,
 ).filter(lambda some: any(k == "" and 0 not in s for s, k in some) and 0 not in some[0][0])
 
 
@@ -196,12 +200,14 @@ def outside(stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_values_outside_of_forward_are_right_or_refused(stage: int, two: World) -> None:
-    """Seen: at stage 3 a count of 0 and norms of 0.0 without a word, and at 1 to 3 "cannot pickle 'Exchange' object"."""
+    """Seen: at stage 3 a count of 0 and norms of 0.0 without a word; at 1 to 3 "cannot pickle 'Exchange' object"."""
     for found in two.run(outside, stage):
         assert found["numel"] == 2 * 72 + 1
         for name in ("norm", "penalty", "copy", "pickle"):
             if stage == 3:
-                assert "each rank holds a part of" in found[name] and "engine.state_dict()" in found[name], name
+                assert "each rank holds a part of" in found[name] and "engine.state_dict()" in found[name], (
+                    name
+                )
                 assert "\n" not in found[name]
             else:
                 assert found[name] == pytest.approx(found["state"], rel=1e-6), name
@@ -232,7 +238,10 @@ def misused(stage: int, how: str) -> str:
     [
         ("an optimizer", "pass lambda params: SGD(params, ...), not made SGD"),
         ("misspelt", "unexpected keyword argument 'prefetchs'"),
-        ("wrapped", "DistributedDataParallel reduces gradients itself: give zero() the model in it (model.module)"),
+        (
+            "wrapped",
+            "DistributedDataParallel reduces gradients itself: give zero() the model in it (model.module)",
+        ),
         ("sparse", "0 makes sparse gradients, which ZeRO cannot cut: make it with sparse=False"),
         ("twice", "the model has an engine already: go on with that one, or build the model anew"),
         ("half", "convert the model before zero()"),

@@ -65,7 +65,9 @@ def events_of(logs: list[CollectiveLog], rank: int = 0) -> pd.DataFrame:
             dtype = "int8" if call.func == "all_gather" else call.dtype
             comm = abs(hash(call.group)) % 2**60
             row = {"func": call.func, "n_bytes": call.n_bytes, "dtype": dtype, "comm_id": comm}
-            rows.append({**row, "n_ranks": call.n_ranks, "enqueue_ns": at, "step": step, "pid": 7, "rank": rank})
+            rows.append(
+                {**row, "n_ranks": call.n_ranks, "enqueue_ns": at, "step": step, "pid": 7, "rank": rank}
+            )
     return pd.DataFrame(rows)
 
 
@@ -96,7 +98,10 @@ def test_the_stage_is_read_off_recordings() -> None:
 def test_what_is_no_zero_job_is_not_sure() -> None:
     logs = dry_steps(SMALL, 7, ranks=8, stage=2, bucket_bytes=2**20)[0]
     events = events_of(logs)
-    assert "0 whole steps" in looks_like(events[:0]).why and "1 whole steps" in looks_like(events[events.step < 3]).why
+    assert (
+        "0 whole steps" in looks_like(events[:0]).why
+        and "1 whole steps" in looks_like(events[events.step < 3]).why
+    )
     no_gathers = looks_like(events[events["func"] != "all_gather"])
     assert no_gathers.name is None and "gathers nothing" in no_gathers.why
     other = events.copy()

@@ -74,7 +74,10 @@ def _usual_step(calls: pd.DataFrame) -> pd.DataFrame:
     """The calls of a step of the most frequent kind: an evaluation, or a skipped step, has others."""
     kinds = {}
     for step, of_step in calls.groupby("step"):
-        kinds[step] = (tuple(of_step["func"].value_counts().sort_index().items()), int(of_step["n_bytes"].sum()))
+        kinds[step] = (
+            tuple(of_step["func"].value_counts().sort_index().items()),
+            int(of_step["n_bytes"].sum()),
+        )
     most = pd.Series(kinds).value_counts().index[0]
     last = max(step for step, kind in kinds.items() if kind == most)
     return calls[calls["step"] == last]
@@ -91,7 +94,9 @@ def _parts(step: pd.DataFrame) -> list[_Seen]:
     # Replicas of a shard all-reduce a part of what its ranks reduce-scatter: each is judged by the whole.
     sharing = max((part.n_ranks for part in found if part.func == "reduce_scatter"), default=1)
     most = max((part.total for part in found), default=0)
-    return [part for part in found if part.total * (sharing if part.func == "all_reduce" else 1) >= _SMALL * most]
+    return [
+        part for part in found if part.total * (sharing if part.func == "all_reduce" else 1) >= _SMALL * most
+    ]
 
 
 def _without_scatter(gathered: list[_Seen], summed: list[_Seen]) -> Stage:
@@ -107,9 +112,7 @@ def _without_scatter(gathered: list[_Seen], summed: list[_Seen]) -> Stage:
     return Stage(None, "all-reduces and all-gathers are not of the same buckets")
 
 
-def _with_scatter(
-    reduced: _Seen, gathered: _Seen, summed: list[_Seen], calls: pd.DataFrame
-) -> Stage:
+def _with_scatter(reduced: _Seen, gathered: _Seen, summed: list[_Seen], calls: pd.DataFrame) -> Stage:
     """The stage where gradients are reduce-scattered."""
     if reduced.n_ranks != gathered.n_ranks:
         return Stage(None, "it reduces and gathers over different numbers of ranks")
@@ -137,7 +140,10 @@ def _by_ratio(ratio: float, gathered: _Seen, calls: pd.DataFrame) -> tuple[str, 
         return "ZeRO-3", "weights are gathered for forward and again for backward"
     micro_batches = round(1 / ratio) if ratio else 0
     if ratio < _ONCE[0] and micro_batches > 1 and abs(ratio * micro_batches - 1) < 0.05:
-        return "ZeRO-2", f"gradients are reduced in each of {micro_batches} micro-batches, weights gathered once"
+        return (
+            "ZeRO-2",
+            f"gradients are reduced in each of {micro_batches} micro-batches, weights gathered once",
+        )
     if not _ONCE[0] < ratio < _ONCE[1]:
         return None
     once, others = "weights are gathered once a step", "ZeRO-1 or 2, or ZeRO-3 that keeps what it gathers"
@@ -150,7 +156,9 @@ def _by_ratio(ratio: float, gathered: _Seen, calls: pd.DataFrame) -> tuple[str, 
 
 def _span(gathered: _Seen, calls: pd.DataFrame) -> float:
     """The part of a step from the first of its gathers to the last, the median."""
-    mine = calls[(calls["func"] == gathered.func) & (calls["comm_id"] == gathered.comm)].groupby("step")["enqueue_ns"]
+    mine = calls[(calls["func"] == gathered.func) & (calls["comm_id"] == gathered.comm)].groupby("step")[
+        "enqueue_ns"
+    ]
     begins = calls.groupby("step")["enqueue_ns"].min()
     lasts = float(begins.sort_index().diff().median())
     return float((mine.max() - mine.min()).median()) / max(lasts, 1.0)

@@ -1,5 +1,5 @@
-"""Parameters whose values are not here. At stages 1 and 2 they are on their way: the first use waits. At stage 3 the ranks
-hold them in parts: a use outside of the module's forward is refused. What needs no values is always the module's.
+"""Parameters whose values are not here. At stages 1 and 2 they are on their way: the first use waits. At stage 3 the
+ranks hold them in parts: a use outside of the module's forward is refused. What needs no values is the module's.
 """
 
 import copy
@@ -24,17 +24,17 @@ for _name in _ABOUT.split():
 
 
 class Awaited(nn.Parameter):
-    """The class that a parameter has while its values are not here. A module's hook waits before its forward; this class
-    sees to what no hook sees: a weight used outside of its module's forward, parameters in a list, a model that is
-    entered by another method.
+    """The class of a parameter while its values are not here. A module's hook waits before its forward; this
+    class sees to what no hook sees: a weight used outside of its module's forward, parameters in a list, a model that
+    is entered by another method.
     """
 
     _wait: Callable[[], None]
 
     @staticmethod
     def mark(param: nn.Parameter, wait: Callable[[], None]) -> bool:
-        """From now on the first use of ``param`` calls ``wait``, which may refuse it by raising. Returns whether it can:
-        not that of a subclass.
+        """From now on the first use of ``param`` calls ``wait``, which may refuse it by raising. Returns whether it
+        can: not that of a subclass.
         """
         if type(param) not in (nn.Parameter, Awaited):
             return False

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -320,7 +319,9 @@ def _about(engine: Engine, folder: Path, path: Path, known: dict[str, Any]) -> d
     about: dict[str, Any] = found[_ABOUT].value
     if about["format"] != FORMAT:
         there = f"{folder} is a checkpoint of format {about['format']}, and this release reads {FORMAT}"
-        raise ValueError(f"{there}: resume it with the release that wrote it, or start anew from its full_state()")
+        raise ValueError(
+            f"{there}: resume it with the release that wrote it, or start anew from its full_state()"
+        )
     return about
 
 
@@ -394,8 +395,8 @@ def _make_states(engine: Engine, path: Path, known: dict[str, Any]) -> None:
 
 
 def _placed(name: str, value: torch.Tensor, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """A 0-dim state on the device where it belongs: torch's optimizers keep their step on the host unless they are fused
-    or captured. What else is 0-dim belongs to a 0-dim parameter.
+    """A 0-dim state on the device where it belongs: torch's optimizers keep their step on the host unless they are
+    fused or captured. What else is 0-dim belongs to a 0-dim parameter.
     """
     is_step = param.dim() or name == "step"
     on_device = group.get("fused") or group.get("capturable") or not is_step

@@ -94,8 +94,9 @@ def zero(
 
     Raises:
         ValueError: on every rank alike, for a setting out of range, an optimizer that the stage cannot serve, a model
-            without trainable parameters or with some that are in no group, one that is wrapped or has an engine already,
-            sparse gradients, a dtype that must be said, and ranks whose models differ in names, shapes or groups.
+            without trainable parameters or with some that are in no group, one that is wrapped or has an engine
+            already, sparse gradients, a dtype that must be said, and ranks whose models differ in names, shapes or
+            groups.
         TypeError: ``optimizer`` is an optimizer, not what makes one.
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC20).
@@ -141,7 +142,9 @@ def _require_plain(model: nn.Module) -> None:
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(f"{kind} reduces gradients itself: give zero() the model in it (model.module)")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ValueError(f"{name or kind} makes sparse gradients, which ZeRO cannot cut: make it with sparse=False")
+            raise ValueError(
+                f"{name or kind} makes sparse gradients, which ZeRO cannot cut: make it with sparse=False"
+            )
         if any(isinstance(hook, Hook) for hook in module._forward_pre_hooks.values()):
             raise ValueError("the model has an engine already: go on with that one, or build the model anew")
 

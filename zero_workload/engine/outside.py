@@ -25,6 +25,7 @@ class Hook:
         self.call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the engine's own function."""
         return self.call(*args, **kwargs)
 
     def __reduce__(self) -> Any:
@@ -84,17 +85,19 @@ class Outside:
 
     def take_gradients(self) -> None:
         """After the last backward of a step: put a :class:`Taken` in the place of each gradient."""
-        for number, param in enumerate(self.params):
-            if param.requires_grad:
-                if number not in self._taken:
-                    self._taken[number] = _taken(param)
-                param.grad = self._taken[number]
+        with torch._C.DisableTorchFunctionSubclass():
+            for number, param in enumerate(self.params):
+                if param.requires_grad:
+                    if number not in self._taken:
+                        self._taken[number] = _taken(param)
+                    param.grad = self._taken[number]
         self._is_taken = True
 
     def give_gradients(self) -> None:
         """Before the next step: gradients may come again."""
-        for param in self.params:
-            param.grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in self.params:
+                param.grad = None
         self._is_taken = False
 
     def _seen(self) -> list[Any]:
@@ -129,14 +132,18 @@ class Outside:
             self.require_kinds()
             for name, now, left in zip(self.names, seen, self._left, strict=True):
                 self._require_value(name, now, left)
-        for number, taken in self._taken.items() if self._is_taken else ():
-            param = self.params[number]
-            if param.requires_grad and param.grad is not taken:
-                what = f"the gradient of {self.names[number]} was removed or replaced after backward"
-                raise RuntimeError(
-                    f"{what}, and the engine has its own: leave it until engine.step(), which clears it, or use "
-                    "max_norm to clip"
-                )
+        self._require_gradients()
+
+    def _require_gradients(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for number, taken in self._taken.items() if self._is_taken else ():
+                param = self.params[number]
+                if param.requires_grad and param.grad is not taken:
+                    what = f"the gradient of {self.names[number]} was removed or replaced after backward"
+                    raise RuntimeError(
+                        f"{what}, and the engine has its own: leave it until engine.step(), which clears it, or use "
+                        "max_norm to clip"
+                    )
 
     def _require_value(self, name: str, now: Any, left: Any) -> None:
         if now[4] and name in self._frozen:

@@ -143,7 +143,8 @@ def regroup(
         shape = shapes[piece.param]
         states = born.get(whole, {})
         for name, value in states.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape == shape:
+            is_counter = name == "step" and not shape  # which a 0-dim parameter's other states look like
+            if isinstance(value, torch.Tensor) and value.shape == shape and not is_counter:
                 stop = piece.start + piece.numel
                 elements = value.reshape(-1)[piece.start : stop]
                 value = elements.to(param, copy=True)

@@ -171,10 +171,11 @@ class Reducer:
         """The gradients of ``bucket`` in a buffer [numel], with zeros for those that are not there."""
         sent = self.comm.take(bucket.numel, bucket.full.new_empty(0, dtype=self.settings.wire))
         into, source, end = [], [], 0
-        for piece in bucket.pieces:
+        with torch._C.DisableTorchFunctionSubclass():  # those of freed units have a class of their own
+            grads = [self.params[piece.param].grad for piece in bucket.pieces]
+        for piece, grad in zip(bucket.pieces, grads, strict=True):
             sent[end : piece.offset].zero_()
             end = piece.offset + piece.numel
-            grad = self.params[piece.param].grad
             if grad is None:
                 sent[piece.where].zero_()
             else:
@@ -183,9 +184,12 @@ class Reducer:
         sent[end:].zero_()
         if into:
             torch._foreach_copy_(into, source)
-        for piece in bucket.pieces:
-            if piece.start == 0:  # buckets are reduced last to first, so this was the parameter's last piece
-                self.params[piece.param].grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for piece in bucket.pieces:
+                if (
+                    piece.start == 0
+                ):  # buckets are reduced last to first, so this was the parameter's last piece
+                    self.params[piece.param].grad = None
         return sent
 
     def _finish(self) -> None:

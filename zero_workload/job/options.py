@@ -86,7 +86,11 @@ def _job(add: Callable[..., object]) -> None:
         metavar="MODULE:CLASS",
         help="any elementwise one, or torch.optim:Muon; default fused AdamW",
     )
-    add("--elementwise", action="store_true", help="--optimizer looks at each element by itself; known of torch's")
+    add(
+        "--elementwise",
+        action="store_true",
+        help="--optimizer looks at each element by itself; known of torch's",
+    )
     add("--seed", type=int, default=0, help="model, data order")
     add("--timeout", type=_amount, default=300, help="seconds until a collective counts as hung")
 
@@ -98,7 +102,13 @@ def _model(add: Callable[..., object]) -> None:
     add("--heads", type=_count, default=default.heads, help="attention heads")
     add("--seq", type=_count, default=default.seq, help="bytes in a sequence")
     add("--recompute", choices=MODES, default="none", help="what backward recomputes instead of keeping it")
-    add("--recompute-every", type=_every, default=1, metavar="N", help="blocks at a time; auto: what holds least")
+    add(
+        "--recompute-every",
+        type=_every,
+        default=1,
+        metavar="N",
+        help="blocks at a time; auto: what holds least",
+    )
     add(
         "--materialised",
         action="store_true",
