@@ -22,6 +22,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
+
 HERE = Path(__file__).parent
 DATA = HERE.parent / "data" / "nccl_on_cpu"
 JOB = HERE / "cables_job.py"
@@ -148,6 +151,152 @@ def merged(folder):
     return rows
 
 
+COLUMNS = ["cable", "date", "launch", "round", "func", "bytes", "cell", "us", "load"]
+
+
+def swept(options):
+    """All rows of the sweep that lie in the folder of results."""
+    files = sorted(options.out.glob("sweep-*/rows.csv"))
+    return pd.concat([pd.read_csv(file, header=None, names=COLUMNS) for file in files])
+
+
+def as_run(rows, chosen):
+    """The rows with each forced cell named after the channels that it runs: NCCL gives small calls fewer."""
+    raised = chosen[chosen["communicator"] == "raised"]
+    names = {(f, n, c): f"{p}-{k}" for _, f, n, c, p, k, _ in raised.itertuples(index=False)}
+    forced = ~rows["cell"].str.startswith("untouched")
+    keys = zip(rows["func"], rows["bytes"], rows["cell"], strict=True)
+    return rows.assign(cell=[names[key] if is_forced else key[2] for key, is_forced in zip(keys, forced, strict=True)])
+
+
+def ratios(rows):
+    """Log of pinned untouched over each cell, by (cable, func, bytes), cell and launch: medians of a launch's calls."""
+    logs = np.log(rows.groupby(["cable", "func", "bytes", "cell", "launch"])["us"].median()).unstack("cell")
+    return logs.mul(-1).add(logs["untouched"], axis=0)
+
+
+def allowed(cells, own_proto, offer):
+    """Of the forced cells those that NCCL offers here ("nccl"), or that our tables may use over hosts too ("ours")."""
+    if offer == "all":
+        return list(cells)
+    kept = [cell for cell in cells if not cell.startswith("LL128")]  # not in NCCL's offer on this topology
+    if offer == "nccl":
+        return kept
+    # Over hosts no table forces LL, nor Simple where NCCL itself runs LL (NVIDIA/nccl#2389).
+    return [cell for cell in kept if cell.startswith("Simple") and own_proto == "Simple"]
+
+
+def chosen_best(at, cells):
+    """The cell with the best mean over launches; "untouched" if none gains."""
+    means = at[cells].mean().dropna()
+    return "untouched" if means.empty or means.max() <= 0 else means.idxmax()
+
+
+def held_out(at, cells):
+    """Per launch the gain (log) of the cell that the launches of the other half chose."""
+    found = []
+    for half in (0, 1):
+        mine, others = (at[at.index.get_level_values("launch") % 2 == part] for part in (half, 1 - half))
+        best = chosen_best(others, cells)
+        found.append(mine[best] if best != "untouched" else mine["untouched"] * 0)
+    return pd.concat(found).sort_index()
+
+
+def best(options):
+    """Write best-CABLE.json: for each function and size the best cell of all launches, of all cells and of our offer."""
+    chosen = pd.read_csv(options.out / "choice.csv")
+    own = {(f, n): p for c, f, n, _, p, *_ in chosen.itertuples(index=False) if c == "untouched"}
+    of_cable = as_run(swept(options), chosen).query("cable == @options.cable")
+    written = {"best": {}, "best of our offer": {}}
+    for (_, func, n_bytes), at in ratios(of_cable).groupby(["cable", "func", "bytes"]):
+        cells = [cell for cell in at.columns if not cell.startswith("untouched") and at[cell].notna().all()]
+        for name, offer in (("best", "all"), ("best of our offer", "ours")):
+            cell = chosen_best(at, allowed(cells, own[func, n_bytes], offer))
+            written[name].setdefault(func, {})[str(n_bytes)] = cell
+    (options.out / f"best-{options.cable}.json").write_text(json.dumps(written, indent=1))
+    print(json.dumps(written, indent=1))
+
+
+#: Whole runs: variables of the arm, whether the communicator is raised and the script's tables take turns, tune's options.
+ARMS = {
+    "untouched": {},
+    "untouched again": {},
+    # NCCL multiplies it by its number of helper threads, which is 0 unless it is set: alone it changes nothing.
+    "sockets 4 alone": {"NCCL_NSOCKS_PERTHREAD": "4"},
+    "threads 1, sockets 4": {"NCCL_SOCKET_NTHREADS": "1", "NCCL_NSOCKS_PERTHREAD": "4"},
+    "threads 4, sockets 4": {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"},
+    "raised": RAISED,
+    "tuned": {},
+}
+TUNE = f"--headroom {MOST} --no-memory --no-job-log --json"
+
+
+def gains(options):
+    """Whole runs of the arms in an order drawn anew in each round; one JSON file a run."""
+    shape(options)
+    arms = options.arms.split(",")
+    words = ["train", "--kind", options.kind, "--steps", str(options.steps)]
+    words += ["--width", str(options.width), "--layers", str(options.layers)]
+    for run in span(options.launches):
+        order = list(arms)
+        random.Random(f"{options.cable} {options.kind} {run}").shuffle(order)
+        for place, arm in enumerate(order):
+            folder = options.out / f"gains-{options.cable}-{options.kind}" / f"{run:02}-{arm.replace(' ', '_')}"
+            row = {"cable": options.cable, "kind": options.kind, "arm": arm, "run": run, "place": place, "date": now()}
+            one_run(options, folder, arm, words, run)
+            steps = json.loads((folder / "steps-0.json").read_text())
+            (folder / "run.json").write_text(json.dumps(row | steps))
+            late = sorted(steps["ms"][len(steps["ms"]) // 4 :])
+            print(row["date"], arm, run, late[len(late) // 2], steps["load"][0], steps["digest"], flush=True)
+
+
+def one_run(options, folder, arm, words, seed):
+    folder.mkdir(parents=True, exist_ok=True)
+    if arm == "tuned":
+        steps = ["--steps", str(options.tuned_steps)]
+        launched(options, folder, [*words, *steps], ARMS[arm], tune=TUNE, seconds=180)
+    elif arm == "raised":
+        tables = folder / "tables.json"
+        tables.write_text(json.dumps([rows for _, rows in job_tables(options)]))
+        chosen = ["--tables", str(tables), "--turn", "2", "--seed", str(seed)]
+        steps = ["--steps", str(options.raised_steps)]
+        launched(options, folder, [*words, *steps, *chosen], {**ARMS[arm], **plugin(options)})
+    else:
+        launched(options, folder, words, ARMS[arm])
+
+
+#: Tables that take turns on a raised communicator.
+TURNS = ("pinned", "pinned again", "free", "best", "best of our offer")
+
+
+def job_tables(options):
+    """The tables of TURNS for the job's calls: see :func:`calls`."""
+    called = json.loads((options.out / f"calls-{options.kind}-{options.width}-{options.layers}.json").read_text())
+    best = json.loads((options.out / f"best-{options.cable}.json").read_text())
+    tables = {name: [] for name in TURNS}
+    for func, n_bytes, proto, channels in called:
+        swept = min(BYTES, key=lambda n: abs(n / n_bytes - 1))
+        for name in ("pinned", "pinned again"):
+            tables[name].append((func, n_bytes, n_bytes, proto, channels))
+        for name in ("best", "best of our offer"):
+            cell = best[name][func][str(swept)]
+            asked = (proto, channels) if cell.startswith("untouched") else cell.split("-")
+            tables[name].append((func, n_bytes, n_bytes, asked[0], int(asked[1])))
+    return list(tables.items())
+
+
+def calls(options):
+    """The calls of the job as NCCL runs them untouched: function, bytes, protocol, channels."""
+    folder = options.out / f"calls-{options.kind}"
+    words = ["train", "--kind", options.kind, "--steps", "3"]
+    words += ["--width", str(options.width), "--layers", str(options.layers)]
+    log = launched(options, folder, words, TUNING)
+    rows = {(NAMES[f[1]], 2 * int(f[2]), NAMES[f[4]], int(f[6]) - int(f[5]) + 1) for f in CHOICE.finditer(log)}
+    path = options.out / f"calls-{options.kind}-{options.width}-{options.layers}.json"
+    path.write_text(json.dumps(sorted(rows)))
+    print(path.read_text())
+
+
 def span(text):
     first, _, end = text.partition(":")
     return range(int(first), int(end or int(first) + 1))
@@ -159,16 +308,23 @@ def now():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("choice", "sweep"))
+    parser.add_argument("what", choices=("choice", "sweep", "best", "calls", "gains"))
     parser.add_argument("--launcher")
     parser.add_argument("--backend", default="ncclcpu")
     parser.add_argument("--backend-module", default="nccl_cpu")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cable", choices=CABLES)
-    parser.add_argument("--launches", default="0:8")
+    parser.add_argument("--launches", default="0:8", help="or runs: first:end")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--kind", choices=("fsdp2", "zero"), default="fsdp2")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--raised-steps", type=int, default=200)
+    parser.add_argument("--tuned-steps", type=int, default=400)
     options = parser.parse_args()
-    {"choice": choice, "sweep": sweep}[options.what](options)
+    {"choice": choice, "sweep": sweep, "best": best, "calls": calls, "gains": gains}[options.what](options)
 
 
 if __name__ == "__main__":
