@@ -31,7 +31,9 @@ class Tuner:
     """The tuner plugin in this process; a row is (function, first byte, last byte, protocol, channels)."""
 
     def __init__(self):
-        self.library = ctypes.CDLL(os.environ["NCCL_TUNER_PLUGIN"])
+        # Where dynamiccl's plugin stands before the job's own, it keeps the path of the latter.
+        path = os.environ.get("DYNAMICCL_NEXT_TUNER") or os.environ["NCCL_TUNER_PLUGIN"]
+        self.library = ctypes.CDLL(path)
         self.library.cables_row.argtypes = [ctypes.c_int] * 2 + [ctypes.c_size_t] * 2 + [ctypes.c_int] * 2
         self.use, self.offered = self.library.cables_use, self.library.cables_offered
 

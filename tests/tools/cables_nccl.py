@@ -74,6 +74,7 @@ def shape(options):
 
 TUNING = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "TUNING"}
 CHOICE = re.compile(r"(AllGather|ReduceScatter): (\d+) Bytes -> Algo (\w+) proto (\w+) channel\{Lo\.\.Hi\}=\{(\d+)\.\.(\d+)\}")
+NAMES_OF_FUNCS = ("all_gather", "reduce_scatter")
 NAMES = {"AllGather": "all_gather", "ReduceScatter": "reduce_scatter", "LL": "LL", "LL128": "LL128", "SIMPLE": "Simple"}
 
 
@@ -202,6 +203,35 @@ def held_out(at, cells):
     return pd.concat(found).sort_index()
 
 
+def shorter(logs, seed=0):
+    """Percent by which times are shorter, with a 95 % bootstrap interval, of log ratios that do not depend on each other."""
+    logs = np.asarray(logs, float)
+    drawn = np.random.default_rng(seed).integers(len(logs), size=(4000, len(logs)))
+    ends = np.quantile(logs[drawn].mean(axis=1), [0.025, 0.975])
+    return [round(float(100 * (1 - np.exp(-value))), 1) for value in (logs.mean(), *ends)]
+
+
+#: Sizes of the sweep that are told together.
+BANDS = {"16 to 512 KiB": (0, 2**19), "1 to 16 MiB": (2**20, 2**40)}
+
+
+def won(rows, chosen):
+    """By (cable, band): percent shorter than NCCL untouched, held out, for what may be chosen; A/A beside it.
+
+    Each value is the mean over functions and sizes of one launch, then over launches: a launch has ports of its own.
+    """
+    own = {(f, n): p for c, f, n, _, p, *_ in chosen.itertuples(index=False) if c == "untouched"}
+    gathered = {}
+    for (cable, func, n_bytes), at in ratios(as_run(rows, chosen)).groupby(["cable", "func", "bytes"]):
+        cells = [cell for cell in at.columns if not cell.startswith("untouched") and at[cell].notna().all()]
+        of = {offer: held_out(at, allowed(cells, own[func, n_bytes], offer)) for offer in ("all", "nccl", "ours")}
+        of |= {"again": at["untouched again"], "communicator": at["untouched communicator"]}
+        band = next(name for name, (first, last) in BANDS.items() if first <= n_bytes <= last)
+        for name, logs in of.items():
+            gathered.setdefault((cable, band, name), []).append(logs.droplevel([0, 1, 2]))
+    return {key: shorter(pd.concat(parts, axis=1).mean(axis=1)) for key, parts in gathered.items()}
+
+
 def best(options):
     """Write best-CABLE.json: for each function and size the best cell of all launches, of all cells and of our offer."""
     chosen = pd.read_csv(options.out / "choice.csv")
@@ -223,12 +253,13 @@ ARMS = {
     "untouched again": {},
     # NCCL multiplies it by its number of helper threads, which is 0 unless it is set: alone it changes nothing.
     "sockets 4 alone": {"NCCL_NSOCKS_PERTHREAD": "4"},
-    "threads 1, sockets 4": {"NCCL_SOCKET_NTHREADS": "1", "NCCL_NSOCKS_PERTHREAD": "4"},
-    "threads 4, sockets 4": {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"},
+    "sockets 1 x 4": {"NCCL_SOCKET_NTHREADS": "1", "NCCL_NSOCKS_PERTHREAD": "4"},
+    "sockets 4 x 4": {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"},
     "raised": RAISED,
     "tuned": {},
 }
-TUNE = f"--headroom {MOST} --no-memory --no-job-log --json"
+TUNED = "--no-memory --no-job-log"
+TUNE = f"--headroom {MOST} {TUNED}"
 
 
 def gains(options):
@@ -265,6 +296,49 @@ def one_run(options, folder, arm, words, seed):
         launched(options, folder, words, ARMS[arm])
 
 
+#: A job whose own tuner plugin pins one channel, on a cable of 2 Gbit/s that gives one flow so much of it.
+PLANTS = {"0": "2gbit", "2": "1950mbit", "5": "1870mbit", "20": "1540mbit"}
+PLANTED = {"NCCL_MIN_CTAS": "4"}
+
+
+def plant(options):
+    """The true gain by turns of two tables in long runs, then `tune` runs; both in an order drawn anew in each round."""
+    job = ["train", "--kind", "fsdp2", "--width", str(options.width), "--layers", "3"]
+    for run in span(options.launches):
+        order = list(options.plants.split(","))
+        random.Random(f"plants {run}").shuffle(order)
+        for name in order:
+            subprocess.run([options.launcher, "net", "flow", "2gbit", PLANTS[name]], check=True)
+            folder = options.out / f"plants-{options.what_runs}-{name}" / f"{run:02}"
+            folder.mkdir(parents=True, exist_ok=True)
+            row = {"plant": name, "flow": PLANTS[name], "run": run, "date": now()}
+            tables = folder / "tables.json"
+            every = (0, 2**40)
+            one = [[(func, *every, "Simple", channels) for func in NAMES_OF_FUNCS] for channels in (1, 2, 4, 1)]
+            tables.write_text(json.dumps(one if options.what_runs == "turns" else one[:1]))
+            words = [*job, "--tables", str(tables), "--turn", "2", "--seed", str(run), "--steps"]
+            extra = {**PLANTED, **plugin(options)}
+            if options.what_runs == "turns":
+                launched(options, folder, [*words, str(options.raised_steps)], extra)
+            else:
+                launched(options, folder, [*words, str(options.tuned_steps)], extra, tune=TUNED, seconds=180)
+            steps = json.loads((folder / "steps-0.json").read_text())
+            (folder / "run.json").write_text(json.dumps(row | steps))
+            print(row, len(steps["ms"]), steps["load"][0], verdict(folder), flush=True)
+
+
+def verdict(folder):
+    """Of a tuned run: its state and what it ended under, in a line."""
+    summary = folder / "h0" / "summary.json"
+    if not summary.exists():
+        return ""
+    told = json.loads(summary.read_text())
+    return json.dumps({key: told.get(key) for key in VERDICT})
+
+
+VERDICT = ("ended", "kept", "in_force", "speedup", "speedup_ci95", "steps", "steps_to_verdict", "cost_s", "reasons")
+
+
 #: Tables that take turns on a raised communicator.
 TURNS = ("pinned", "pinned again", "free", "best", "best of our offer")
 
@@ -297,18 +371,70 @@ def calls(options):
     print(path.read_text())
 
 
+FIRST = 0.25  # of a run's steps that no figure counts
+
+
+def file_rows(options):
+    """Write the raw rows of the folder of results into tests/data/nccl_on_cpu."""
+    for cable, rows in swept(options).groupby("cable") if list(options.out.glob("sweep-*/rows.csv")) else ():
+        write(DATA / "sweep" / f"{cable}.csv.gz", rows.drop(columns="cable"))
+    pd.read_csv(options.out / "choice.csv").to_csv(DATA / "sweep" / "choice.csv", index=False)
+    for folder in sorted([*options.out.glob("gains-*"), *options.out.glob("plants-*")]):
+        runs, verdicts = [], []
+        for path in sorted(folder.glob("*/run.json")):
+            run = json.loads(path.read_text())
+            head = {key: value for key, value in run.items() if not isinstance(value, list)}
+            steps = pd.DataFrame({"step": range(len(run["ms"])), "table": run["table"], "load": run["load"], "ms": run["ms"]})
+            runs.append(steps.assign(**head))
+            if said := verdict(path.parent):
+                verdicts.append(head | flat(json.loads(said)))
+        if runs:
+            write(DATA / "gains" / f"{folder.name}.csv.gz", pd.concat(runs))
+        if verdicts:
+            pd.DataFrame(verdicts).to_csv(DATA / "gains" / f"{folder.name}-verdicts.csv", index=False)
+
+
+def flat(told):
+    low, high = told.pop("speedup_ci95") or (None, None)
+    return told | {"speedup_low": low, "speedup_high": high, "reasons": json.dumps(told["reasons"])}
+
+
+def write(path, rows):
+    """As compressed CSV, whose bytes depend on the rows alone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows.to_csv(path, index=False, compression={"method": "gzip", "mtime": 0})
+
+
+def medians(rows):
+    """Median step in ms of each run and arm; a table that took turns is an arm of its own."""
+    late = rows[rows["step"] >= FIRST * rows.groupby(["arm", "run"])["step"].transform("max")]
+    names = late["arm"].where(late["table"] < 0, late["table"].map(dict(enumerate(TURNS))))
+    return late.assign(arm=names).groupby(["arm", "run"])["ms"].median().unstack("run")
+
+
+def against(by_run, arm, base, seed=0):
+    """Percent shorter than the base, with a 95 % bootstrap interval over whole runs; pairs if both took turns."""
+    ours, theirs = np.log(by_run.loc[arm].dropna().to_numpy()), np.log(by_run.loc[base].dropna().to_numpy())
+    if arm in TURNS and base in TURNS:
+        return shorter(theirs - ours, seed)
+    rng = np.random.default_rng(seed)
+    drawn = [x[rng.integers(len(x), size=(4000, len(x)))].mean(axis=1) for x in (theirs, ours)]
+    ends = np.quantile(drawn[0] - drawn[1], [0.025, 0.975])
+    return [round(float(100 * (1 - np.exp(-value))), 1) for value in (theirs.mean() - ours.mean(), *ends)]
+
+
 def span(text):
     first, _, end = text.partition(":")
     return range(int(first), int(end or int(first) + 1))
 
 
 def now():
-    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("choice", "sweep", "best", "calls", "gains"))
+    parser.add_argument("what", choices=("choice", "sweep", "best", "calls", "gains", "plant", "file"))
     parser.add_argument("--launcher")
     parser.add_argument("--backend", default="ncclcpu")
     parser.add_argument("--backend-module", default="nccl_cpu")
@@ -323,8 +449,11 @@ def main():
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--raised-steps", type=int, default=200)
     parser.add_argument("--tuned-steps", type=int, default=400)
+    parser.add_argument("--plants", default=",".join(PLANTS))
+    parser.add_argument("--what-runs", choices=("turns", "tune"), default="turns")
     options = parser.parse_args()
-    {"choice": choice, "sweep": sweep, "best": best, "calls": calls, "gains": gains}[options.what](options)
+    parts = {"choice": choice, "sweep": sweep, "best": best, "calls": calls, "gains": gains, "plant": plant, "file": file_rows}
+    parts[options.what](options)
 
 
 if __name__ == "__main__":
