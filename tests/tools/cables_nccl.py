@@ -20,20 +20,18 @@ import random
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+STARTED = time.monotonic()
 HERE = Path(__file__).parent
 DATA = HERE.parent / "data" / "nccl_on_cpu"
 JOB = HERE / "cables_job.py"
 #: We chose these cables.
-CABLES = {
-    "2gbit": ("rate", "2gbit"),
-    "4gbit-flow-1gbit": ("flow", "4gbit", "1gbit"),
-    "10gbit": ("rate", "10gbit"),
-}
+CABLES = {"2gbit": ("rate", "2gbit"), "4gbit-flow-1gbit": ("flow", "4gbit", "1gbit"), "10gbit": ("rate", "10gbit")}
 MOST = 8
 RAISED = {"NCCL_MIN_CTAS": str(MOST)}
 BYTES = [2**k for k in range(14, 25)]
@@ -54,7 +52,9 @@ def launched(options, out, words, extra, tune=None, seconds=120):
     log = out / ("rank0.log" if tune is None else "host0.log")
     said = log.read_text(errors="replace") if log.exists() else ""
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout}{done.stderr}{said[-3000:]}")
+        raise SystemExit(
+            f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout}{done.stderr}{said[-3000:]}"
+        )
     return said
 
 
@@ -73,7 +73,9 @@ def shape(options):
 
 
 TUNING = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "TUNING"}
-CHOICE = re.compile(r"(AllGather|ReduceScatter): (\d+) Bytes -> Algo (\w+) proto (\w+) channel\{Lo\.\.Hi\}=\{(\d+)\.\.(\d+)\}")
+CHOICE = re.compile(
+    r"(AllGather|ReduceScatter): (\d+) Bytes -> Algo (\w+) proto (\w+) channel\{Lo\.\.Hi\}=\{(\d+)\.\.(\d+)\}"
+)
 NAMES_OF_FUNCS = ("all_gather", "reduce_scatter")
 NAMES = {"AllGather": "all_gather", "ReduceScatter": "reduce_scatter", "LL": "LL", "LL128": "LL128", "SIMPLE": "Simple"}
 
@@ -107,7 +109,9 @@ def told(options, plan, extra, name):
         elif line.startswith("offered ") and chosen and cell:
             # The log has the bytes of one rank, of two.
             assert (NAMES[chosen[1]], 2 * int(chosen[2]), chosen[3]) == (func, int(n_bytes), "RING"), chosen
-            rows.add((func, int(n_bytes), cell, NAMES[chosen[4]], int(chosen[6]) - int(chosen[5]) + 1, int(line.split()[1])))
+            rows.add(
+                (func, int(n_bytes), cell, NAMES[chosen[4]], int(chosen[6]) - int(chosen[5]) + 1, int(line.split()[1]))
+            )
     return sorted(rows)
 
 
@@ -123,6 +127,8 @@ def sweep(options):
     plan = {"bytes": BYTES, "told": False, "untouched": untouched_choice(options), "rounds": options.rounds}
     for launch in span(options.launches):
         folder = options.out / f"sweep-{options.cable}-{launch:02}"
+        if (folder / "rows.csv").exists():
+            continue
         folder.mkdir(parents=True, exist_ok=True)
         raised = {"tuner": True, "repeats": 1, "cells": [*CELLS, *PINNED], "seed": launch}
         alone = {"tuner": False, "repeats": 2, "cells": [("untouched communicator", "", 0)], "seed": launch}
@@ -273,12 +279,23 @@ def gains(options):
         random.Random(f"{options.cable} {options.kind} {run}").shuffle(order)
         for place, arm in enumerate(order):
             folder = options.out / f"gains-{options.cable}-{options.kind}" / f"{run:02}-{arm.replace(' ', '_')}"
+            if done(folder, options):
+                continue
             row = {"cable": options.cable, "kind": options.kind, "arm": arm, "run": run, "place": place, "date": now()}
             one_run(options, folder, arm, words, run)
             steps = json.loads((folder / "steps-0.json").read_text())
             (folder / "run.json").write_text(json.dumps(row | steps))
             late = sorted(steps["ms"][len(steps["ms"]) // 4 :])
             print(row["date"], arm, run, late[len(late) // 2], steps["load"][0], steps["digest"], flush=True)
+
+
+def done(folder, options):
+    """Whether the run is on file already. Ends the program where too little of its time is left for another run."""
+    if (folder / "run.json").exists():
+        return True
+    if time.monotonic() > STARTED + options.seconds:
+        raise SystemExit("the time is up")
+    return False
 
 
 def one_run(options, folder, arm, words, seed):
@@ -310,6 +327,8 @@ def plant(options):
         for name in order:
             subprocess.run([options.launcher, "net", "flow", "2gbit", PLANTS[name]], check=True)
             folder = options.out / f"plants-{options.what_runs}-{name}" / f"{run:02}"
+            if done(folder, options):
+                continue
             folder.mkdir(parents=True, exist_ok=True)
             row = {"plant": name, "flow": PLANTS[name], "run": run, "date": now()}
             tables = folder / "tables.json"
@@ -384,7 +403,9 @@ def file_rows(options):
         for path in sorted(folder.glob("*/run.json")):
             run = json.loads(path.read_text())
             head = {key: value for key, value in run.items() if not isinstance(value, list)}
-            steps = pd.DataFrame({"step": range(len(run["ms"])), "table": run["table"], "load": run["load"], "ms": run["ms"]})
+            steps = pd.DataFrame(
+                {"step": range(len(run["ms"])), "table": run["table"], "load": run["load"], "ms": run["ms"]}
+            )
             runs.append(steps.assign(**head))
             if said := verdict(path.parent):
                 verdicts.append(head | flat(json.loads(said)))
@@ -441,18 +462,29 @@ def main():
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cable", choices=CABLES)
     parser.add_argument("--launches", default="0:8", help="or runs: first:end")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="begin no run after so long; what is done is not done again"
+    )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--kind", choices=("fsdp2", "zero"), default="fsdp2")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--raised-steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--raised-steps", type=int, default=150)
     parser.add_argument("--tuned-steps", type=int, default=400)
     parser.add_argument("--plants", default=",".join(PLANTS))
     parser.add_argument("--what-runs", choices=("turns", "tune"), default="turns")
     options = parser.parse_args()
-    parts = {"choice": choice, "sweep": sweep, "best": best, "calls": calls, "gains": gains, "plant": plant, "file": file_rows}
+    parts = {
+        "choice": choice,
+        "sweep": sweep,
+        "best": best,
+        "calls": calls,
+        "gains": gains,
+        "plant": plant,
+        "file": file_rows,
+    }
     parts[options.what](options)
 
 
