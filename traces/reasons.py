@@ -91,6 +91,10 @@ class NotTuning(Reason):
         "{slot} is left alone: NCCL runs {ran} there, which it does not offer to a tuner (a symmetric kernel or a copy "
         "engine)"
     )
+    NOT_UNTOUCHED = (
+        "with --headroom NCCL cannot be left untouched here, so no gain could be told ({why}): "
+        "run the job without that option"
+    )
     SLOT_TAKEN = (
         "{variable}={value} was set after `tune`, `env` or `apply` had set it (by a Slurm TaskProlog or a SPANK "
         "plugin, for example): NCCL loads only one such plugin, so ours replaces it"

@@ -124,7 +124,7 @@ def format_range(low: int, high: int) -> str:
 
 
 #: Format of tables in shared memory, on the wire and in the plugin.
-TABLE_VERSION = 5
+TABLE_VERSION = 6
 
 # One row of a table in shared memory and on the wire (C: struct dccl_rule in envs/nccl/plugin/plugin.h), 32 bytes.
 RULE_DTYPE = np.dtype(
@@ -137,7 +137,7 @@ RULE_DTYPE = np.dtype(
         ("algo", "u1"),
         ("proto", "u1"),
         ("n_channels", "u1"),
-        ("reserved", "<u4"),
+        ("threads", "<u4"),  # 0, or the row is a ceiling, see Rule
     ]
 )
 assert RULE_DTYPE.itemsize == 32
@@ -148,6 +148,8 @@ class Rule:
     """One row: messages of ``func`` with ``min_bytes <= n_bytes <= max_bytes`` on communicators of one class.
 
     The class is (n_ranks, n_nodes); (0, 0) holds for every communicator whose class has no row for the message.
+    With ``threads`` the row is a ceiling. It leaves the pair to NCCL. A message gets the channels that NCCL gives it on a
+    communicator of ``n_channels`` (see ``envs/nccl/untouched.py``).
     """
 
     n_ranks: int
@@ -156,6 +158,7 @@ class Rule:
     min_bytes: int
     max_bytes: int
     decision: Decision
+    threads: int = 0  # of a ring's block under Simple, 256 or 512
 
     @classmethod
     def of(cls, slot: Slot, decision: Decision) -> Rule:
@@ -174,7 +177,7 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """All decisions in force at once. The empty table is NCCL's own choice everywhere.
+    """All decisions in force at once. A table without rows, or with ceilings alone, is NCCL untouched everywhere.
 
     With ``trial_steps`` it is a trial, which ends by itself after about so many steps; with 0 it is there to stay. A
     trial with ``one_of`` holds in one turn of so many; in all others what is there to stay does. A turn is
@@ -188,6 +191,11 @@ class Table:
     one_of: int = 0
     turn_steps: int = 0
     swap: int = 0
+
+    @property
+    def deciding(self) -> tuple[Rule, ...]:
+        """Its rows without the ceilings: none where NCCL is left untouched."""
+        return tuple(rule for rule in self.rules if not rule.threads)
 
     @property
     def trial(self) -> Trial:
@@ -216,6 +224,7 @@ class Table:
             row["algo"] = UNSET if d.algo is None else ALGOS.index(d.algo)
             row["proto"] = UNSET if d.proto is None else PROTOS.index(d.proto)
             row["n_channels"] = d.n_channels
+            row["threads"] = rule.threads
         same = np.ones(max(len(rows) - 1, 0), bool)
         for name in ("n_ranks", "n_nodes", "func"):
             same &= rows[name][1:] == rows[name][:-1]
@@ -243,7 +252,8 @@ def _rule(row: np.void) -> Rule:
         int(row["n_channels"]),
     )
     sizes = int(row["min_bytes"]), int(row["max_bytes"])
-    return Rule(int(row["n_ranks"]), int(row["n_nodes"]), FUNCS[func], *sizes, decision)
+    shape = int(row["n_ranks"]), int(row["n_nodes"])
+    return Rule(*shape, FUNCS[func], *sizes, decision, int(row["threads"]))
 
 
 @dataclass

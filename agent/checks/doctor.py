@@ -115,9 +115,9 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
      "NCCL_NSOCKS_PERTHREAD={NCCL_NSOCKS_PERTHREAD} alone changes nothing: NCCL multiplies it by its helper threads, "
      "0 unless NCCL_SOCKET_NTHREADS is set (network cards of AWS and Google: 2 and 4)",
      "set both, or none, and compare step times", NOTE),
-    ("channels", lambda f: f.release((2, 31)) and "NCCL_MIN_CTAS" not in f.env,
+    ("channels", lambda f: f.release((2, 31)) and not f.env.keys() & {"NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS"},
      "NCCL {nccl} lets a tuner lower the channel count and not raise it",
-     "dynamiccl tune --headroom with the most channels worth trying (costs GPU memory for buffers)", NOTE),
+     "dynamiccl tune --headroom N --untouched RUN, N the most channels worth trying (costs GPU memory)", NOTE),
     ("channel limit", _channel_limit,
      "the environment limits communicators to {found[0]} channels, {found[1]} are asked for",
      "raise NCCL_MAX_NCHANNELS and NCCL_MAX_CTAS", CHANGE),
@@ -131,8 +131,8 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
      "NCCL_CTA_POLICY={NCCL_CTA_POLICY}: copy-engine collectives are used where they can be, and ask no tuner",
      "unset NCCL_CTA_POLICY", CHANGE),
     ("CTA policy", lambda f: f.env.get("NCCL_CTA_POLICY") in ("1", "EFFICIENCY"),
-     "NCCL_CTA_POLICY=EFFICIENCY prefers NVLS for registered buffers; NCCL drops that rule when a tuner is loaded",
-     "unset NCCL_CTA_POLICY, so that default and tuned job are alike", CHANGE),
+     "NCCL_CTA_POLICY=EFFICIENCY prefers NVLS for registered buffers; NCCL drops that rule when a tuner is loaded, so "
+     "with a tuner NCCL is never untouched", "unset NCCL_CTA_POLICY, so that default and tuned job are alike", CHANGE),
     ("ranks on a GPU", lambda f: 0 < (f.n_gpus or 0) < (f.ranks_per_node or 0) and f.release((0,), (2, 30, 3)),
      "{ranks_per_node} ranks share {n_gpus} GPUs: NCCL refuses",
      "use NCCL 2.30.4 or newer with NCCL_MULTI_RANK_GPU_ENABLE=1, or one NCCL_HOSTID a rank and --force", CHANGE),

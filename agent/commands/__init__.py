@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
+    from ...envs.nccl.untouched import Untouched as UntouchedTable
     from ...envs.sim.emulated.settings import Emulated
     from ...traces.records import Table
 
@@ -54,9 +55,17 @@ Headroom = Annotated[
     Option(
         min=1,
         max=64,
-        help="Make NCCL prepare this many channels (NCCL_MIN_CTAS), so that a table may use up to as many. NCCL "
-        "allocates memory for them. A table cannot use more channels than the communicator has. With NCCL 2.31 and "
-        "newer it can only lower NCCL's own count, so more channels need this option.",
+        help="Make NCCL prepare this many channels (NCCL_MIN_NCHANNELS), so that a table may use up to as many. NCCL "
+        "allocates memory for them. A table cannot use more channels than the communicator has. Calls that no table "
+        "decides keep NCCL's own count. Not with CUDA graphs.",
+    ),
+]
+Untouched = Annotated[
+    Path | None,
+    Option(
+        metavar="RUN",
+        help="With --headroom, which needs it: results of an earlier run of this job without that option. NCCL's own "
+        "channel counts are read from it. All nodes must be able to read it.",
     ),
 ]
 # An emulated cluster for a job without GPUs; see :func:`emulation`.
@@ -259,6 +268,24 @@ def refuse_traps(
         fail(f"{what} (`dynamiccl doctor` explains it; --force starts anyway)")
     for trap in found:
         print(f"warning: {trap.what}: {trap.cure}", file=sys.stderr)
+
+
+def untouched_from(headroom: int | None, earlier: Path | None) -> UntouchedTable | None:
+    """What NCCL does without --headroom, from the results of an earlier run; None without that option."""
+    if headroom is None and earlier is None:
+        return None
+    if headroom is None:
+        fail("--untouched is for --headroom: give both, or neither")
+    if earlier is None:
+        fail(
+            "--headroom needs --untouched RUN, the results of a run of this job without it: "
+            "NCCL's own channel counts, which the tables are compared with, are read there"
+        )
+    from ...envs.nccl_model.untouched import of_run
+    from ...traces.files import TraceError
+
+    with refusing(TraceError, ValueError, OSError):
+        return of_run(results(earlier), headroom)
 
 
 def results(where: str | Path) -> Path:

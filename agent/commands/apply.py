@@ -55,7 +55,8 @@ def apply(
     variables that begin with NCCL_ and DYNAMICCL_ to the other nodes (mpirun -x, srun --export=ALL).
 
     After a run on several nodes only the results folder of rank 0 has a table. Copy its table.json to a place that all
-    nodes can read, and give that file. If the run had --headroom, give it here too.
+    nodes can read, and give that file. If the run had --headroom, give it here too:
+    the table also holds all other calls to NCCL's own channel counts.
 
     --no-gate only sets the environment. The job may then be JAX, nccl-tests or an inference server. Each process uses
     the table as soon as it loads the plugin. Nothing checks that all processes load it. If one does not, it hangs

@@ -16,18 +16,21 @@ from . import (
     Headroom,
     Json,
     Option,
+    Untouched,
     emulation_here,
     fail,
     off_here,
     refuse_scales,
     refuse_traps,
     refusing,
+    untouched_from,
 )
 
 
 def env(
     name: Annotated[str | None, Option(help="Name of the run folder. Default: a new one.")] = None,
     headroom: Headroom = None,
+    untouched: Untouched = None,
     cluster: EmulatedCluster = None,
     bytes_scale: BytesScale = None,
     compute_scale: ComputeScale = None,
@@ -37,7 +40,8 @@ def env(
 ) -> None:
     """Print the variables of a job that a tuner can join later, leave, and join again.
 
-    Set them before the job starts, on all nodes. Without a tuner the job runs under NCCL's default.
+    Set them before the job starts, on all nodes. Without a tuner the job runs under NCCL's default, with --headroom on
+    all channels.
 
     \b
     eval "$(dynamiccl env --name big)"
@@ -58,11 +62,14 @@ def env(
     refuse_scales(cluster, bytes_scale, compute_scale)
     emulated, facts = emulation_here(cluster, bytes_scale, compute_scale, seed)
     refuse_traps(None, force, emulated=emulated is not None)
+    own_channels = untouched_from(headroom, untouched)
     with refusing(PluginBuildError, ValueError, OSError):
         try:
             run = make_folder(name)
         except FileExistsError:
             fail(f"a run {name} is there, whose job lives or has still to start: give another --name")
+        if own_channels:
+            own_channels.write(run)
         variables = job_env(run, headroom)
         if emulated:
             variables |= emulated.env()

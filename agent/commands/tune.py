@@ -24,6 +24,7 @@ from . import (
     Headroom,
     Option,
     OrUntuned,
+    Untouched,
     become_owner,
     emulation_here,
     fail,
@@ -32,6 +33,7 @@ from . import (
     refusing,
     run_alone_if_off,
     run_folder,
+    untouched_from,
     untuned_if_refused,
 )
 
@@ -105,6 +107,7 @@ def tune(
         ),
     ] = None,
     headroom: Headroom = None,
+    untouched: Untouched = None,
     attach: Annotated[
         str | None,
         Option(
@@ -168,6 +171,11 @@ def tune(
     The kept table is stored for the next run of the job on the same cluster (OPERATING.md says where). There it is the
     first candidate, and is compared with the default like any other table.
 
+    With --headroom N, NCCL prepares N channels, so that tables may use them. --untouched RUN names the results of a
+    run of this job without that option. Its channel counts make the untouched table, which holds from the ranks' first
+    agreement on wherever no other table decides. So a gain is one against NCCL untouched. A job that groups calls, or
+    captures them in CUDA graphs, is not tuned then: no table can hold NCCL untouched there.
+
     With a COMMAND this is a launcher for schedulers. Its exit status is the job's (128 + n after signal n). It passes
     on all signals and the job's output. The tuner prints one line per event to stderr. `dynamiccl top` in another
     terminal shows the state of the run. The tuner is a separate process: the job does not notice its end, and
@@ -188,7 +196,7 @@ def tune(
     _check(call)
     run_alone_if_off(command, headroom, json)
     if attach:
-        if headroom:
+        if headroom or untouched:
             fail(
                 "the job already has its communicators: give --headroom to `dynamiccl env` before the job starts"
             )
@@ -240,6 +248,7 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     from ..report.outputs import begin, default_url, full_url, link
 
     command, own = asked["command"], not asked["command"]
+    untouched = untouched_from(asked["headroom"], asked["untouched"])
     memory = None if asked["no_memory"] else asked["memory"] or default_url()
     memory = memory and full_url(memory)
     if memory and "://" in memory:
@@ -260,6 +269,8 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     left |= {"out": out, "memory": memory, "emulated": emulated, "job_log": job_log, "launched": not own}
     left |= {"facts": facts, "job": " ".join(command)}
     Request(**left).write(run)
+    if untouched:
+        untouched.write(run)
     link(out, run)
     tuner = [*program(), "tune", "--attach", str(run)]
     environment = {**job_env(run, asked["headroom"]), **(emulated.env() if emulated else {})}

@@ -23,7 +23,7 @@ from ...envs.nccl.tables import TABLE
 from ...envs.search.config import SearchConfig
 from ...traces.outside import TraceError
 from ...traces.reasons import RunEnds
-from ...traces.records import TUNED_FUNCS, Decision, Slot
+from ...traces.records import TUNED_FUNCS, Decision, Slot, Table
 from ...traces.writer import TraceWriter
 from ..policies.choosing import make_chooser
 from ..report.outputs import claim, link, refuse_others, run_of, task_folder
@@ -119,6 +119,8 @@ class Daemon:
         link(out, self.run.path)
         header = {"emulated": request.emulated is not None, "policy": request.policy, **request.facts}
         header |= asdict(request.emulated) if request.emulated else {}
+        if self.job.untouched:
+            header["headroom"] = self.job.untouched.headroom
         header |= {"job": request.job, "run": str(self.run.path), "run_id": self.run.id}
         with contextlib.ExitStack() as stack:
             self._open(stack)
@@ -284,7 +286,7 @@ class Daemon:
         """The page and the files follow figures that move by themselves."""
         self._page.keep_up(self._summary)
         if self._results.are_old:
-            self._results.write(self._summary(), self.job.confirmed)
+            self._results.write(self._summary(), self._table())
 
     def _ends_with_verdict(self) -> bool:
         """Whether the verdict is there and the request is for no more: says so then."""
@@ -330,9 +332,14 @@ class Daemon:
         """Write down what the run has come to, and return it: from here the job may run for weeks, and the tuner may be
         killed. The memory comes last: its store may be slow."""
         summary = self._summary()
-        self._results.write(summary, self.job.confirmed)
+        self._results.write(summary, self._table())
         self._remember()
         return summary
+
+    def _table(self) -> Table:
+        """What was confirmed, as `dynamiccl apply` takes it; without rows while nothing is."""
+        table = Table.of(1, self.job.confirmed)
+        return self.run.whole(table) if table.rules else table
 
     def _remember(self) -> None:
         """Leave what was confirmed, or the verdict, to the next job here; a run that failed leaves word of that."""
@@ -374,7 +381,7 @@ class Daemon:
     def _summarise(self, signals: Signals) -> RunSummary:
         """The last word. The summary and the table come first: whoever ended the tuner may not wait for more."""
         summary = self._summary()
-        why = error_of(lambda: self._results.write(summary, self.job.confirmed))
+        why = error_of(lambda: self._results.write(summary, self._table()))
         with contextlib.suppress(KeyboardInterrupt):
             signals.are_heard = True
             self._remember()

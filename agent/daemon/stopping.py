@@ -64,7 +64,7 @@ def end_tuning(run: Path, wait_s: float) -> Stopped:
     had_tuner = is_locked(run / TUNER)
     if not (run / STATUS).exists() and not _has_rank_0(folder):
         return Stopped(had_tuner, job_runs=True, in_force=False, has_rank_0=False)
-    if not (run / STATUS).exists() and _is_untouched(folder, had_table):
+    if not (run / STATUS).exists() and _nothing_to_undo(folder, had_table):
         return Stopped(had_tuner, job_runs=True, in_force=True, has_begun=False)
     from ...envs.live.job import Job  # imports pandas, which takes seconds
 
@@ -122,8 +122,10 @@ def _has_rank_0(folder: RunFolder) -> bool:
     )
 
 
-def _is_untouched(folder: RunFolder, had_table: bool) -> bool:
-    """Whether no table has changed anything here; ``had_table``: one was published before the tuner was to end."""
+def _nothing_to_undo(folder: RunFolder, had_table: bool) -> bool:
+    """Whether the job runs NCCL untouched already; ``had_table``: one was published before the tuner was to end."""
+    if folder.untouched:  # with --headroom only a table makes it so
+        return False
     if not _has_begun(folder):
         return True
     return not had_table and not _tries_a_table(folder)
@@ -146,7 +148,7 @@ def _is_empty(found: tuple[int, bytes] | None) -> bool:
     from ...envs.nccl.shm import decode_table
 
     table = decode_table(found[1])
-    return not table.rules and not table.trial_steps
+    return not table.deciding and not table.trial_steps
 
 
 def _tries_a_table(folder: RunFolder) -> bool:

@@ -18,7 +18,7 @@ from ...envs.nccl.tables import TABLE, to_json
 from ...traces.here import program
 from ...traces.outside import atomically
 from ...traces.reasons import RunEnds, names
-from ...traces.records import Decisions, Table
+from ...traces.records import Table
 from ..report.outputs import logged
 from ..report.summary import RunSummary
 from ..report.verdict import DEFAULT
@@ -84,6 +84,7 @@ def _seen(request: Request, job: Job) -> dict[str, Any]:
         "consistency": {"calls_checked": audit.calls_checked, "mismatches": audit.mismatches},
         "records_lost": job.records_lost,
         "job_status": job.status,
+        "headroom": job.untouched.headroom if job.untouched else None,
     }
 
 
@@ -94,15 +95,15 @@ class Results:
         self.out = out
         self._next = math.inf  # no summary before the verdict
 
-    def write(self, summary: RunSummary, table: Decisions) -> None:
+    def write(self, summary: RunSummary, table: Table) -> None:
         """The summary, and what was confirmed as `dynamiccl apply` takes it; no table while nothing is.
 
         Raises OSError or TraceError.
         """
         path = self.out / TABLE
         summary.write(self.out)
-        if table:
-            text = to_json(Table.of(1, table))
+        if table.rules:
+            text = to_json(table)
             atomically(path, lambda draft: draft.write_text(text))
         else:
             path.unlink(missing_ok=True)

@@ -39,6 +39,8 @@ class OfJob:
     n_ranks: int | None = None
     #: its name
     policy: str | None = None
+    #: channels that --headroom asked for; the default is NCCL without that option
+    headroom: int | None = None
     #: optimizer steps that were seen
     steps: int | None = None
     #: of the built-in job

@@ -9,7 +9,7 @@ import pandas as pd
 
 from ...traces.queries.exposed import critical_lines
 from .summary import RunSummary
-from .verdict import OWN, PHASES, ms, outcome, rows_text, seconds, side, verdict
+from .verdict import OWN, PHASES, ms, outcome, own_of, rows_text, seconds, side, verdict
 
 #: Heads of :func:`cost_rows`; the columns in NUMBERS are aligned to the right.
 COSTS = (
@@ -77,9 +77,10 @@ def measured(s: RunSummary) -> str:
     if s.default_step_ms is None or s.tuned_step_ms is None:
         return ""
     steps = f", steps {s.compared_steps[0]} to {s.compared_steps[1]}" if s.compared_steps else ""
+    own = own_of(s)
     sides = [
-        (side(s.compared), s.tuned_step_ms, s.tuned_windows),
-        (OWN, s.default_step_ms, s.default_windows),
+        (side(s.compared, own), s.tuned_step_ms, s.tuned_windows),
+        (own, s.default_step_ms, s.default_windows),
     ]
     parts = [
         f"{name} {ms(value)}" + (f" (median of {n} window{'s' * (n > 1)})" if n else "")
@@ -94,13 +95,19 @@ def _ratio(s: RunSummary) -> str:
         return ""
     parts = ["95 %: {:.3f} to {:.3f}".format(*s.speedup_ci95)]
     parts += ["against itself: {:.3f} to {:.3f}".format(*s.aa_speedup_ci95)] if s.aa_speedup_ci95 else []
-    return f"{OWN} takes {s.speedup:.3f} times as long as {side(s.compared)} ({'; '.join(parts)})"
+    own = own_of(s)
+    return f"{own} takes {s.speedup:.3f} times as long as {side(s.compared, own)} ({'; '.join(parts)})"
 
 
 def result_lines(summary: RunSummary) -> list[str]:
     """The verdict first, then its step times, all comparisons, and the rows of each table."""
     shown = [c for c in summary.comparisons if c["outcome"] == "kept" or not c["trial"]]
-    found = [verdict(summary), measured(summary), _ratio(summary), *map(outcome, shown)]
+    found = [
+        verdict(summary),
+        measured(summary),
+        _ratio(summary),
+        *(outcome(c, own_of(summary)) for c in shown),
+    ]
     if summary.trials:
         found.append(
             f"trials after the verdict: {summary.trials} windows, cost {seconds(summary.trials_cost_s or 0)}"

@@ -13,15 +13,22 @@ from .summary import RunSummary
 
 #: The default instead of a table's letter: in files, and for people.
 DEFAULT, OWN = "default", "NCCL's default"
+#: The same in a run with --headroom: the default has the channels of a run without it.
+UNTOUCHED = "NCCL untouched"
 #: Kind of the line in a trace's log that the tuner writes at each verdict, with its ``step`` and ``text``.
 VERDICT = "verdict"
 #: Phase of a window in the log -> its name for people.
 PHASES = {"verify": "comparison", "refine": "trial"}
 
 
-def side(letter: str | None) -> str:
-    """One side of a comparison, for people."""
-    return OWN if letter in (DEFAULT, None) else str(letter)
+def side(letter: str | None, own: str = OWN) -> str:
+    """One side of a comparison, for people; ``own``: the default's name, see :func:`own_of`."""
+    return own if letter in (DEFAULT, None) else str(letter)
+
+
+def own_of(s: RunSummary) -> str:
+    """The name of the run's default, for people."""
+    return UNTOUCHED if s.headroom else OWN
 
 
 def ms(value: float) -> str:
@@ -45,9 +52,9 @@ def change(speedup: float, ends: Sequence[float] | None = None, note: str = "", 
     return f"{text} ({': '.join(inside)})" if inside else text
 
 
-def outcome(c: Mapping[str, Any]) -> str:
-    """The result of one comparison of the summary, in one line."""
-    table, against = side(c["table"]), side(c["against"])
+def outcome(c: Mapping[str, Any], own: str = OWN) -> str:
+    """The result of one comparison of the summary, in one line; ``own``: the default's name."""
+    table, against = side(c["table"], own), side(c["against"], own)
     if c["speedup"] is None:
         return f"{table} against {against}: no pair of windows"
     word = {"kept": f"kept {table}", "lost": f"{table} lost"}.get(c["outcome"], f"{table} not decided")
@@ -92,20 +99,22 @@ def _emulated(s: RunSummary) -> str:
 
 
 def _decided(s: RunSummary) -> str:
-    emulated = _emulated(s)
-    came = change(s.speedup, s.speedup_ci95, s.strength if s.kept else "") if s.speedup is not None else ""
+    emulated, own = _emulated(s), own_of(s)
+    than = f" than {own}" if s.kept and s.headroom else ""
+    note = s.strength if s.kept else ""
+    came = change(s.speedup, s.speedup_ci95, note, than) if s.speedup is not None else ""
     if s.kept:
         what = f"steps {came}, {cost(s)}" if came else "a table that was kept earlier is still used"
         return f"KEPT {s.in_force or 'the table'}{emulated}: {what}".rstrip(", ")
     if s.dropped:
-        return f"REVERTED{emulated}: {s.dropped}; {OWN} is used again"
+        return f"REVERTED{emulated}: {s.dropped}; {own} is used again"
     if s.budget_s == 0:
-        return f"NOTHING TRIED{emulated}: a budget of 0 allows no trial; {OWN} stays"
+        return f"NOTHING TRIED{emulated}: a budget of 0 allows no trial; {own} stays"
     seen = f"; a gain of {s.detectable:.1%} or more would have been seen" if s.detectable is not None else ""
     if came:
-        what = f"steps under {side(s.compared)} were {came} than under {OWN}, which stays"
+        what = f"steps under {side(s.compared, own)} were {came} than under {own}, which stays"
         return f"NOTHING KEPT{emulated}: {what}{seen}"
-    return f"NOTHING FOUND{emulated}: no table promised enough to be compared; {OWN} stays{seen}"
+    return f"NOTHING FOUND{emulated}: no table promised enough to be compared; {own} stays{seen}"
 
 
 #: Names of protocols and algorithms for people.

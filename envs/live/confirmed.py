@@ -27,7 +27,7 @@ def read_confirmed(folder: Path) -> dict[Slot, Decision]:
         table = decode_table(raw)
     except (OSError, ValueError):
         return {}
-    return {slot_of(rule): rule.decision for rule in table.rules}
+    return {slot_of(rule): rule.decision for rule in table.deciding}
 
 
 def decided(decisions: Decisions) -> dict[Slot, Decision]:

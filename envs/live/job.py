@@ -87,6 +87,7 @@ class Job(Reader):
         if writer is not None:
             self.begin_trace(writer)
         self.on_state = on_state
+        self.untouched = run.untouched
         self.generation = run.table.generation()  # another tuner may have been here before
         self.confirmed: dict[Slot, Decision] = read_confirmed(run.path)
         self.memory_pressure = 0.0  # memory used / total on the fullest GPU, 0 = unknown
@@ -95,9 +96,8 @@ class Job(Reader):
         self.waits = empty(WAIT_COLUMNS)  # when the job stood still, where it tells: an emulated one
         self.thin = False  # the search is over: write events whose kernels were timed, and keep none
         self.rhythm = Rhythm()
-        self._to_stay: dict[Slot, Decision] | None = (
-            None if self.generation else {}
-        )  # published last, where no trial
+        # Published last, where no trial. With --headroom nothing is untouched until the first table has said so.
+        self._to_stay: dict[Slot, Decision] | None = None if self.generation or run.untouched else {}
         self._told = ""
         self._taken = time.monotonic()
         self._events: deque[pd.DataFrame] = deque()
@@ -177,7 +177,7 @@ class Job(Reader):
         table = Table.of(self.generation, decisions, *trial)
         self.obedience.expect(table)
         log.debug("table %d published %s: %s", self.generation, table.trial, table.rules)
-        self.run.table.publish(table)
+        self.run.table.publish(self.run.whole(table))
         if self.writer:
             self.writer.log("table", {"table": table})
         return self.generation
@@ -186,7 +186,7 @@ class Job(Reader):
         """Publish ``decisions`` to stay: what the job falls back to, and a later daemon goes on from."""
         self.confirmed = decided(decisions)
         generation = self.publish(self.confirmed)
-        note_confirmed(self.run.path, Table.of(generation, self.confirmed))
+        note_confirmed(self.run.path, self.run.whole(Table.of(generation, self.confirmed)))
         return generation
 
     def release(self) -> None:

@@ -18,7 +18,9 @@ from ...traces.queries.exposed import exposed_parts
 from ...traces.queries.slots import SLOT_KEYS, SlotProfile, find_slots, outside_the_offer, with_sizes
 from ...traces.reasons import NotTuning, names
 from ...traces.records import TUNED_FUNCS, Decision, Slot
+from ..nccl.untouched import Untouched
 from ..nccl_model.arms import distinct
+from ..nccl_model.untouched import fault
 from ..search.interfaces import PROFILE, UNTIMED, Measured, Plan, warm_up_families
 from ..search.interfaces import Job as TunedJob
 from .gpu_memory import take_out
@@ -54,6 +56,7 @@ class LiveWindows:
         self.profiles: list[SlotProfile] = []
         self.profile_events = pd.DataFrame()
         self._guard = Guard([], self.profile_events)
+        self._untouched: Untouched | None = getattr(job, "untouched", None)
         self.withheld: list[str] = []  # which settings of the slots are not tried, and why
         self.exposed: dict[Slot, float] = {}  # part of each slot's time; empty: the job does not tell
         self._before_ms = 0.0  # a step under the table before
@@ -77,6 +80,8 @@ class LiveWindows:
             if is_large or profile.slot in confirmed:  # a slot of its table stays, however small it is now
                 self.profiles.append(profile)
         self.on_window(plan, window)
+        if self._untouched and (why := fault(self._untouched, self.profile_events)):
+            raise ValueError(NotTuning.NOT_UNTOUCHED(why=why))
         if not self.profiles:
             shares = [p.share for p in found]
             raise ValueError(self.nothing(shares))
@@ -93,7 +98,8 @@ class LiveWindows:
         self.profile_events = events
         offers = job.assembler.offers
         step_us = window.step_ms * 1e3
-        found = find_slots(events, offers, step_us, job.memory_pressure)
+        headroom = self._untouched.headroom if self._untouched else 0
+        found = find_slots(events, offers, step_us, job.memory_pressure, headroom=headroom)
         no_compute = empty(COMPUTE_COLUMNS)
         self.exposed = exposed_parts(events, no_compute, job.waits)
         outside = outside_the_offer(events, offers)
@@ -175,6 +181,9 @@ class LiveWindows:
         events = pd.DataFrame()
         if is_timed:
             events = self._events(measured, is_few)
+            why = fault(self._untouched, events, is_default=False) if self._untouched else ""
+            if why:
+                raise OtherJob(NotTuning.NOT_UNTOUCHED(why=why))
         call_us = self._calls(events)
         obeyed = self._obeyed(measured)
         self.on_window(plan, measured)

@@ -23,6 +23,7 @@ from ...traces.records import RULE_DTYPE, TABLE_VERSION, Rule, Table, Trial
 from .plugin.private import private_folder
 from .rings import Ring
 from .run_folder import RUN_ID, TABLE, TABLE_FILE_BYTES, make_folder
+from .untouched import Untouched
 
 TABLE_MAGIC = b"DCCLTBL1"
 MAX_RULES = 126  # what fits into TABLE_FILE_BYTES
@@ -54,6 +55,11 @@ def trial_of(message: bytes) -> Trial:
 def rows_of(message: bytes) -> bytes:
     """What a sound message says, whatever its number and for how long; b"" leaves everything to NCCL."""
     return _unpack(message)[1]
+
+
+def decides(rows: bytes) -> bool:
+    """Whether any of these rows decides something: ceilings leave NCCL untouched."""
+    return bool((np.frombuffer(rows, RULE_DTYPE)["threads"] == 0).any())
 
 
 def row_digest(rule: Rule) -> str:
@@ -162,6 +168,7 @@ class RunFolder:
         if self.path.is_symlink() or not self.path.is_dir() or not private_folder(self.path):
             raise ValueError(f"{path} is not a run folder of this user (a folder of its own, mode 0700)")
         self.id = _id_of(self.path)
+        self.untouched = Untouched.read(self.path)
         self._hold = _hold(self.path)
         try:
             self.table = TableFile(self.path / TABLE, write=True)
@@ -181,6 +188,10 @@ class RunFolder:
         Raises OSError, FileExistsError where a run of that ``name`` still lives or waits for its job.
         """
         return cls(make_folder(name))
+
+    def whole(self, table: Table) -> Table:
+        """The table as the ranks get it: with ``--headroom`` it has a ceiling where no row decides."""
+        return self.untouched.over(table) if self.untouched else table
 
     def rings(self) -> list[Ring]:
         """Rings of the job's processes, dead ones included until :meth:`remove`; opens those that are new."""

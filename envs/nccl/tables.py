@@ -3,7 +3,7 @@
 ``{"dynamiccl_table": 1, "rules": [{"func": "all_gather", "min_bytes": 0, "max_bytes": 1048576, "algo": "ring",
 "proto": "ll", "n_channels": 0, "n_ranks": 16, "n_nodes": 2}]}``. ``algo`` and ``proto`` may be left out together,
 ``n_channels`` too; so may ``n_ranks`` and ``n_nodes``, then the rule holds for every communicator that has none of its
-own.
+own. A rule with ``threads`` is a ceiling, as a run with ``--headroom`` leaves them (``untouched.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FORMAT = 1
 TABLE = "table.json"
 MAX_BYTES = 2**63 - 1
 MAX_TEXT = 4 << 20  # characters of a table's file: the plugin holds 1024 rows
-_KEYS = ("func", "min_bytes", "max_bytes", "algo", "proto", "n_channels", "n_ranks", "n_nodes")
+_KEYS = ("func", "min_bytes", "max_bytes", "algo", "proto", "n_channels", "n_ranks", "n_nodes", "threads")
 
 
 def to_json(table: Table) -> str:
@@ -29,6 +29,7 @@ def to_json(table: Table) -> str:
     for rule in table.rules:
         row = {"func": rule.func, "min_bytes": rule.min_bytes, "max_bytes": rule.max_bytes}
         row |= {"n_ranks": rule.n_ranks, "n_nodes": rule.n_nodes} if rule.n_ranks else {}
+        row |= {"threads": rule.threads} if rule.threads else {}
         rules.append(row | {name: value for name, value in vars(rule.decision).items() if value})
     return json.dumps({"dynamiccl_table": FORMAT, "rules": rules}, indent=1) + "\n"
 
@@ -95,9 +96,13 @@ def _rule(row: Any) -> Rule:
     low, high = _whole(row, "min_bytes", 0, MAX_BYTES), _whole(row, "max_bytes", MAX_BYTES, MAX_BYTES)
     if low > high:
         raise ValueError(f"sizes {low} to {high} are no range")
-    return Rule(
-        n_ranks, n_nodes, row["func"], low, high, Decision(row.get("algo"), row.get("proto"), n_channels)
-    )
+    decision = Decision(row.get("algo"), row.get("proto"), n_channels)
+    threads = _whole(row, "threads", 0, 512)
+    if threads and (threads not in (256, 512) or decision.algo or not n_channels):
+        raise ValueError(
+            "threads, 256 or 512, make a ceiling: a row with n_channels and without algo and proto"
+        )
+    return Rule(n_ranks, n_nodes, row["func"], low, high, decision, threads)
 
 
 def _whole(row: dict[str, Any], key: str, otherwise: int, most: int) -> int:

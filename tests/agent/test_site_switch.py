@@ -73,7 +73,7 @@ def test_the_launcher_becomes_the_job_alone(tmp_path, words):
 )
 def test_the_channels_of_headroom_stay_since_other_nodes_may_be_tuned(words):
     """Ranks of one communicator with different channels hang. Before: they were set on the tuned nodes alone."""
-    shows = [sys.executable, "-c", "import os; print(os.environ.get('NCCL_MIN_CTAS'))"]
+    shows = [sys.executable, "-c", "import os; print(os.environ.get('NCCL_MIN_NCHANNELS'))"]
     assert run(*words, "--", *shows, env=OFF).stdout == "32\n"
     refused = "--policy=alchemy" if words[0] == "tune" else "--no-gate"
     assert run(*words, refused, "--or-untuned", "--", *shows).stdout == "32\n"
@@ -96,7 +96,7 @@ def test_env_gives_no_variables():
     done = run("env", env=OFF)
     assert (done.returncode, done.stdout) == (0, "") and "switched off" in done.stderr
     assert json.loads(run("env", "--json", env=OFF).stdout) == {}
-    assert run("env", "--headroom", "32", env=OFF).stdout == "export NCCL_MIN_CTAS=32\n"
+    assert run("env", "--headroom", "32", env=OFF).stdout == "export NCCL_MIN_NCHANNELS=32\n"
 
 
 @pytest.mark.parametrize("theirs", ["", "/opt/site/libnccl-tuner.so"])

@@ -29,7 +29,7 @@ class WatchedJob(FakeJob):
 
     def __init__(self, run: RunFolder, look: Callable[[WatchedJob], bool]) -> None:
         super().__init__(self._ms, noise=0.002)
-        self.run = run
+        self.run, self.untouched = run, run.untouched
         self.look, self.best, self.base_ms = look, GOOD, STEP_MS
         self.audit = SimpleNamespace(calls_checked=0, mismatches=0)
         self.assembler.comms = {}

@@ -101,11 +101,13 @@ def find_slots(
     step_us: float,
     memory_pressure: float = 0.0,
     told: pd.Series[int] | None = None,
+    headroom: int = 0,
 ) -> list[SlotProfile]:
     """The slots of a job, the one with the largest share of the step first.
 
     ``events`` are those of whole default steps; ``step_us`` is their step time. Where kernels were not sampled, NCCL's
-    own price stands in for the time of a call. ``told``: see :func:`.steps.told_steps`.
+    own price stands in for the time of a call. ``told``: see :func:`.steps.told_steps`. ``headroom``: channels that all
+    communicators have at least, though NCCL, left untouched, uses fewer.
 
     All communicators of a class make one slot. Its calls, times and share are those of one process, the one that it
     costs most, over all its communicators of the class: it waits for them one after the other.
@@ -128,7 +130,7 @@ def find_slots(
         offer = offers.get((comm_id, slot.func, n_bytes))
         if offer is None or (offer.algo, offer.proto) not in PAIRS:
             continue
-        comm_channels = channels[slot.n_ranks, slot.n_nodes]
+        comm_channels = max(channels[slot.n_ranks, slot.n_nodes], headroom)
         use = _Use(slot, n_bytes, group, n_steps[pid], comm_channels)
         profile = use.profile(offer, step_us, memory_pressure)
         profiles.append(profile)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..plugin.bindings import Span
-from ..shm import rows_of, trial_of
+from ..shm import decides, rows_of, trial_of
 from .protocol import Vote
 
 
@@ -52,8 +52,8 @@ class InForce:
                 del self.trials[comm]
 
     def is_default(self) -> bool:
-        """Whether NCCL decides alone everywhere, for good."""
-        return not (any(self.rows.values()) or self.trials)
+        """Whether NCCL is left untouched everywhere, for good."""
+        return not (any(map(decides, self.rows.values())) or self.trials)
 
     def differs(self, comm: int, message: bytes) -> bool:
         """Whether a communicator runs another table than this one, or may run a trial."""

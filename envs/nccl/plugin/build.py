@@ -283,9 +283,14 @@ def names_none(value: str) -> bool:
 def channels_env(headroom: int | None) -> dict[str, str]:
     """What makes communicators with so many channels where NCCL would have made fewer; nothing for None.
 
-    NCCL agrees on the channels before it reads this, so all ranks of a communicator must have the same.
+    NCCL agrees on the channels before it reads this, so all ranks of a communicator must have the same. Not
+    NCCL_MIN_CTAS: that also raises the channels of NVLS, of symmetric kernels and of registered buffers, which no
+    tuner could give back (2.28.9 src/transport/nvls.cc, src/sym_kernels.cc, src/register/coll_reg.cc).
     """
-    return {} if headroom is None else {"NCCL_MIN_CTAS": str(headroom)}
+    if headroom is None:
+        return {}
+    theirs = os.environ.get("NCCL_MIN_NCHANNELS", "")
+    return {"NCCL_MIN_NCHANNELS": str(max(headroom, int(theirs) if theirs.isdigit() else 0))}
 
 
 def nccl_env(path: Path, *, headroom: int | None = None) -> dict[str, str]:

@@ -22,7 +22,7 @@ enum { DCCL_NO_RANK = 0xffffffff };
 // ---- table: a 64-byte head and rows of 32 bytes, the same bytes in the file, on the wire and here ----
 
 #define DCCL_TABLE_MAGIC UINT64_C(0x314c42544c434344)  // "DCCLTBL1"
-enum { DCCL_TABLE_VERSION = 5, DCCL_MAX_ROWS = 1024, DCCL_MAX_CHANNELS = 64 };
+enum { DCCL_TABLE_VERSION = 6, DCCL_MAX_ROWS = 1024, DCCL_MAX_CHANNELS = 64 };
 
 struct dccl_table_head {
   uint64_t magic;
@@ -49,7 +49,9 @@ struct dccl_rule {
   uint8_t algo;
   uint8_t proto;
   uint8_t n_channels;
-  uint32_t reserved;
+  // 0, or the row is a ceiling: NCCL's own pair, with the channels that NCCL itself gives such a message on a
+  // communicator of `n_channels`. Threads of a ring's block under Simple, 256 or 512, on which that depends.
+  uint32_t threads;
 };
 
 _Static_assert(sizeof(struct dccl_table_head) == 64, "table head");
@@ -64,6 +66,7 @@ struct dccl_decision {
   uint8_t algo;
   uint8_t proto;
   uint8_t n_channels;  // 0: NCCL decides
+  uint16_t threads;    // as in a row
 };
 
 // A table as it is referred to: its generation << 32 | the number of the buffer that it lies in. Buffer 0 is
@@ -76,7 +79,7 @@ static inline uint32_t dccl_generation_of(dccl_table table) { return (uint32_t)(
 // 1: `decision` is that of a message under a table, 0: the table is silent, -1: its buffer is being filled
 // with another. `class` is dccl_class() of the communicator.
 int dccl_lookup(dccl_table table, uint64_t class, int func, uint64_t n_bytes, struct dccl_decision* decision);
-uint64_t dccl_epoch(dccl_table table);  // another one each time that its buffer is filled; 39 bits
+uint64_t dccl_epoch(dccl_table table);  // another one each time that its buffer is filled; 37 bits
 dccl_table dccl_fixed(
     void);  // what dynamiccl_activate or the environment gave; holds where nothing was agreed
 // A table that the next switches of an agreement are to.

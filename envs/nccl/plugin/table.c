@@ -82,11 +82,12 @@ int dccl_lookup(dccl_table table, uint64_t class, int func, uint64_t n_bytes,
   decision->algo = (uint8_t)(last >> 8);
   decision->proto = (uint8_t)(last >> 16);
   decision->n_channels = (uint8_t)(last >> 24);
+  decision->threads = (uint16_t)(last >> 32);
   return row >= 0;
 }
 
 uint64_t dccl_epoch(dccl_table table) {
-  const uint64_t buffer = dccl_buffer_of(table), fills = head(&buffers[buffer].sequence) & ((1u << 30) - 1);
+  const uint64_t buffer = dccl_buffer_of(table), fills = head(&buffers[buffer].sequence) & ((1u << 28) - 1);
   return fills << DCCL_BUFFER_BITS | buffer;
 }
 
@@ -111,7 +112,8 @@ static struct dccl_rule rule_at(const void* rows, uint32_t i) {
 
 static bool rule_is_valid(const struct dccl_rule* r) {
   const bool pair_unset = r->algo == DCCL_UNSET && r->proto == DCCL_UNSET;
-  return r->func < N_FUNCS && (pair_unset || (r->algo < N_ALGOS && r->proto < N_PROTOS)) &&
+  const bool is_ceiling = pair_unset && r->n_channels > 0 && (r->threads == 256 || r->threads == 512);
+  return (r->threads == 0 || is_ceiling) && r->func < N_FUNCS && (pair_unset || (r->algo < N_ALGOS && r->proto < N_PROTOS)) &&
          r->n_channels <= DCCL_MAX_CHANNELS && r->min_bytes <= r->max_bytes &&
          (r->n_ranks == 0) == (r->n_nodes == 0) && r->n_nodes >> (32 - KEY_BITS) == 0;
 }

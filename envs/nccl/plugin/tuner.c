@@ -16,7 +16,7 @@ enum { MEMO_BITS = 7, MEMO_WAYS = 2, MOST_CELLS = 64 };
 // A job asks about a few messages over and over: what was answered last, while the table is the same.
 struct memo {
   _Atomic uint64_t key;    // the message, 0: free
-  _Atomic uint64_t value;  // epoch of the table << 25 | whether it speaks << 24 | decision
+  _Atomic uint64_t value;  // epoch of the table << 27 | threads / 256 << 25 | whether it speaks << 24 | decision
   _Atomic bool noted;      // the message's offer is in the ring, or of no use to a tuner
 };
 
@@ -64,18 +64,19 @@ static bool look_up(const struct context* c, struct memo* m, const struct dccl_q
     const dccl_table table = dccl_table_now(c->seat);
     const uint64_t epoch = dccl_epoch(table), key = key_of(q);
     uint64_t value = atomic_load_explicit(&m->value, memory_order_acquire);
-    if (value >> 25 != epoch || atomic_load_explicit(&m->key, memory_order_acquire) != key) {
+    if (value >> 27 != epoch || atomic_load_explicit(&m->key, memory_order_acquire) != key) {
       *d = (struct dccl_decision){0};
       const int speaks = dccl_lookup(table, c->class, q->func, q->n_bytes, d);
       if (speaks < 0) continue;  // another table by now
-      value = epoch << 25 | (uint64_t)speaks << 24 | (uint64_t)d->n_channels << 16 | (uint64_t)d->proto << 8 |
+      value = epoch << 27 | (uint64_t)(d->threads / 256) << 25 | (uint64_t)speaks << 24 | (uint64_t)d->n_channels << 16 | (uint64_t)d->proto << 8 |
               d->algo;
       // Not if the table was filled anew meanwhile, nor for another message.
       if (dccl_epoch(table) == epoch && atomic_load_explicit(&m->key, memory_order_acquire) == key)
         atomic_store_explicit(&m->value, value, memory_order_release);
     }
     dccl_note_table(c->seat, table);
-    *d = (struct dccl_decision){(uint8_t)value, (uint8_t)(value >> 8), (uint8_t)(value >> 16)};
+    *d = (struct dccl_decision){(uint8_t)value, (uint8_t)(value >> 8), (uint8_t)(value >> 16),
+                                (uint16_t)((value >> 25 & 3) * 256)};
     return value >> 24 & 1;
   }
 }
@@ -155,6 +156,23 @@ static bool on_request(const struct context* c, int algo, float cost) {
   return c->tries_pat && algo == ALGO_PAT && cost >= DCCL_NO_OFFER && cost < FLT_MAX;
 }
 
+// The channels that NCCL itself gives a message on a communicator of `most`: one for each block's worth of
+// bytes (2.28.9 to 2.30.7 src/enqueue.cc, topoGetAlgoInfo). 0: left to NCCL. NVLS has channels of its own, and
+// CollNet counts by what only NCCL knows. `threads`: of a ring's block under Simple.
+static int own_channels(const struct context* c, const struct dccl_question* q, int cell, int most,
+                        int threads) {
+  const int algo = cell / q->n_protos, proto = cell % q->n_protos;
+  if (algo == ALGO_PAT) return most;  // NCCL sets no threads for PAT: every message fills its blocks
+  if (algo != ALGO_TREE && algo != ALGO_RING) return 0;
+  const uint64_t of_simple = algo == ALGO_RING ? (uint64_t)threads : 512;
+  const uint64_t ranks = algo == ALGO_RING ? c->comm.n_ranks : 1;
+  const uint64_t block = proto == PROTO_LL      ? 512 * 8 * ranks
+                         : proto == PROTO_LL128 ? 640 * 8
+                                                : of_simple * 64;
+  const uint64_t filled = q->n_bytes / block;
+  return filled < 1 ? 1 : filled < (uint64_t)most ? (int)filled : most;
+}
+
 // The table's word, after the next tuner's; whether it has one. `cost` is NCCL's own offer, `n_channels` its
 // own count.
 static bool apply(const struct context* c, struct memo* m, const struct dccl_question* q, const float* cost,
@@ -178,6 +196,12 @@ static bool apply(const struct context* c, struct memo* m, const struct dccl_que
     q->cost[cell] = 0.0f;
     for (int i = 0; i < cell; i++)  // of two zeros NCCL takes the first; without a branch, several at once
       q->cost[i] = q->cost[i] == 0.0f ? FLT_MIN : q->cost[i];
+  }
+  if (d.threads != 0) {  // a ceiling: NCCL untouched, whatever channels the communicator was given beyond
+    const int own_count = own < 0 ? 0 : own_channels(c, q, own, d.n_channels, d.threads);
+    const bool is_free = q->n_channels != NULL && *q->n_channels == 0;  // another tuner may have set a count
+    if (own_count > 0 && is_free) *q->n_channels = own_count;
+    return false;
   }
   // How many channels a call has that is not offered is not known.
   const bool fits = d.n_channels >= 1 && d.n_channels <= DCCL_MAX_CHANNELS && !is_requested;

@@ -18,6 +18,7 @@ from dynamiccl.envs.live.locks import Busy, lock
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.sim.emulated.settings import Emulated
 from synthetic_trace import write_run
+from untouched_run import write_untouched
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,9 @@ from synthetic_trace import write_run
         (["--attach", "/nonexistent"], "no run here"),
         (["--attach", "x", "--", "true"], "not both"),
         (["--attach", "x", "--headroom", "24"], "dynamiccl env"),
+        (["--headroom", "24"], "--headroom needs --untouched RUN"),
+        (["--untouched", "x"], "--untouched is for --headroom"),
+        (["--headroom", "24", "--untouched", "/nonexistent"], "no trace"),
         (["--cluster", "dgx-h100-2x8", "--compute-scale", "-1"], "above 0"),
         (["--attach", ""], "--attach: must not be empty"),  # before: the built-in job began to train
         (["--cluster", ""], "--cluster: must not be empty"),
@@ -82,8 +86,9 @@ def test_env_is_what_a_shell_can_evaluate(tmp_path):
     assert set(variables) >= {"DYNAMICCL_RUN", "NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"}
     Path(variables["DYNAMICCL_RUN"], "table").unlink()
     assert run("env").stdout.startswith("export DYNAMICCL_RUN=/")
-    assert "NCCL_MIN_CTAS" not in variables
-    assert json.loads(run("env", "--json", "--headroom", "24").stdout)["NCCL_MIN_CTAS"] == "24"
+    assert "NCCL_MIN_NCHANNELS" not in variables
+    words = "--headroom", "24", "--untouched", str(write_untouched(tmp_path))
+    assert json.loads(run("env", "--json", *words).stdout)["NCCL_MIN_NCHANNELS"] == "24"
 
 
 @pytest.mark.slow
@@ -117,9 +122,10 @@ def test_a_job_that_is_joined_on_an_emulated_cluster_is_known_for_one():
 
 
 def test_headroom_reaches_the_job_before_its_communicators_are_made(tmp_path):
-    program = "import os; raise SystemExit('channels ' + os.environ['NCCL_MIN_CTAS'])"
-    run("tune", "--out", str(tmp_path), "--headroom", "24", "--", sys.executable, "-c", program)
-    assert "channels 24" in (tmp_path / "job.log").read_text()
+    program = "import os; raise SystemExit('channels ' + os.environ['NCCL_MIN_NCHANNELS'])"
+    words = "--headroom", "24", "--untouched", str(write_untouched(tmp_path / "before"))
+    run("tune", "--out", str(tmp_path / "out"), *words, "--", sys.executable, "-c", program)
+    assert "channels 24" in (tmp_path / "out" / "job.log").read_text()
 
 
 @pytest.mark.slow
