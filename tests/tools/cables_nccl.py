@@ -210,7 +210,7 @@ def held_out(at, cells):
 
 
 def shorter(logs, seed=0):
-    """Percent by which times are shorter, with a 95 % bootstrap interval, of log ratios that do not depend on each other."""
+    """Percent by which times are shorter, with a 95 % bootstrap interval, of independent log ratios."""
     logs = np.asarray(logs, float)
     drawn = np.random.default_rng(seed).integers(len(logs), size=(4000, len(logs)))
     ends = np.quantile(logs[drawn].mean(axis=1), [0.025, 0.975])
@@ -239,7 +239,7 @@ def won(rows, chosen):
 
 
 def best(options):
-    """Write best-CABLE.json: for each function and size the best cell of all launches, of all cells and of our offer."""
+    """Write best-CABLE.json: for each function and size the best cell, of all cells and of our offer."""
     chosen = pd.read_csv(options.out / "choice.csv")
     own = {(f, n): p for c, f, n, _, p, *_ in chosen.itertuples(index=False) if c == "untouched"}
     of_cable = as_run(swept(options), chosen).query("cable == @options.cable")
@@ -253,7 +253,7 @@ def best(options):
     print(json.dumps(written, indent=1))
 
 
-#: Whole runs: variables of the arm, whether the communicator is raised and the script's tables take turns, tune's options.
+#: Arms of whole runs, and their variables. In `raised` the tables of TURNS take turns; `tuned` runs under `tune`.
 ARMS = {
     "untouched": {},
     "untouched again": {},
@@ -265,7 +265,6 @@ ARMS = {
     "tuned": {},
 }
 TUNED = "--no-memory --no-job-log"
-TUNE = f"--headroom {MOST} {TUNED}"
 
 
 def gains(options):
@@ -302,7 +301,10 @@ def one_run(options, folder, arm, words, seed):
     folder.mkdir(parents=True, exist_ok=True)
     if arm == "tuned":
         steps = ["--steps", str(options.tuned_steps)]
-        launched(options, folder, [*words, *steps], ARMS[arm], tune=TUNE, seconds=180)
+        # The results of a short run with `--budget 0`: `launcher tune -o OUT/untouched-KIND -t "--budget 0" SCRIPT`.
+        earlier = options.out / f"untouched-{options.kind}" / "h0"
+        asked = f"--headroom {MOST} --untouched {earlier} {TUNED}"
+        launched(options, folder, [*words, *steps], ARMS[arm], tune=asked, seconds=180)
     elif arm == "raised":
         tables = folder / "tables.json"
         tables.write_text(json.dumps([rows for _, rows in job_tables(options)]))
@@ -319,7 +321,7 @@ PLANTED = {"NCCL_MIN_CTAS": "4"}
 
 
 def plant(options):
-    """The true gain by turns of two tables in long runs, then `tune` runs; both in an order drawn anew in each round."""
+    """The true gain by turns of two tables in long runs, or `tune` runs, in an order drawn anew in each round."""
     job = ["train", "--kind", "fsdp2", "--width", str(options.width), "--layers", "3"]
     for run in span(options.launches):
         order = list(options.plants.split(","))
