@@ -277,7 +277,7 @@ def gains(options):
         order = list(arms)
         random.Random(f"{options.cable} {options.kind} {run}").shuffle(order)
         for place, arm in enumerate(order):
-            folder = options.out / f"gains-{options.cable}-{options.kind}" / f"{run:02}-{arm.replace(' ', '_')}"
+            folder = options.out / f"gains-{options.cable}-{options.kind}-{options.width}x{options.layers}" / f"{run:02}-{arm.replace(' ', '_')}"
             if done(folder, options):
                 continue
             row = {"cable": options.cable, "kind": options.kind, "arm": arm, "run": run, "place": place, "date": now()}
@@ -301,8 +301,8 @@ def one_run(options, folder, arm, words, seed):
     folder.mkdir(parents=True, exist_ok=True)
     if arm == "tuned":
         steps = ["--steps", str(options.tuned_steps)]
-        # The results of a short run with `--budget 0`: `launcher tune -o OUT/untouched-KIND -t "--budget 0" SCRIPT`.
-        earlier = options.out / f"untouched-{options.kind}" / "h0"
+        # The results of a short run with `--budget 0`: `launcher tune -o OUT/untouched-KIND-WIDTHxLAYERS -t "--budget 0" SCRIPT`.
+        earlier = options.out / f"untouched-{options.kind}-{options.width}x{options.layers}" / "h0"
         asked = f"--headroom {MOST} --untouched {earlier} {TUNED}"
         launched(options, folder, [*words, *steps], ARMS[arm], tune=asked, seconds=180)
     elif arm == "raised":
@@ -322,7 +322,7 @@ PLANTED = {"NCCL_MIN_CTAS": "4"}
 
 def plant(options):
     """The true gain by turns of two tables in long runs, or `tune` runs, in an order drawn anew in each round."""
-    job = ["train", "--kind", "fsdp2", "--width", str(options.width), "--layers", "3"]
+    job = ["train", "--kind", "fsdp2", "--width", str(options.width), "--layers", str(options.layers)]
     for run in span(options.launches):
         order = list(options.plants.split(","))
         random.Random(f"plants {run}").shuffle(order)
@@ -469,8 +469,8 @@ def main():
     )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--kind", choices=("fsdp2", "zero"), default="fsdp2")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--raised-steps", type=int, default=150)
