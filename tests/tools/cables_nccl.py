@@ -177,9 +177,14 @@ def as_run(rows, chosen):
 
 
 def ratios(rows):
-    """Log of pinned untouched over each cell, by (cable, func, bytes), cell and launch: medians of a launch's calls."""
+    """((cable, func, bytes), frame) of each: the log of pinned untouched over each cell, cells by launches.
+
+    Of each launch the medians of its calls count. Cells without calls are left out.
+    """
     logs = np.log(rows.groupby(["cable", "func", "bytes", "cell", "launch"])["us"].median()).unstack("cell")
-    return logs.mul(-1).add(logs["untouched"], axis=0)
+    for key, of_size in logs.groupby(["cable", "func", "bytes"]):
+        at = of_size.droplevel(["cable", "func", "bytes"]).dropna(axis=1)
+        yield key, at.rsub(at["untouched"], axis=0)
 
 
 def allowed(cells, own_proto, offer):
@@ -195,7 +200,7 @@ def allowed(cells, own_proto, offer):
 
 def chosen_best(at, cells):
     """The cell with the best mean over launches; "untouched" if none gains."""
-    means = at[cells].mean().dropna()
+    means = at[cells].mean()
     return "untouched" if means.empty or means.max() <= 0 else means.idxmax()
 
 
@@ -203,7 +208,7 @@ def held_out(at, cells):
     """Per launch the gain (log) of the cell that the launches of the other half chose."""
     found = []
     for half in (0, 1):
-        mine, others = (at[at.index.get_level_values("launch") % 2 == part] for part in (half, 1 - half))
+        mine, others = (at[at.index % 2 == part] for part in (half, 1 - half))
         best = chosen_best(others, cells)
         found.append(mine[best] if best != "untouched" else mine["untouched"] * 0)
     return pd.concat(found).sort_index()
@@ -228,13 +233,13 @@ def won(rows, chosen):
     """
     own = {(f, n): p for c, f, n, _, p, *_ in chosen.itertuples(index=False) if c == "untouched"}
     gathered = {}
-    for (cable, func, n_bytes), at in ratios(as_run(rows, chosen)).groupby(["cable", "func", "bytes"]):
-        cells = [cell for cell in at.columns if not cell.startswith("untouched") and at[cell].notna().all()]
+    for (cable, func, n_bytes), at in ratios(as_run(rows, chosen)):
+        cells = [cell for cell in at if not cell.startswith("untouched")]
         of = {offer: held_out(at, allowed(cells, own[func, n_bytes], offer)) for offer in ("all", "nccl", "ours")}
         of |= {"again": at["untouched again"], "communicator": at["untouched communicator"]}
         band = next(name for name, (first, last) in BANDS.items() if first <= n_bytes <= last)
         for name, logs in of.items():
-            gathered.setdefault((cable, band, name), []).append(logs.droplevel([0, 1, 2]))
+            gathered.setdefault((cable, band, name), []).append(logs)
     return {key: shorter(pd.concat(parts, axis=1).mean(axis=1)) for key, parts in gathered.items()}
 
 
@@ -244,8 +249,8 @@ def best(options):
     own = {(f, n): p for c, f, n, _, p, *_ in chosen.itertuples(index=False) if c == "untouched"}
     of_cable = as_run(swept(options), chosen).query("cable == @options.cable")
     written = {"best": {}, "best of our offer": {}}
-    for (_, func, n_bytes), at in ratios(of_cable).groupby(["cable", "func", "bytes"]):
-        cells = [cell for cell in at.columns if not cell.startswith("untouched") and at[cell].notna().all()]
+    for (_, func, n_bytes), at in ratios(of_cable):
+        cells = [cell for cell in at if not cell.startswith("untouched")]
         for name, offer in (("best", "all"), ("best of our offer", "ours")):
             cell = chosen_best(at, allowed(cells, own[func, n_bytes], offer))
             written[name].setdefault(func, {})[str(n_bytes)] = cell
@@ -277,7 +282,11 @@ def gains(options):
         order = list(arms)
         random.Random(f"{options.cable} {options.kind} {run}").shuffle(order)
         for place, arm in enumerate(order):
-            folder = options.out / f"gains-{options.cable}-{options.kind}-{options.width}x{options.layers}" / f"{run:02}-{arm.replace(' ', '_')}"
+            folder = (
+                options.out
+                / f"gains-{options.cable}-{options.kind}-{options.width}x{options.layers}"
+                / f"{run:02}-{arm.replace(' ', '_')}"
+            )
             if done(folder, options):
                 continue
             row = {"cable": options.cable, "kind": options.kind, "arm": arm, "run": run, "place": place, "date": now()}
@@ -301,7 +310,7 @@ def one_run(options, folder, arm, words, seed):
     folder.mkdir(parents=True, exist_ok=True)
     if arm == "tuned":
         steps = ["--steps", str(options.tuned_steps)]
-        # The results of a short run with `--budget 0`: `launcher tune -o OUT/untouched-KIND-WIDTHxLAYERS -t "--budget 0" SCRIPT`.
+        # The results of a short run: `launcher tune -o OUT/untouched-KIND-WIDTHxLAYERS -t "--budget 0" SCRIPT ..`.
         earlier = options.out / f"untouched-{options.kind}-{options.width}x{options.layers}" / "h0"
         asked = f"--headroom {MOST} --untouched {earlier} {TUNED}"
         launched(options, folder, [*words, *steps], ARMS[arm], tune=asked, seconds=180)
@@ -430,7 +439,8 @@ def write(path, rows):
 
 def medians(rows):
     """Median step in ms of each run and arm; a table that took turns is an arm of its own."""
-    late = rows[rows["step"] >= FIRST * rows.groupby(["arm", "run"])["step"].transform("max")]
+    first = rows["arm"].eq("tuned").map({True: 0.5, False: FIRST})  # a search takes a part of a tuned run
+    late = rows[rows["step"] >= first * rows.groupby(["arm", "run"])["step"].transform("max")]
     names = late["arm"].where(late["table"] < 0, late["table"].map(dict(enumerate(TURNS))))
     return late.assign(arm=names).groupby(["arm", "run"])["ms"].median().unstack("run")
 
@@ -446,6 +456,128 @@ def against(by_run, arm, base, seed=0):
     return [round(float(100 * (1 - np.exp(-value))), 1) for value in (theirs.mean() - ours.mean(), *ends)]
 
 
+def words(figures):
+    """A gain and its interval, as the page has them."""
+    return "{:.1f} % [{:.1f}, {:.1f}]".format(*figures)
+
+
+CABLE_WORDS = {"2gbit": "2 Gbit/s", "4gbit-flow-1gbit": "4 Gbit/s, 1 Gbit/s a TCP flow", "10gbit": "10 Gbit/s"}
+JOB_WORDS = {"fsdp2-512x1": "FSDP2, 8 MiB", "zero-512x1": "`zero()` stage 3, 8 MiB", "fsdp2-256x4": "FSDP2, 4 x 2 MiB"}
+ARM_WORDS = {
+    "untouched": "NCCL untouched",
+    "untouched again": "NCCL untouched, again (A/A)",
+    "sockets 4 alone": "`NCCL_NSOCKS_PERTHREAD=4` alone",
+    "sockets 1 x 4": "socket cure: `NCCL_SOCKET_NTHREADS=1 NCCL_NSOCKS_PERTHREAD=4`",
+    "sockets 4 x 4": "socket cure: `NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4`",
+    "pinned": "raised to 8 channels, under the untouched table",
+    "free": "raised to 8 channels, NCCL's own choice",
+    "best": "raised, the sweep's best",
+    "best of our offer": "raised, the sweep's best that our tables allow",
+    "tuned": "`tune --headroom 8`, last half of the run",
+}
+
+
+def table(heads, rows):
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def filed_sweep():
+    parts = [pd.read_csv(DATA / "sweep" / f"{cable}.csv.gz").assign(cable=cable) for cable in CABLES]
+    return pd.concat(parts), pd.read_csv(DATA / "sweep" / "choice.csv")
+
+
+def sweep_table():
+    """What is there to win, by cable and size of the call."""
+    found = won(*filed_sweep())
+    heads = [
+        "cable that we chose",
+        "bytes",
+        "A/A",
+        "best of all 24",
+        "best that NCCL offers",
+        "best that our tables allow",
+    ]
+    rows = []
+    for cable in CABLES:
+        for band in BANDS:
+            figures = [words(found[cable, band, name]) for name in ("again", "all", "nccl", "ours")]
+            rows.append([CABLE_WORDS[cable], band, *figures])
+    return table(heads, rows)
+
+
+def gains_table():
+    """True gains of jobs, by cable, job and arm."""
+    heads = [
+        "cable that we chose",
+        "job",
+        "arm",
+        "runs",
+        "step, ms (range)",
+        "shorter than untouched",
+        "shorter than the socket cure",
+    ]
+    rows = []
+    for cable in CABLES:
+        for job, job_words in JOB_WORDS.items():
+            path = DATA / "gains" / f"gains-{cable}-{job}.csv.gz"
+            if not path.exists():
+                continue
+            by_run = medians(pd.read_csv(path))
+            for arm, arm_words in ARM_WORDS.items():
+                if arm not in by_run.index:
+                    continue
+                of = by_run.loc[arm].dropna()
+                step = f"{np.exp(np.log(of).mean()):.0f} ({of.min():.0f} to {of.max():.0f})"
+                gained = [
+                    words(against(by_run, arm, base)) if arm != base else "" for base in ("untouched", "sockets 1 x 4")
+                ]
+                rows.append([CABLE_WORDS[cable], job_words, arm_words, len(of), step, *gained])
+    return table(heads, rows)
+
+
+def turns_table():
+    """Gains of tables that took turns in one run: the ports are the same."""
+    heads = [
+        "cable that we chose",
+        "job",
+        "runs",
+        "untouched table, again (A/A)",
+        "NCCL's own choice",
+        "the sweep's best",
+        "the best that our tables allow",
+    ]
+    rows = []
+    for cable in CABLES:
+        for job, job_words in JOB_WORDS.items():
+            path = DATA / "gains" / f"gains-{cable}-{job}.csv.gz"
+            if not path.exists():
+                continue
+            by_run = medians(pd.read_csv(path))
+            if "pinned" in by_run.index:
+                gained = [
+                    words(against(by_run, arm, "pinned"))
+                    for arm in ("pinned again", "free", "best", "best of our offer")
+                ]
+                rows.append([CABLE_WORDS[cable], job_words, by_run.loc["pinned"].count(), *gained])
+    return table(heads, rows)
+
+
+def page_tables():
+    """The tables of docs/evidence.md by name."""
+    return {"sweep": sweep_table(), "gains": gains_table(), "turns": turns_table()}
+
+
+def tables(options):
+    """Put the tables into the page."""
+    page = HERE.parents[1] / "docs" / "evidence.md"
+    text = page.read_text(encoding="utf-8")
+    for name, lines in page_tables().items():
+        head, _, rest = text.partition(f"<!-- rows: {name} -->\n")
+        text = f"{head}<!-- rows: {name} -->\n{lines}\n<!-- /rows -->" + rest.partition("<!-- /rows -->")[2]
+    page.write_text(text, encoding="utf-8")
+
+
 def span(text):
     first, _, end = text.partition(":")
     return range(int(first), int(end or int(first) + 1))
@@ -457,7 +589,7 @@ def now():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("choice", "sweep", "best", "calls", "gains", "plant", "file"))
+    parser.add_argument("what", choices=("choice", "sweep", "best", "calls", "gains", "plant", "file", "tables"))
     parser.add_argument("--launcher")
     parser.add_argument("--backend", default="ncclcpu")
     parser.add_argument("--backend-module", default="nccl_cpu")
