@@ -587,9 +587,14 @@ def now():
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+#: The commands by name.
+PARTS = {"choice": choice, "sweep": sweep, "best": best, "calls": calls, "gains": gains, "plant": plant}
+PARTS |= {"file": file_rows, "tables": tables}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("choice", "sweep", "best", "calls", "gains", "plant", "file", "tables"))
+    parser.add_argument("what", choices=PARTS)
     parser.add_argument("--launcher")
     parser.add_argument("--backend", default="ncclcpu")
     parser.add_argument("--backend-module", default="nccl_cpu")
@@ -610,16 +615,7 @@ def main():
     parser.add_argument("--plants", default=",".join(PLANTS))
     parser.add_argument("--what-runs", choices=("turns", "tune"), default="turns")
     options = parser.parse_args()
-    parts = {
-        "choice": choice,
-        "sweep": sweep,
-        "best": best,
-        "calls": calls,
-        "gains": gains,
-        "plant": plant,
-        "file": file_rows,
-    }
-    parts[options.what](options)
+    PARTS[options.what](options)
 
 
 if __name__ == "__main__":
