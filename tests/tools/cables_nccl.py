@@ -16,11 +16,13 @@ import csv
 import datetime
 import json
 import os
+import platform
 import random
 import re
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -424,6 +426,32 @@ def file_rows(options):
             write(DATA / "gains" / f"{folder.name}.csv.gz", pd.concat(runs))
         if verdicts:
             pd.DataFrame(verdicts).to_csv(DATA / "gains" / f"{folder.name}-verdicts.csv", index=False)
+    manifest(options)
+
+
+def manifest(options):
+    """Of each file of rows its cable, dates, loads and size; the versions of what was measured."""
+    said = next(options.out.glob("sweep-*/raised/rank0.log")).read_text(errors="replace")
+    nccl = re.search(r"NCCL version (\S+)", said)[1]
+    here = {
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "kernel": platform.release().partition("-")[0],
+    }
+    files = {}
+    for path in sorted(DATA.glob("[sg]*/*.csv.gz")):
+        rows = pd.read_csv(path)
+        cable = next((name for name in sorted(CABLES, key=len, reverse=True) if name in path.name), "")
+        limits = " ".join(CABLES[cable]) if cable else "flow 2gbit, see the column"
+        dates, loads = rows["date"], rows["load"]
+        files[f"{path.parent.name}/{path.name}"] = {
+            "limits": limits,
+            "rows": len(rows),
+            "dates": [dates.min(), dates.max()],
+            "load": [round(float(load), 1) for load in (loads.min(), loads.median(), loads.max())],
+        }
+    told = {"nccl": nccl, **here, "processors": os.cpu_count(), "files": files}
+    (DATA / "manifest.json").write_text(json.dumps(told, indent=1) + "\n")
 
 
 def flat(told):
@@ -563,9 +591,39 @@ def turns_table():
     return table(heads, rows)
 
 
+def planted(rows):
+    """Percent shorter than the pinned channel by turns: 2 channels, 4 channels, 1 channel again (A/A).
+
+    Of each round of turns (8 steps) the mean of the logs counts; a run is long, and its ports are the same throughout.
+    """
+    late = rows[rows["step"] >= FIRST * rows.groupby("run")["step"].transform("max")]
+    logs = np.log(late["ms"]).groupby([late["run"], late["step"] // 8, late["table"]]).mean().unstack("table").dropna()
+    return [shorter(logs[0] - logs[table]) for table in (1, 2, 3)]
+
+
+def plants_table():
+    """What was planted, and what `tune` made of it."""
+    heads = ["planted", "one flow gets", "by turns: 2 channels", "4 channels", "1 again (A/A)"]
+    heads += ["`tune` runs", "kept", "kept table says", "undecided or dropped", "cost of the search, s (median)"]
+    rows = []
+    for name, flow in PLANTS.items():
+        turns_path = DATA / "gains" / f"plants-turns-{name}.csv.gz"
+        path = DATA / "gains" / f"plants-tune-{name}-verdicts.csv"
+        gained = [words(one) for one in planted(pd.read_csv(turns_path))] if turns_path.exists() else [""] * 3
+        if not path.exists():
+            continue
+        told = pd.read_csv(path)
+        kept = told[told["kept"]]
+        says = ", ".join(f"{100 * (1 - 1 / x):.1f} %" for x in kept["speedup"])
+        cost = f"{told['cost_s'].median():.1f}"
+        rows.append([f"{name} %", flow, *gained, len(told), len(kept), says, len(told) - len(kept), cost])
+    return table(heads, rows)
+
+
 def page_tables():
     """The tables of docs/evidence.md by name."""
-    return {"sweep": sweep_table(), "gains": gains_table(), "turns": turns_table()}
+    found = {"sweep": sweep_table(), "gains": gains_table(), "turns": turns_table(), "plants": plants_table()}
+    return found
 
 
 def tables(options):
