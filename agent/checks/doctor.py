@@ -157,6 +157,10 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
     ("plugin path", lambda f: takes_no_path(f.nccl) and "/" in f.env.get("NCCL_TUNER_PLUGIN", ""),
      "NCCL 2.27.0 to 2.27.4 takes a plugin's name and not its path",
      "name it as `dynamiccl env` does, with its folder on LD_LIBRARY_PATH", CHANGE),
+    ("sockets", lambda f: f.env.get("NCCL_NSOCKS_PERTHREAD") and "NCCL_SOCKET_NTHREADS" not in f.env,
+     "NCCL_NSOCKS_PERTHREAD={NCCL_NSOCKS_PERTHREAD} alone changes nothing: NCCL multiplies it by its helper threads, "
+     "0 unless NCCL_SOCKET_NTHREADS is set (network cards of AWS and Google: 2 and 4)",
+     "set both, or none, and compare step times", NOTE),
     ("channels", lambda f: f.release((2, 31)) and not f.env.keys() & {"NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS"},
      "NCCL {nccl} lets a tuner lower the channel count and not raise it",
      "dynamiccl tune --headroom N --untouched RUN, N the most channels worth trying (costs GPU memory)", NOTE),

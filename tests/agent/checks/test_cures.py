@@ -58,3 +58,11 @@ def test_what_no_table_does_over_nodes_is_said_of_replacing():
     """Before: "no table has LL over nodes", though one may set the channels where NCCL itself runs LL."""
     words = " ".join(fault.what for fault in FAULTS)
     assert words.count("no table replaces another protocol by LL") == 2 and "no table has" not in words
+
+
+def test_more_sockets_without_threads_are_said_to_change_nothing():
+    """NCCL 2.28.9 opens NCCL_NSOCKS_PERTHREAD x NCCL_SOCKET_NTHREADS more sockets, and the latter is 0 by itself."""
+    alone, both = {"NCCL_NSOCKS_PERTHREAD": "4"}, {"NCCL_NSOCKS_PERTHREAD": "4", "NCCL_SOCKET_NTHREADS": "1"}
+    (found,) = [one for one in examine(Facts(alone)) if one.name == "sockets"]
+    assert "NCCL_NSOCKS_PERTHREAD=4 alone changes nothing" in found.what and not found.must_change
+    assert [one for one in examine(Facts(both)) if one.name == "sockets"] == []

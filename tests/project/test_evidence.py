@@ -1,0 +1,52 @@
+"""The tables of docs/evidence.md are recomputed from the raw rows on file."""
+
+import re
+
+import cables_nccl
+import pandas as pd
+import pytest
+from paths import ROOT
+
+PAGE = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+
+
+def test_each_table_of_the_page_is_what_the_raw_rows_give():
+    found = dict(re.findall(r"<!-- rows: ([\w-]+) -->\n(.*?)\n<!-- /rows -->", PAGE, re.DOTALL))
+    assert found == cables_nccl.page_tables()
+
+
+@pytest.mark.parametrize("cable", cables_nccl.CABLES)
+def test_each_cell_of_the_sweep_has_30_calls_and_two_halves(cable):
+    rows = pd.read_csv(cables_nccl.DATA / "sweep" / f"{cable}.csv.gz")
+    cells = {name for name, *_ in (*cables_nccl.CELLS, *cables_nccl.PINNED)} | {"untouched communicator"}
+    counts = rows.groupby(["func", "bytes", "cell"])["us"].count()
+    assert counts.min() >= 30 and len(counts) == 2 * len(cables_nccl.BYTES) * len(cells)
+    assert set(rows["launch"] % 2) == {0, 1} and rows["load"].notna().all() and rows["date"].notna().all()
+
+
+def test_a_forced_cell_ran_its_protocol_and_untouched_is_two_channels():
+    """Small calls get fewer channels than a table asks for, so cells are named after the channels that ran."""
+    chosen = pd.read_csv(cables_nccl.DATA / "sweep" / "choice.csv")
+    forced = chosen[(chosen["communicator"] == "raised") & ~chosen["cell"].str.startswith("untouched")]
+    asked = forced["cell"].str.split("-", expand=True)
+    assert (asked[0] == forced["proto"]).all() and (forced["channels_as_run"] <= asked[1].astype(int)).all()
+    large = forced[forced["bytes"] >= 2**19]
+    assert (large["channels_as_run"] == large["cell"].str.split("-").str[1].astype(int)).all()
+    untouched = chosen[chosen["cell"] == "untouched"]
+    assert set(untouched["channels_as_run"]) == {2} and set(untouched["communicator"]) == {"raised", "untouched"}
+
+
+def test_a_gain_by_luck_is_not_scored_on_the_launches_that_chose_it():
+    """Cell a is faster in the even launches only, b in the odd ones: each half chooses what loses in the other."""
+    at = pd.DataFrame({"a": [0.2, -0.2] * 4, "b": [-0.2, 0.2] * 4, "untouched": 0.0}, index=range(8))
+    assert (cables_nccl.held_out(at, ["a", "b"]) == -0.2).all()
+    assert cables_nccl.chosen_best(at, ["a", "b"]) == "untouched"
+    assert (cables_nccl.held_out(at.abs(), ["a", "b"]) == 0.2).all()
+
+
+def test_what_a_mask_leaves():
+    cells = ["LL-1", "LL128-2", "Simple-4"]
+    assert cables_nccl.allowed(cells, "Simple", "all") == cells
+    assert cables_nccl.allowed(cells, "Simple", "nccl") == ["LL-1", "Simple-4"]
+    assert cables_nccl.allowed(cells, "Simple", "ours") == ["Simple-4"]
+    assert cables_nccl.allowed(cells, "LL", "ours") == []
