@@ -7,6 +7,7 @@ import pytest
 from dynamiccl.envs.nccl.agreement import agreement as agreements
 from dynamiccl.envs.nccl.agreement import lookout as lookouts
 from dynamiccl.envs.nccl.agreement.agreement import Agreement
+from dynamiccl.envs.nccl.agreement.plans import Report
 from dynamiccl.envs.nccl.agreement.store import Parted, Proposal, RoundStore
 from memory_store import MemoryStore
 
@@ -68,8 +69,10 @@ def test_a_rank_waits_for_the_life_that_follows_one_that_is_over(store, monkeypa
     if is_there_before:
         parts()
     wait_until(lambda: agreement._store.lookout._path is None)  # it has heard of it
+    agreement._acted = 50  # rounds of the old life prove nothing in the new one
     new = life(store)
     wait_until(lambda: store.check([f"{new.life}/vote/1"]))
+    assert new.reports([1]) == {1: Report(0, {})}
     assert agreement.stopped == "" and new.has_news()
     agreement.close()
     agreement.join()

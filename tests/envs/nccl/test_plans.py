@@ -2,14 +2,16 @@
 
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from dynamiccl.envs.nccl.agreement import leader as leaders
 from dynamiccl.envs.nccl.agreement.ballot import Ballot
 from dynamiccl.envs.nccl.agreement.leader import Leader
+from dynamiccl.envs.nccl.agreement.pace import Pace
 from dynamiccl.envs.nccl.agreement.plans import Lack, Report, Told, differ, lacking, mismatch
 from dynamiccl.envs.nccl.agreement.protocol import CommVote, Decision, LeftOut, Vote, decide
-from dynamiccl.envs.nccl.plugin.bindings import Plan, Span
+from dynamiccl.envs.nccl.plugin.bindings import CommView, Plan, Span
 from dynamiccl.envs.nccl.shm import decode_table, rows_hash, trial_of
 from dynamiccl.traces.reasons import NotAgreeing
 from dynamiccl.traces.records import Trial
@@ -82,6 +84,7 @@ def test_a_report_proves_nothing_of_a_later_round():
         (Plan(50, A, 20, B, 20, 60), Plan(40, A, 20), 50),
         (Plan(50, A, 20, B, 20, 60), Plan(61, A, 20), None),
         (Plan(50, A, 70, B, 70, 80), Plan(50, A, 70, B, 72, 80), 70),
+        (Plan(50, A, 40, B, 40, 80), Plan(50, A, 42, B, 42, 80), 50),  # other turns of one trial
         (Plan(50, A, 70, B, 70, 80), Plan(50, A, 70, B, 70, 90), 80),
         (Plan(50, A, 70, B, 70, 80), Plan(50, A, 70, B, 70, 80), None),
     ],
@@ -117,6 +120,32 @@ def test_who_gave_up_is_left_out_and_named():
     stuck = word(Plan(50, gave_up=True), limit=0)
     _, left_out = decide(votes(stuck, word(Plan(50))), 3, Trial(), {})
     assert left_out == {7: LeftOut(NotAgreeing.GAVE_UP(rank=0), True)}
+
+
+def test_who_is_past_a_trial_votes_as_those_within_it():
+    """All members of a communicator have had the same changes: they set limits, or none does."""
+    _, table = message(3)
+    rows, asked = rows_hash(table), []
+    views = {
+        5: CommView(2, 1, 64, {64: 1}, plan=Plan(64, rows, 32)),
+        6: CommView(2, 1, 64, {64: 1}, plan=Plan(64, rows, 32, B, 32, 48)),
+        7: CommView(2, 1, 64, {64: 1}, plan=Plan(64, rows, 32, B, 32, 96)),
+    }
+    plugin = SimpleNamespace(comms=lambda: views, limit=lambda _, comm, distance: asked.append(comm) or 90)
+    store = SimpleNamespace(answer_s=0.0, lookout=SimpleNamespace(spread_s=lambda: 0.0))
+    ballot = Ballot(plugin, 1, Pace(), store)
+    words = ballot.limits(table, again=True)
+    assert [comm for comm, word in words.items() if word.has] == [5] and asked == [6, 7]
+    assert not any(word.has for word in ballot.limits(table, again=False).values())
+
+
+def test_an_older_report_takes_no_newer_one_back():
+    leader = Leader(2, Box())
+    leader.number = 4
+    newer, older = Plan(90, A, 80), Plan(70, B, 60)
+    leader.reports[1] = Report(4, {7: Told(2, newer)})
+    leader.votes([Vote(1, 3, "same", {7: word(older)})], 1)
+    assert leader.reports[1].comms[7].plan == newer and leader.silent == {1}
 
 
 def test_news_are_another_communicator_and_once_it_is_quiet_a_trial_that_is_over():
@@ -271,3 +300,8 @@ def test_two_plans_that_differ_end_the_tuning_under_the_default(monkeypatch):
     assert decode_table(table).rules == () and leader.ends == why
     cluster.publish()
     assert leader.next() == (generation, table), "what is published now is not led"
+    leader.begin_round((generation, table))
+    leader.ended((generation, table), Decision(generation, {8: Span(500)}), {7: LATE}, {}, {7, 9})
+    clock.now += 2.0
+    leader.begin_round(leader.next())
+    assert not leader.is_again, "one that has the default sets its limit too, as the others do"

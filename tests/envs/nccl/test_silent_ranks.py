@@ -130,6 +130,17 @@ def test_a_rank_that_is_back_gets_the_table_to_stay(ranks_of):
     wait_until(lambda: ranks.said[-1][1] == AgreementState.OPEN)
 
 
+def test_what_a_round_has_changed_is_reported_without_another_round(ranks_of, monkeypatch):
+    monkeypatch.setattr(leaders, "_LACKS_S", 3600.0)
+    ranks = ranks_of()
+    leader = ranks.all[0]._leader
+    ranks.box.found = message(1, is_default=True)
+    wait_until(lambda: ranks.have(1, 7, 9))
+    ranks.box.found = message(2)
+    wait_until(lambda: ranks.have(2, 7, 9))
+    wait_until(lambda: not leader._lacks() and leader.number == 2)
+
+
 def test_a_rank_that_freezes_after_its_vote_finds_the_decision_of_its_round(ranks_of):
     """A round is forgotten once all have voted after it. Else the rank that wakes at its limit finds an empty register:
     it writes "abort", and runs another table than the others."""
