@@ -228,7 +228,9 @@ def examine(facts: Facts) -> list[Finding]:
             findings.append(Finding(name, said, cured, must_change))
     for fault in FAULTS:
         if found := _meets(facts, fault):
-            said, cured = (shown(text.format_map({**known, "found": found})) for text in (fault.what, fault.cure))
+            said, cured = (
+                shown(text.format_map({**known, "found": found})) for text in (fault.what, fault.cure)
+            )
             findings.append(Finding(fault.name, said, cured, fault.must_change))
     return sorted(findings, key=lambda finding: not finding.must_change)
 
