@@ -30,7 +30,7 @@ struct buffer {
 // may rest in the midst of a trial, and as many again.
 static struct buffer buffers[DCCL_BUFFERS];
 static _Atomic uint64_t rows_in[DCCL_BUFFERS];  // see dccl_rows_of
-static _Atomic dccl_table fixed;  // where no switch of a communicator holds
+static _Atomic dccl_table fixed;                // where no switch of a communicator holds
 
 enum { AGREEMENTS = 8 };
 // What the agreements of this process have laid ready, by their numbers less 1; guarded by `writing`.
