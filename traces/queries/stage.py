@@ -73,7 +73,8 @@ def looks_like(events: pd.DataFrame) -> Stage:
 def _usual_step(calls: pd.DataFrame) -> pd.DataFrame:
     """The calls of a step of the most frequent kind: an evaluation, or a skipped step, has others."""
     kinds = {}
-    for step, of_step in calls.groupby("step"):
+    for step in calls["step"].unique().tolist():
+        of_step = calls[calls["step"] == step]
         kinds[step] = (
             tuple(of_step["func"].value_counts().sort_index().items()),
             int(of_step["n_bytes"].sum()),
@@ -86,11 +87,11 @@ def _usual_step(calls: pd.DataFrame) -> pd.DataFrame:
 def _parts(step: pd.DataFrame) -> list[_Seen]:
     """The step's traffic by collective and communicator, without what is small."""
     found = []
-    for (func, comm), of_part in step.groupby(["func", "comm_id"]):
+    for (func, _), of_part in step.groupby(["func", "comm_id"]):
         first = of_part.iloc[0]
         itemsize = 4 if first["dtype"] == "float32" else 8 if first["dtype"] == "float64" else 2
         sizes = [int(n) for n in of_part["n_bytes"] if n >= _SMALL * of_part["n_bytes"].max()]
-        found.append(_Seen(str(func), int(comm), int(first["n_ranks"]), sizes, itemsize))
+        found.append(_Seen(str(func), int(first["comm_id"]), int(first["n_ranks"]), sizes, itemsize))
     # Replicas of a shard all-reduce a part of what its ranks reduce-scatter: each is judged by the whole.
     sharing = max((part.n_ranks for part in found if part.func == "reduce_scatter"), default=1)
     most = max((part.total for part in found), default=0)
