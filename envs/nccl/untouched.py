@@ -16,6 +16,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from ...traces.outside import read_json
 from ...traces.records import Decision, Rule, Table
 
 #: Its file in the run folder.
@@ -67,7 +68,7 @@ class Untouched:
     def read(cls, run: Path) -> Untouched | None:
         """Of a run folder; None for a run without ``--headroom``. Raises ValueError where the file is damaged."""
         try:
-            found = json.loads((run / UNTOUCHED).read_text(encoding="utf-8"))
+            found = read_json(run / UNTOUCHED)
             return cls(int(found["headroom"]), tuple(ClassChannels(**one) for one in found["classes"]))
         except FileNotFoundError:
             return None

@@ -137,10 +137,10 @@ def test_a_trace_is_written_and_reported_below_such_a_path(below):
     html = write_report(below[0] / "report.html", RunSummary(), trace).read_text(encoding="utf-8")
     assert "r\\xfcn" in html
     frame = trace.events.iloc[:3]
-    from dynamiccl.traces.segments import SEGMENTED, read_parquet, write_parquet
+    from dynamiccl.traces.segments import IN_PARTS_OF, read_parquet, write_parquet
 
-    write_parquet(below[0] / "events-00009.parquet", frame, SEGMENTED["events"])
-    assert len(read_parquet(below[0] / "events-00009.parquet", SEGMENTED["events"])) == 3
+    write_parquet(below[0] / "events-00009.parquet", frame, IN_PARTS_OF["events"])
+    assert len(read_parquet(below[0] / "events-00009.parquet", IN_PARTS_OF["events"])) == 3
 
 
 def test_one_name_that_is_no_utf_8_stops_the_metrics_of_no_run(below, tmp_path):

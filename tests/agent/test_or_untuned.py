@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cli_process import run
-from dynamiccl.envs.nccl.run_folder import STOP, TABLE, TABLE_FILE_BYTES
+from dynamiccl.envs.nccl.run_folder import RUN_ID, STOP, TABLE, TABLE_FILE_BYTES
 from test_site_switch import JOB
 
 NOBODY = 65534
@@ -62,7 +62,8 @@ def test_root_stops_a_run_as_its_user(is_readable):
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
     try:
         (folder / TABLE).write_bytes(bytes(TABLE_FILE_BYTES))
-        for path in (folder / TABLE, folder):
+        (folder / RUN_ID).write_text("an id")
+        for path in (folder / TABLE, folder / RUN_ID, folder):
             os.chown(path, NOBODY, NOBODY)
         script = (
             "import os, sys\nfrom dynamiccl.agent.cli import main\n"

@@ -90,7 +90,7 @@ REPORT_PARTS = {
     "a trial, then a table to stay": replace(REPORTS, trials=(1, 0)),
     "a table is led again": replace(REPORTS, trials=(0, 0), again=((2, 1),)),
     "a trial is withdrawn": replace(REPORTS, trials=(1, 0), empty=(2,)),
-    "a rank freezes": replace(REPORTS, script=(1, CAPTURED, 1), old=True),
+    "captured": replace(REPORTS, script=(1, CAPTURED, 1)),
     "turns, then a table to stay": replace(REPORTS, trials=(1, 0), one_of=2, turn_steps=1, steps=((1,),) * 3),
     "connections break": replace(REPORTS, reconnects=True),
 }

@@ -103,6 +103,8 @@ class Tables:
     def trial_is_over(self) -> None: ...
 
     def tell_plans(self, why: str, lacks: str, is_last: bool) -> None: ...
+    def default(self, generation: int) -> bytes:
+        return encode_table(Table(generation))
 
 
 class ThreadLocks:

@@ -15,7 +15,7 @@ def nodes(tmp_path):
     for rank in (0, 1):
         folder = tmp_path / f"node{rank}"
         write_run(folder / "trace", search=4, final=2)
-        for name in ("events-*", "steps-*", "comms"):
+        for name in ("events-*", "steps-*", "comms-*"):
             (path,) = (folder / "trace").glob(f"{name}.parquet")
             rows = pd.read_parquet(path)
             rows[rows["rank"] == rank].to_parquet(path)

@@ -318,6 +318,7 @@ def test_a_refused_table_is_led_once_and_told_by_its_reason(tmp_path, monkeypatc
         trial_begins=lambda found: None,
         trial_is_over=lambda: None,
         tell_plans=lambda *word: None,
+        default=lambda generation: encode_table(Table(generation)),
     )
     agreement = Agreement(
         0,
@@ -350,6 +351,7 @@ def test_a_tuner_that_lives_hears_of_an_old_trial_at_once(tmp_path, monkeypatch)
         read_note=lambda: None,
         refuses=lambda found: NotAgreeing.OLD_TRIAL() if found[0] == 5 else "",
         tell_plans=lambda *word: None,
+        default=lambda generation: encode_table(Table(generation)),
     )
     steps, tell = SimpleNamespace(ended=0), lambda *word: said.append(word)
     agreement = Agreement(0, 1, stub(), steps, published, lambda: served, tell=tell)
@@ -396,4 +398,5 @@ def no_store():
 
 def nothing_published():
     nothing = {"confirmed": lambda: None, "take": lambda: None, "read_note": lambda: None}
-    return SimpleNamespace(**nothing, tell_plans=lambda *word: None)
+    default = lambda generation: encode_table(Table(generation))  # noqa: E731
+    return SimpleNamespace(**nothing, tell_plans=lambda *word: None, default=default)

@@ -109,6 +109,7 @@ SEEDED = {
     "nothing offered": Facts({"NCCL_ALGO": "Tree"}),
     "narrowed offer": Facts({"NCCL_PROTO": "^LL128"}),
     "unguarded LL128": Facts({"NCCL_PROTO": "LL,LL128,Simple"}),
+    "sockets": Facts({"NCCL_NSOCKS_PERTHREAD": "4"}),
     "unknown words": Facts({"NCCL_ALGO": "ring, tree"}),
     "more than a value": Facts({"NCCL_PROTO": "Simple # safe here"}),
     "NCCL_ENV_PLUGIN": Facts({"NCCL_ENV_PLUGIN": "/site/libnccl-env-site.so"}),

@@ -6,9 +6,10 @@ import pytest
 from dynamiccl.envs.live.confirmed import note_confirmed, read_confirmed
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.live.untouched import as_run, fault, of_run, own_limit
-from dynamiccl.envs.nccl.agreement.in_force import InForce
-from dynamiccl.envs.nccl.plugin.bindings import Span
-from dynamiccl.envs.nccl.shm import RunFolder, decode_table, encode_table
+from dynamiccl.envs.nccl.agreement.mailbox import TableMailbox
+from dynamiccl.envs.nccl.agreement.plans import Report, Told, lacking
+from dynamiccl.envs.nccl.plugin.bindings import Plan
+from dynamiccl.envs.nccl.shm import RunFolder, decode_table, encode_table, rows_hash
 from dynamiccl.envs.nccl.tables import load_table, to_json
 from dynamiccl.envs.nccl.untouched import FUNCS, MAX_BYTES, ClassChannels, Untouched
 from dynamiccl.traces.records import Decision, Rule, Slot, Table
@@ -112,11 +113,14 @@ def test_every_table_of_the_run_has_them_the_empty_one_too(run):
     job.confirm({slot: Decision("ring", "simple", 8)})
     assert read_confirmed(run.path) == {slot: Decision("ring", "simple", 8)}
     assert len(decode_table(run.table.read()[1]).rules) == len(FUNCS) + 2
-    in_force = InForce()
-    in_force.decided(run.table.read()[1], {7: Span(10)})
-    assert not in_force.is_default()
-    in_force.decided(message, {7: Span(20)})
-    assert in_force.is_default()
+    default = rows_hash(TableMailbox(run.path / "table").default(3))
+    assert default == rows_hash(message) and default != rows_hash(run.table.read()[1])
+    for stays, is_default in ((rows_hash(run.table.read()[1]), False), (0, False), (default, True)):
+        reports = {rank: Report(0, {7: Told(2, Plan(20, stays, 10))}) for rank in (0, 1)}
+        lacks = lacking(default, reports, {}, default=default)
+        assert (not lacks) == is_default
+        # Without a table the channels are raised: what holds there is no table, and not NCCL untouched either.
+        assert is_default or lacks[7].has_table == (stays != 0)
 
 
 def test_a_damaged_word_of_the_run_is_said_with_the_cure(run):
