@@ -233,14 +233,7 @@ def run(words: Sequence[str]) -> None:
     """Do what the words after ``dynamiccl`` say."""
     name = next((" ".join(words[:n]) for n in (2, 1) if " ".join(words[:n]) in NAMES), None)
     if name is not None:
-        parser = Parser(name)
-        said = parser.said(words[len(name.split()) :])
-        try:
-            of_site = _of_site(name)
-        except ValueError as error:
-            why = " ".join(str(error).split())
-            start_untuned(said, f"{SITE_OPTIONS} has a mistake: {why}")
-        parser.call(_within_site(said, of_site), of_site)
+        _run_command(name, words[len(name.split()) :])
     elif not words or words[0] in ("-h", "--help"):
         print(overview())
     elif words[0] == "--version":
@@ -254,6 +247,18 @@ def run(words: Sequence[str]) -> None:
     else:
         print(f"error: {_slip(words[0], inside)}", file=sys.stderr)
         raise SystemExit(2)
+
+
+def _run_command(name: str, words: Sequence[str]) -> None:
+    """Run a command with the words after its name, within what the site's options allow."""
+    parser = Parser(name)
+    said = parser.said(words)
+    try:
+        of_site = _of_site(name)
+    except ValueError as error:
+        why = " ".join(str(error).split())
+        start_untuned(said, f"{SITE_OPTIONS} has a mistake: {why}")
+    parser.call(_within_site(said, of_site), of_site)
 
 
 def _of_site(name: str) -> dict[str, Any]:

@@ -188,13 +188,8 @@ class SearchEnv(gym.Env[Array, np.int64]):
         search = self.search
         if search is None or self._is_over:
             raise ValueError("the episode is over or has not begun: call reset()")
-        chosen = np.asarray(action).reshape(())
-        if not 0 <= chosen < N_ACTIONS:
-            raise ValueError(
-                f"there is no action {chosen}: give one of 0 to {N_ACTIONS - 1}, see search.interfaces.actions_of"
-            )
-        config, what = choices_of(chosen)
-        masked = not search.decide(int(config), int(what))
+        config, what = self._choices_of(action)
+        masked = not search.decide(config, what)
         self._n_masked += masked
         reward = -MASKED_PRICE if masked else 0.0
         ended = dict[str, Any]()
@@ -216,6 +211,17 @@ class SearchEnv(gym.Env[Array, np.int64]):
         seen = search.observe()
         info = self._info(masked) | ended
         return seen, reward, is_done, bool(ended), info
+
+    @staticmethod
+    def _choices_of(action: Any) -> tuple[int, int]:
+        """The two choices of an action, a number in whatever form. Raises ValueError if there is no such action."""
+        chosen = np.asarray(action).reshape(())
+        if not 0 <= chosen < N_ACTIONS:
+            raise ValueError(
+                f"there is no action {chosen}: give one of 0 to {N_ACTIONS - 1}, see search.interfaces.actions_of"
+            )
+        config, what = choices_of(chosen)
+        return int(config), int(what)
 
     def settle(self, at: int = 0) -> float:
         """The last part of the reward of an episode that has terminated, for a job that runs on until its step ``at``

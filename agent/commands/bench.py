@@ -70,16 +70,9 @@ def bench(
     dynamiccl bench --backend ray --processes 64    # on a Ray cluster
     """
     suite = ":".join([suite, *([",".join(world)] if world else [])])
-    from ..policies.choosing import check_is_there
-
     if filed:
         _check_filed(suite)
-    with refusing(ValueError):
-        for name in policy or ():
-            check_is_there(name)
-    for path in submission or ():
-        if not path.is_file():
-            fail(f"there is no submission {path}")
+    _check_are_there(policy, submission)
     print(f"loading suite {shown(suite)} ...", file=sys.stderr, flush=True)
     one_thread()
     from ...envs.bench.job_suites import JobSuite
@@ -126,6 +119,18 @@ def _check_filed(suite: str) -> None:
         fail(
             f"the boards on file are of whole suites ({known}): give one of them without --world, or leave out --filed"
         )
+
+
+def _check_are_there(policies: list[str] | None, submissions: list[Path] | None) -> None:
+    """Refuse a policy or a submission file that is not there, before the suite is loaded."""
+    from ..policies.choosing import check_is_there
+
+    with refusing(ValueError):
+        for name in policies or ():
+            check_is_there(name)
+    for path in submissions or ():
+        if not path.is_file():
+            fail(f"there is no submission {path}")
 
 
 def _folder_name(suite: str) -> str:

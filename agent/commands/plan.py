@@ -6,9 +6,13 @@
 from __future__ import annotations
 
 import json as json_module
-from typing import Annotated, Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Annotated, Any
 
 from . import Argument, Call, Json, Option, fail, refusing
+
+if TYPE_CHECKING:
+    from ...zero_workload.formulas import Machine
 
 GB = 1e9
 #: Below so many parameters amounts are printed in MB, and no stage is advised: a step is latency, not bytes.
@@ -70,29 +74,13 @@ def plan(
         layers, width, heads, seq, batch, precision, accumulate, reduce_dtype, attention, vocab = of_run
     if params is None or ranks is None:
         fail("give --params and --ranks, e.g. --params 7e9 --ranks 8")
-    if optimizer not in formulas.MOMENTS or precision not in formulas.PRECISIONS:
-        known = f"{', '.join(formulas.MOMENTS)}; {', '.join(formulas.PRECISIONS)}"
-        fail(f"no figures for {optimizer} in {precision}: known are {known}")
-    if attention not in ("flash", "materialised"):
-        fail(f"--attention is flash or materialised, not {attention}")
-    if reduce_dtype is not None and reduce_dtype not in REDUCE:
-        fail(f"--reduce-dtype is {', '.join(REDUCE)}, not {reduce_dtype}")
+    _check_names(optimizer, precision, attention, reduce_dtype)
     itemsize = formulas.PRECISIONS[precision][0]
-    known_shape = formulas.published(params)
-    if layers and not width:  # another depth than the published one has another width
-        width = max(128, round((params / (12 * layers)) ** 0.5 / 128) * 128)
-    if width and not heads:
-        heads = max(1, width // 128)
-    sizes = (one or other for one, other in zip((layers, width, heads, vocab), known_shape, strict=True))
-    n, d, h, v = sizes
+    n, d, h, v = _sizes(params, layers, width, heads, vocab)
     shape = formulas.Shape(n, d, h, seq, batch, itemsize, v, attention == "materialised")
     with refusing(ValueError, OverflowError):
         speeds = {"memory": memory, "bandwidth": bandwidth, "tflops": tflops}
-        if cluster is not None:
-            speeds |= {k: x for k, x in of_cluster(cluster, ranks * tensor).items() if k not in call.given}
-        machine = formulas.Machine(
-            speeds["memory"] * GB, speeds["tflops"] * 1e12, speeds["bandwidth"] * GB, latency * 1e-6
-        )
+        machine = _machine(speeds, latency, cluster, ranks * tensor, call.given)
         reduced = REDUCE[reduce_dtype] if reduce_dtype else None
         told = estimate(params, ranks, shape, machine, optimizer, precision, tensor, accumulate, reduced)
         if measured:
@@ -100,6 +88,45 @@ def plan(
         if plot:
             draw(told, plot)
     print(json_module.dumps(told, indent=2) if json else "\n".join(lines(told)))
+
+
+def _check_names(optimizer: str, precision: str, attention: str, reduce_dtype: str | None) -> None:
+    """Refuse the names of options that the formulas have no figures for."""
+    from ...zero_workload.formulas import MOMENTS, PRECISIONS
+
+    if optimizer not in MOMENTS or precision not in PRECISIONS:
+        known = f"{', '.join(MOMENTS)}; {', '.join(PRECISIONS)}"
+        fail(f"no figures for {optimizer} in {precision}: known are {known}")
+    if attention not in ("flash", "materialised"):
+        fail(f"--attention is flash or materialised, not {attention}")
+    if reduce_dtype is not None and reduce_dtype not in REDUCE:
+        fail(f"--reduce-dtype is {', '.join(REDUCE)}, not {reduce_dtype}")
+
+
+def _sizes(params: float, layers: int, width: int, heads: int, vocab: int) -> list[int]:
+    """A model's layers, width, heads and vocabulary: each that is 0 is that of the published model nearest in size."""
+    from ...zero_workload.formulas import published
+
+    if layers and not width:  # another depth than the published one has another width
+        width = max(128, round((params / (12 * layers)) ** 0.5 / 128) * 128)
+    if width and not heads:
+        heads = max(1, width // 128)
+    sizes = zip((layers, width, heads, vocab), published(params), strict=True)
+    return [one or other for one, other in sizes]
+
+
+def _machine(
+    speeds: dict[str, float], latency: float, cluster: str | None, ranks: int, given: Collection[str]
+) -> Machine:
+    """The machine of the formulas: ``speeds`` (GB, GB/s, TFLOP/s) and the ``latency`` in microseconds.
+
+    With a ``cluster`` its figures for so many ``ranks`` replace the speeds that were not ``given``. Raises ValueError.
+    """
+    from ...zero_workload.formulas import Machine
+
+    if cluster is not None:
+        speeds = speeds | {k: x for k, x in of_cluster(cluster, ranks).items() if k not in given}
+    return Machine(speeds["memory"] * GB, speeds["tflops"] * 1e12, speeds["bandwidth"] * GB, latency * 1e-6)
 
 
 def of_cluster(name: str, ranks: int) -> dict[str, float]:

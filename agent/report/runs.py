@@ -122,7 +122,7 @@ def state(out: Path) -> dict[str, Any]:
         "phase": last.get("phase"),
         "window": last.get("index"),
         "in_force": _known(summary.in_force, last.get("in_force")),
-        "decisions": sum(decided(row) != "auto" for row in summary.decisions) if summary.kept else 0,
+        "decisions": _n_decisions(summary),
         "kept": summary.kept,
         "verdict": verdict(summary) if summary else None,
         "gain": summary.saved and summary.saved[0],
@@ -146,6 +146,11 @@ def _step(out: Path, newest: dict[str, Any], summary: RunSummary) -> int | None:
         return _known(of_window, summary.steps)
     is_later = _changed(out / "trace" / "windows.jsonl") >= _changed(out / "summary.json")
     return of_window if is_later else summary.steps
+
+
+def _n_decisions(summary: RunSummary) -> int:
+    """Rows of the kept table that set something; 0 where no table is kept."""
+    return sum(decided(row) != "auto" for row in summary.decisions) if summary.kept else 0
 
 
 def _state(alive: bool, has_measured: bool, has_summary: bool) -> str:

@@ -58,9 +58,8 @@ def looks_like(events: pd.DataFrame) -> Stage:
     calls = one[one["step"].isin(steps)].sort_values("enqueue_ns", kind="stable")
     usual = _usual_step(calls)
     parts = _parts(usual)
-    reduced = [part for part in parts if part.func == "reduce_scatter"]
-    gathered = [part for part in parts if part.func == "all_gather"]
-    summed = [part for part in parts if part.func == "all_reduce"]
+    reduced, gathered = _of(parts, "reduce_scatter"), _of(parts, "all_gather")
+    summed = _of(parts, "all_reduce")
     if len(reduced) > 1 or len(gathered) > 1:
         return Stage(None, "it shards over several groups of ranks")
     if not reduced:
@@ -98,6 +97,11 @@ def _parts(step: pd.DataFrame) -> list[_Seen]:
     return [
         part for part in found if part.total * (sharing if part.func == "all_reduce" else 1) >= _SMALL * most
     ]
+
+
+def _of(parts: list[_Seen], func: str) -> list[_Seen]:
+    """The parts of one collective, each on a communicator of its own."""
+    return [part for part in parts if part.func == func]
 
 
 def _without_scatter(gathered: list[_Seen], summed: list[_Seen]) -> Stage:

@@ -259,10 +259,7 @@ class Row:
         At stage 3 the shard is all that stays when ``full`` is freed; below it is a view of ``full``. With ``offload``
         masters lie in host memory, and the optimizer's states with them.
         """
-        mine = []
-        for bucket, part in self._parts(exact):
-            owned = part[bucket.owned]
-            mine.append(owned)
+        mine = self._owned(exact)
         offload = offload and self.trainable
         rounded = self.arena.dtype
         apart = self.trainable and exact.dtype != rounded
@@ -279,6 +276,14 @@ class Row:
             if self.trainable:
                 master = masters[number]
                 bucket.master = nn.Parameter(master)
+
+    def _owned(self, arena: torch.Tensor) -> list[torch.Tensor]:
+        """What this rank owns of each bucket: views of ``arena`` [elements of all buckets]."""
+        mine = []
+        for bucket, part in self._parts(arena):
+            owned = part[bucket.owned]
+            mine.append(owned)
+        return mine
 
     def _parts(self, arena: torch.Tensor, over: int = 1) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """Each bucket with its part of ``arena``, which has 1 / ``over`` of the elements of all buckets."""

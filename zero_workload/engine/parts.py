@@ -138,24 +138,32 @@ def regroup(
     born = dict(optimizer.state)
     number_of = {id(p): n for n, p in enumerate(params)}
     optimizer.state.clear()
-    for _, piece, param in parts:
-        whole = params[piece.param]
-        shape = shapes[piece.param]
+    for part in parts:
+        index = part.piece.param
+        whole = params[index]
         states = born.get(whole, {})
         for name, value in states.items():
-            is_counter = name == "step" and not shape  # which a 0-dim parameter's other states look like
-            if isinstance(value, torch.Tensor) and value.shape == shape and not is_counter:
-                stop = piece.start + piece.numel
-                elements = value.reshape(-1)[piece.start : stop]
-                value = elements.to(param, copy=True)
-                value = value.view(param.shape)
-            optimizer.state[param][name] = copy.deepcopy(value)
+            optimizer.state[part.param][name] = _state_of(part, name, value, shapes[index])
     for group in optimizer.param_groups:
         numbers = {number_of[id(p)] for p in group["params"]}
         mine = [part for part in parts if part.piece.param in numbers]
         group["params"] = [part.param for part in mine]
         if "param_names" in group:
             group["param_names"] = [names[part.piece.param] for part in mine]
+
+
+def _state_of(part: Part, name: str, value: Any, shape: torch.Size) -> Any:
+    """A part's own copy of a state ``value`` of its parameter, which has ``shape``: of a tensor of that shape the
+    part's elements, of anything else the whole.
+    """
+    _, piece, param = part
+    is_counter = name == "step" and not shape  # which a 0-dim parameter's other states look like
+    if isinstance(value, torch.Tensor) and value.shape == shape and not is_counter:
+        stop = piece.start + piece.numel
+        elements = value.reshape(-1)[piece.start : stop]
+        value = elements.to(param, copy=True)
+        value = value.view(param.shape)
+    return copy.deepcopy(value)
 
 
 def masters(engine: Any) -> dict[int, torch.Tensor]:

@@ -67,12 +67,17 @@ def _lack(members: _Members, rows: int, default: int, late: list[int], may_try: 
     other = _others(known, rows, 2**64 if may_try else now)
     if not other:
         return None
-    has_table = bool(late or (_others(known, 0, now) and _others(known, default, now)))
+    has_table = bool(late) or _runs_table(known, default, now)
     if not has_table and len(members) < members[0][1].n_ranks:
         return None
     if stuck := [rank for rank in other if known[rank].gave_up]:
         return Lack(NotAgreeing.GAVE_UP(rank=stuck[0]), has_table, True)
     return Lack(NotAgreeing.NOT_SERVED(rank=other[0]), has_table)
+
+
+def _runs_table(known: Mapping[int, Plan], default: int, now: int) -> bool:
+    """Whether these plans come to a table: neither all to no rows, nor all to those of the ``default``."""
+    return bool(_others(known, 0, now) and _others(known, default, now))
 
 
 def _others(known: Mapping[int, Plan], rows: int, now: int) -> list[int]:
