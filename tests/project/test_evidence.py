@@ -33,7 +33,10 @@ def test_a_forced_cell_ran_its_protocol_and_untouched_is_two_channels():
     large = forced[forced["bytes"] >= 2**19]
     assert (large["channels_as_run"] == large["cell"].str.split("-").str[1].astype(int)).all()
     untouched = chosen[chosen["cell"] == "untouched"]
-    assert set(untouched["channels_as_run"]) == {2} and set(untouched["communicator"]) == {"raised", "untouched"}
+    assert set(untouched["channels_as_run"]) == {2} and set(untouched["communicator"]) == {
+        "raised",
+        "untouched",
+    }
 
 
 def test_a_gain_by_luck_is_not_scored_on_the_launches_that_chose_it():

@@ -81,7 +81,9 @@ def sweep(options, rank, world):
             call, right = calls[func, n_bytes]
             order = [*cells] * plan["repeats"]
             draw.shuffle(order)
-            for place, (name, *setting) in enumerate([order[-1], *order]):  # the first call of a block does not count
+            for place, (name, *setting) in enumerate(
+                [order[-1], *order]
+            ):  # the first call of a block does not count
                 if tuner:
                     asked = own[func, n_bytes] if name.startswith("untouched") else setting
                     tuner.load(0, [(func, n_bytes, n_bytes, *asked)])
@@ -174,7 +176,9 @@ def train(options, rank, world):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("sweep", "train"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--backend", required=True)

@@ -14,6 +14,7 @@ The launcher runs a command on two hosts: `run -o OUT CMD..` (torchrun's variabl
 import argparse
 import csv
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -33,7 +34,11 @@ HERE = Path(__file__).parent
 DATA = HERE.parent / "data" / "nccl_on_cpu"
 JOB = HERE / "cables_job.py"
 #: We chose these cables.
-CABLES = {"2gbit": ("rate", "2gbit"), "4gbit-flow-1gbit": ("flow", "4gbit", "1gbit"), "10gbit": ("rate", "10gbit")}
+CABLES = {
+    "2gbit": ("rate", "2gbit"),
+    "4gbit-flow-1gbit": ("flow", "4gbit", "1gbit"),
+    "10gbit": ("rate", "10gbit"),
+}
 MOST = 8
 RAISED = {"NCCL_MIN_CTAS": str(MOST)}
 BYTES = [2**k for k in range(14, 25)]
@@ -79,17 +84,34 @@ CHOICE = re.compile(
     r"(AllGather|ReduceScatter): (\d+) Bytes -> Algo (\w+) proto (\w+) channel\{Lo\.\.Hi\}=\{(\d+)\.\.(\d+)\}"
 )
 NAMES_OF_FUNCS = ("all_gather", "reduce_scatter")
-NAMES = {"AllGather": "all_gather", "ReduceScatter": "reduce_scatter", "LL": "LL", "LL128": "LL128", "SIMPLE": "Simple"}
+NAMES = {
+    "AllGather": "all_gather",
+    "ReduceScatter": "reduce_scatter",
+    "LL": "LL",
+    "LL128": "LL128",
+    "SIMPLE": "Simple",
+}
 
 
 def choice(options):
     """What NCCL does untouched at each size, and the channels of each cell as run. Data are checked meanwhile."""
-    plan = {"bytes": BYTES, "rounds": 1, "repeats": 1, "seed": 0, "told": True, "tuner": False, "untouched": []}
+    plan = {
+        "bytes": BYTES,
+        "rounds": 1,
+        "repeats": 1,
+        "seed": 0,
+        "told": True,
+        "tuner": False,
+        "untouched": [],
+    }
     rows = told(options, {**plan, "cells": [("untouched", "", 0)]}, TUNING, "choice-untouched")
     pinned = [(func, n, proto, channels) for func, n, _, proto, channels, _ in rows]
     plan |= {"tuner": True, "untouched": pinned, "cells": [*CELLS, PINNED[0]]}
     rows = [("", *row) for row in rows]
-    rows += [("raised", *row) for row in told(options, plan, {**TUNING, **RAISED, **plugin(options)}, "choice-raised")]
+    rows += [
+        ("raised", *row)
+        for row in told(options, plan, {**TUNING, **RAISED, **plugin(options)}, "choice-raised")
+    ]
     with (options.out / "choice.csv").open("w", newline="") as file:
         out = csv.writer(file)
         out.writerow(["communicator", "func", "bytes", "cell", "proto", "channels_as_run", "offered"])
@@ -112,7 +134,14 @@ def told(options, plan, extra, name):
             # The log has the bytes of one rank, of two.
             assert (NAMES[chosen[1]], 2 * int(chosen[2]), chosen[3]) == (func, int(n_bytes), "RING"), chosen
             rows.add(
-                (func, int(n_bytes), cell, NAMES[chosen[4]], int(chosen[6]) - int(chosen[5]) + 1, int(line.split()[1]))
+                (
+                    func,
+                    int(n_bytes),
+                    cell,
+                    NAMES[chosen[4]],
+                    int(chosen[6]) - int(chosen[5]) + 1,
+                    int(line.split()[1]),
+                )
             )
     return sorted(rows)
 
@@ -136,7 +165,10 @@ def sweep(options):
         alone = {"tuner": False, "repeats": 2, "cells": [("untouched communicator", "", 0)], "seed": launch}
         date = now()
         rows = []
-        for kind, part, extra in (("raised", raised, {**RAISED, **plugin(options)}), ("untouched", alone, {})):
+        for kind, part, extra in (
+            ("raised", raised, {**RAISED, **plugin(options)}),
+            ("untouched", alone, {}),
+        ):
             path = folder / f"{kind}.json"
             path.write_text(json.dumps({**plan, **part}))
             launched(options, folder / kind, ["sweep", "--plan", str(path)], extra)
@@ -175,7 +207,9 @@ def as_run(rows, chosen):
     names = {(f, n, c): f"{p}-{k}" for _, f, n, c, p, k, _ in raised.itertuples(index=False)}
     forced = ~rows["cell"].str.startswith("untouched")
     keys = zip(rows["func"], rows["bytes"], rows["cell"], strict=True)
-    return rows.assign(cell=[names[key] if is_forced else key[2] for key, is_forced in zip(keys, forced, strict=True)])
+    return rows.assign(
+        cell=[names[key] if is_forced else key[2] for key, is_forced in zip(keys, forced, strict=True)]
+    )
 
 
 def ratios(rows):
@@ -216,9 +250,15 @@ def held_out(at, cells):
     return pd.concat(found).sort_index()
 
 
+#: Of fewer runs no interval is told.
+FEWEST = 3
+
+
 def shorter(logs, seed=0):
     """Percent by which times are shorter, with a 95 % bootstrap interval, of independent log ratios."""
     logs = np.asarray(logs, float)
+    if len(logs) < FEWEST:
+        return [round(float(100 * (1 - np.exp(-logs.mean()))), 1), np.nan, np.nan]
     drawn = np.random.default_rng(seed).integers(len(logs), size=(4000, len(logs)))
     ends = np.quantile(logs[drawn].mean(axis=1), [0.025, 0.975])
     return [round(float(100 * (1 - np.exp(-value))), 1) for value in (logs.mean(), *ends)]
@@ -237,7 +277,10 @@ def won(rows, chosen):
     gathered = {}
     for (cable, func, n_bytes), at in ratios(as_run(rows, chosen)):
         cells = [cell for cell in at if not cell.startswith("untouched")]
-        of = {offer: held_out(at, allowed(cells, own[func, n_bytes], offer)) for offer in ("all", "nccl", "ours")}
+        of = {
+            offer: held_out(at, allowed(cells, own[func, n_bytes], offer))
+            for offer in ("all", "nccl", "ours")
+        }
         of |= {"again": at["untouched again"], "communicator": at["untouched communicator"]}
         band = next(name for name, (first, last) in BANDS.items() if first <= n_bytes <= last)
         for name, logs in of.items():
@@ -291,7 +334,14 @@ def gains(options):
             )
             if done(folder, options):
                 continue
-            row = {"cable": options.cable, "kind": options.kind, "arm": arm, "run": run, "place": place, "date": now()}
+            row = {
+                "cable": options.cable,
+                "kind": options.kind,
+                "arm": arm,
+                "run": run,
+                "place": place,
+                "date": now(),
+            }
             one_run(options, folder, arm, words, run)
             steps = json.loads((folder / "steps-0.json").read_text())
             (folder / "run.json").write_text(json.dumps(row | steps))
@@ -346,7 +396,9 @@ def plant(options):
             row = {"plant": name, "flow": PLANTS[name], "run": run, "date": now()}
             tables = folder / "tables.json"
             every = (0, 2**40)
-            one = [[(func, *every, "Simple", channels) for func in NAMES_OF_FUNCS] for channels in (1, 2, 4, 1)]
+            one = [
+                [(func, *every, "Simple", channels) for func in NAMES_OF_FUNCS] for channels in (1, 2, 4, 1)
+            ]
             tables.write_text(json.dumps(one if options.what_runs == "turns" else one[:1]))
             words = [*job, "--tables", str(tables), "--turn", "2", "--seed", str(run), "--steps"]
             extra = {**PLANTED, **plugin(options)}
@@ -368,7 +420,17 @@ def verdict(folder):
     return json.dumps({key: told.get(key) for key in VERDICT})
 
 
-VERDICT = ("ended", "kept", "in_force", "speedup", "speedup_ci95", "steps", "steps_to_verdict", "cost_s", "reasons")
+VERDICT = (
+    "ended",
+    "kept",
+    "in_force",
+    "speedup",
+    "speedup_ci95",
+    "steps",
+    "steps_to_verdict",
+    "cost_s",
+    "reasons",
+)
 
 
 #: Tables that take turns on a raised communicator.
@@ -377,7 +439,9 @@ TURNS = ("pinned", "pinned again", "free", "best", "best of our offer")
 
 def job_tables(options):
     """The tables of TURNS for the job's calls: see :func:`calls`."""
-    called = json.loads((options.out / f"calls-{options.kind}-{options.width}-{options.layers}.json").read_text())
+    called = json.loads(
+        (options.out / f"calls-{options.kind}-{options.width}-{options.layers}.json").read_text()
+    )
     best = json.loads((options.out / f"best-{options.cable}.json").read_text())
     tables = {name: [] for name in TURNS}
     for func, n_bytes, proto, channels in called:
@@ -397,7 +461,9 @@ def calls(options):
     words = ["train", "--kind", options.kind, "--steps", "3"]
     words += ["--width", str(options.width), "--layers", str(options.layers)]
     log = launched(options, folder, words, TUNING)
-    rows = {(NAMES[f[1]], 2 * int(f[2]), NAMES[f[4]], int(f[6]) - int(f[5]) + 1) for f in CHOICE.finditer(log)}
+    rows = {
+        (NAMES[f[1]], 2 * int(f[2]), NAMES[f[4]], int(f[6]) - int(f[5]) + 1) for f in CHOICE.finditer(log)
+    }
     path = options.out / f"calls-{options.kind}-{options.width}-{options.layers}.json"
     path.write_text(json.dumps(sorted(rows)))
     print(path.read_text())
@@ -478,6 +544,8 @@ def against(by_run, arm, base, seed=0):
     ours, theirs = np.log(by_run.loc[arm].dropna().to_numpy()), np.log(by_run.loc[base].dropna().to_numpy())
     if arm in TURNS and base in TURNS:
         return shorter(theirs - ours, seed)
+    if min(len(ours), len(theirs)) < FEWEST:
+        return shorter([theirs.mean() - ours.mean()])
     rng = np.random.default_rng(seed)
     drawn = [x[rng.integers(len(x), size=(4000, len(x)))].mean(axis=1) for x in (theirs, ours)]
     ends = np.quantile(drawn[0] - drawn[1], [0.025, 0.975])
@@ -486,11 +554,21 @@ def against(by_run, arm, base, seed=0):
 
 def words(figures):
     """A gain and its interval, as the page has them."""
+    if np.isnan(figures[1]):
+        return f"{figures[0]:.1f} %, no interval"
     return "{:.1f} % [{:.1f}, {:.1f}]".format(*figures)
 
 
-CABLE_WORDS = {"2gbit": "2 Gbit/s", "4gbit-flow-1gbit": "4 Gbit/s, 1 Gbit/s a TCP flow", "10gbit": "10 Gbit/s"}
-JOB_WORDS = {"fsdp2-512x1": "FSDP2, 8 MiB", "zero-512x1": "`zero()` stage 3, 8 MiB", "fsdp2-256x4": "FSDP2, 4 x 2 MiB"}
+CABLE_WORDS = {
+    "2gbit": "2 Gbit/s",
+    "4gbit-flow-1gbit": "4 Gbit/s, 1 Gbit/s a TCP flow",
+    "10gbit": "10 Gbit/s",
+}
+JOB_WORDS = {
+    "fsdp2-512x1": "FSDP2, 8 MiB",
+    "zero-512x1": "`zero()` stage 3, 8 MiB",
+    "fsdp2-256x4": "FSDP2, 4 x 2 MiB",
+}
 ARM_WORDS = {
     "untouched": "NCCL untouched",
     "untouched again": "NCCL untouched, again (A/A)",
@@ -558,58 +636,59 @@ def gains_table():
                 of = by_run.loc[arm].dropna()
                 step = f"{np.exp(np.log(of).mean()):.0f} ({of.min():.0f} to {of.max():.0f})"
                 gained = [
-                    words(against(by_run, arm, base)) if arm != base else "" for base in ("untouched", "sockets 1 x 4")
+                    words(against(by_run, arm, base)) if arm != base else ""
+                    for base in ("untouched", "sockets 1 x 4")
                 ]
                 rows.append([CABLE_WORDS[cable], job_words, arm_words, len(of), step, *gained])
     return table(heads, rows)
 
 
+def by_turns(rows, base):
+    """Percent by which each table is shorter than ``base``, all of which took turns in these runs.
+
+    Of each round of turns (each table has two steps) the mean of the logs counts; the first rounds do not.
+    """
+    tables = rows["table"].max() + 1
+    late = rows[rows["step"] >= FIRST * rows.groupby("run")["step"].transform("max")]
+    rounds = late["step"] // (2 * tables)
+    logs = np.log(late["ms"]).groupby([late["run"], rounds, late["table"]]).mean().unstack("table").dropna()
+    return {table: shorter(logs[base] - logs[table]) for table in range(tables)}
+
+
 def turns_table():
     """Gains of tables that took turns in one run: the ports are the same."""
-    heads = [
-        "cable that we chose",
-        "job",
-        "runs",
-        "untouched table, again (A/A)",
-        "NCCL's own choice",
-        "the sweep's best",
-        "the best that our tables allow",
-    ]
+    heads = ["cable that we chose", "job", "runs", "untouched table, again (A/A)", "NCCL's own choice"]
+    heads += ["the sweep's best", "the best that our tables allow"]
     rows = []
-    for cable in CABLES:
-        for job, job_words in JOB_WORDS.items():
-            path = DATA / "gains" / f"gains-{cable}-{job}.csv.gz"
-            if not path.exists():
-                continue
-            by_run = medians(pd.read_csv(path))
-            if "pinned" in by_run.index:
-                gained = [
-                    words(against(by_run, arm, "pinned"))
-                    for arm in ("pinned again", "free", "best", "best of our offer")
-                ]
-                rows.append([CABLE_WORDS[cable], job_words, by_run.loc["pinned"].count(), *gained])
+    for cable, job in itertools.product(CABLES, JOB_WORDS):
+        path = DATA / "gains" / f"gains-{cable}-{job}.csv.gz"
+        raised = pd.read_csv(path).query("arm == 'raised'") if path.exists() else ()
+        if len(raised):
+            gained = by_turns(raised, TURNS.index("pinned"))
+            figures = [words(gained[table]) for table in range(1, len(TURNS))]
+            rows.append([CABLE_WORDS[cable], JOB_WORDS[job], raised["run"].nunique(), *figures])
     return table(heads, rows)
-
-
-def planted(rows):
-    """Percent shorter than the pinned channel by turns: 2 channels, 4 channels, 1 channel again (A/A).
-
-    Of each round of turns (8 steps) the mean of the logs counts; a run is long, and its ports are the same throughout.
-    """
-    late = rows[rows["step"] >= FIRST * rows.groupby("run")["step"].transform("max")]
-    logs = np.log(late["ms"]).groupby([late["run"], late["step"] // 8, late["table"]]).mean().unstack("table").dropna()
-    return [shorter(logs[0] - logs[table]) for table in (1, 2, 3)]
 
 
 def plants_table():
     """What was planted, and what `tune` made of it."""
     heads = ["planted", "one flow gets", "by turns: 2 channels", "4 channels", "1 again (A/A)"]
-    heads += ["`tune` runs", "kept", "kept table says", "undecided or dropped", "cost of the search, s (median)"]
+    heads += [
+        "`tune` runs",
+        "kept",
+        "kept table says",
+        "undecided or dropped",
+        "cost of the search, s (median)",
+    ]
     rows = []
     for name, flow in PLANTS.items():
         turns_path = DATA / "gains" / f"plants-turns-{name}.csv.gz"
         path = DATA / "gains" / f"plants-tune-{name}-verdicts.csv"
-        gained = [words(one) for one in planted(pd.read_csv(turns_path))] if turns_path.exists() else [""] * 3
+        gained = (
+            [words(one) for one in list(by_turns(pd.read_csv(turns_path), 0).values())[1:]]
+            if turns_path.exists()
+            else [""] * 3
+        )
         if not path.exists():
             continue
         told = pd.read_csv(path)
@@ -651,7 +730,9 @@ PARTS |= {"file": file_rows, "tables": tables}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=PARTS)
     parser.add_argument("--launcher")
     parser.add_argument("--backend", default="ncclcpu")
@@ -660,7 +741,10 @@ def main():
     parser.add_argument("--cable", choices=CABLES)
     parser.add_argument("--launches", default="0:8", help="or runs: first:end")
     parser.add_argument(
-        "--seconds", type=float, default=1e9, help="begin no run after so long; what is done is not done again"
+        "--seconds",
+        type=float,
+        default=1e9,
+        help="begin no run after so long; what is done is not done again",
     )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--kind", choices=("fsdp2", "zero"), default="fsdp2")
