@@ -148,8 +148,8 @@ class Rule:
     """One row: messages of ``func`` with ``min_bytes <= n_bytes <= max_bytes`` on communicators of one class.
 
     The class is (n_ranks, n_nodes); (0, 0) holds for every communicator whose class has no row for the message.
-    With ``threads`` the row is a ceiling. It leaves the pair to NCCL. A message gets the channels that NCCL gives it on a
-    communicator of ``n_channels`` (see ``envs/nccl/untouched.py``).
+    With ``threads`` the row is a ceiling. It leaves the pair to NCCL. A message gets the channels that NCCL gives it on
+    a communicator of ``n_channels`` (see ``envs/nccl/untouched.py``).
     """
 
     n_ranks: int

@@ -281,7 +281,7 @@ def untouched_from(headroom: int | None, earlier: Path | None) -> UntouchedTable
             "--headroom needs --untouched RUN, the results of a run of this job without it: "
             "NCCL's own channel counts, which the tables are compared with, are read there"
         )
-    from ...envs.nccl_model.untouched import of_run
+    from ...envs.live.untouched import of_run
     from ...traces.files import TraceError
 
     with refusing(TraceError, ValueError, OSError):

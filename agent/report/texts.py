@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -102,12 +103,8 @@ def _ratio(s: RunSummary) -> str:
 def result_lines(summary: RunSummary) -> list[str]:
     """The verdict first, then its step times, all comparisons, and the rows of each table."""
     shown = [c for c in summary.comparisons if c["outcome"] == "kept" or not c["trial"]]
-    found = [
-        verdict(summary),
-        measured(summary),
-        _ratio(summary),
-        *(outcome(c, own_of(summary)) for c in shown),
-    ]
+    outcomes = map(partial(outcome, own=own_of(summary)), shown)
+    found = [verdict(summary), measured(summary), _ratio(summary), *outcomes]
     if summary.trials:
         found.append(
             f"trials after the verdict: {summary.trials} windows, cost {seconds(summary.trials_cost_s or 0)}"

@@ -20,7 +20,6 @@ from ...traces.reasons import NotTuning, names
 from ...traces.records import TUNED_FUNCS, Decision, Slot
 from ..nccl.untouched import Untouched
 from ..nccl_model.arms import distinct
-from ..nccl_model.untouched import fault
 from ..search.interfaces import PROFILE, UNTIMED, Measured, Plan, warm_up_families
 from ..search.interfaces import Job as TunedJob
 from .gpu_memory import take_out
@@ -29,6 +28,7 @@ from .job_ends import OtherJob
 from .obedience import Disobeyed
 from .registered import Guard
 from .turns import Turns
+from .untouched import fault
 
 Array = np.ndarray[Any, Any]
 

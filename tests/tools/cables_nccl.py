@@ -555,7 +555,7 @@ def against(by_run, arm, base, seed=0):
 def words(figures):
     """A gain and its interval, as the page has them."""
     if np.isnan(figures[1]):
-        return f"{figures[0]:.1f} %, no interval"
+        return "too few runs"
     return "{:.1f} % [{:.1f}, {:.1f}]".format(*figures)
 
 

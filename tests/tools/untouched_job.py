@@ -96,10 +96,6 @@ def holds():
         "shared_kib": int(told["RssShmem"].split()[0]),
         "threads": int(told["Threads"]),
         "sockets": sum(link.startswith("socket:") for link in links),
-        "shared_memory_kib": sum(
-            file.stat().st_blocks for file in Path("/dev/shm").iterdir() if file.is_file()
-        )
-        // 2,
     }
 
 

@@ -32,8 +32,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from dynamiccl.envs.live.untouched import is_alone, of_run
 from dynamiccl.envs.nccl.tables import to_json
-from dynamiccl.envs.nccl_model.untouched import is_alone, of_run
 from dynamiccl.traces.files import Trace
 from dynamiccl.traces.records import Table
 
@@ -211,9 +211,7 @@ def show(runs):
         print("raised over untouched", interval(by_arm["raised"], untouched))
         if "default" in by_arm:
             print("default over untouched", interval(by_arm["default"], untouched))
-        print(
-            rows.groupby("arm")[["rss_kib", "shared_memory_kib", "threads", "sockets"]].median().to_string()
-        )
+        print(rows.groupby("arm")[["rss_kib", "shared_kib", "threads", "sockets"]].median().to_string())
     for file in sorted(runs.folder.glob("tuned_*/h0/summary.json")):
         print(
             file.parent.parent.name,

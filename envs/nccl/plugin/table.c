@@ -113,9 +113,10 @@ static struct dccl_rule rule_at(const void* rows, uint32_t i) {
 static bool rule_is_valid(const struct dccl_rule* r) {
   const bool pair_unset = r->algo == DCCL_UNSET && r->proto == DCCL_UNSET;
   const bool is_ceiling = pair_unset && r->n_channels > 0 && (r->threads == 256 || r->threads == 512);
-  return (r->threads == 0 || is_ceiling) && r->func < N_FUNCS && (pair_unset || (r->algo < N_ALGOS && r->proto < N_PROTOS)) &&
-         r->n_channels <= DCCL_MAX_CHANNELS && r->min_bytes <= r->max_bytes &&
-         (r->n_ranks == 0) == (r->n_nodes == 0) && r->n_nodes >> (32 - KEY_BITS) == 0;
+  return (r->threads == 0 || is_ceiling) && r->func < N_FUNCS &&
+         (pair_unset || (r->algo < N_ALGOS && r->proto < N_PROTOS)) && r->n_channels <= DCCL_MAX_CHANNELS &&
+         r->min_bytes <= r->max_bytes && (r->n_ranks == 0) == (r->n_nodes == 0) &&
+         r->n_nodes >> (32 - KEY_BITS) == 0;
 }
 
 static bool in_order(const struct dccl_rule* a, const struct dccl_rule* b) {

@@ -16,7 +16,7 @@ enum { MEMO_BITS = 7, MEMO_WAYS = 2, MOST_CELLS = 64 };
 // A job asks about a few messages over and over: what was answered last, while the table is the same.
 struct memo {
   _Atomic uint64_t key;    // the message, 0: free
-  _Atomic uint64_t value;  // epoch of the table << 27 | threads / 256 << 25 | whether it speaks << 24 | decision
+  _Atomic uint64_t value;  // epoch of the table << 27 | threads / 256 << 25 | has a row << 24 | decision
   _Atomic bool noted;      // the message's offer is in the ring, or of no use to a tuner
 };
 
@@ -68,8 +68,8 @@ static bool look_up(const struct context* c, struct memo* m, const struct dccl_q
       *d = (struct dccl_decision){0};
       const int speaks = dccl_lookup(table, c->class, q->func, q->n_bytes, d);
       if (speaks < 0) continue;  // another table by now
-      value = epoch << 27 | (uint64_t)(d->threads / 256) << 25 | (uint64_t)speaks << 24 | (uint64_t)d->n_channels << 16 | (uint64_t)d->proto << 8 |
-              d->algo;
+      value = epoch << 27 | (uint64_t)(d->threads / 256) << 25 | (uint64_t)speaks << 24 |
+              (uint64_t)d->n_channels << 16 | (uint64_t)d->proto << 8 | d->algo;
       // Not if the table was filled anew meanwhile, nor for another message.
       if (dccl_epoch(table) == epoch && atomic_load_explicit(&m->key, memory_order_acquire) == key)
         atomic_store_explicit(&m->value, value, memory_order_release);
@@ -157,8 +157,8 @@ static bool on_request(const struct context* c, int algo, float cost) {
 }
 
 // The channels that NCCL itself gives a message on a communicator of `most`: one for each block's worth of
-// bytes (2.28.9 to 2.30.7 src/enqueue.cc, topoGetAlgoInfo). 0: left to NCCL. NVLS has channels of its own, and
-// CollNet counts by what only NCCL knows. `threads`: of a ring's block under Simple.
+// bytes (2.28.9 to 2.30.7 src/enqueue.cc, topoGetAlgoInfo). 0: left to NCCL. NVLS has channels of its own,
+// and CollNet counts by what only NCCL knows. `threads`: of a ring's block under Simple.
 static int own_channels(const struct context* c, const struct dccl_question* q, int cell, int most,
                         int threads) {
   const int algo = cell / q->n_protos, proto = cell % q->n_protos;

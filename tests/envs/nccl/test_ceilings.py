@@ -3,9 +3,9 @@
 import numpy as np
 import pandas as pd
 import pytest
+from dynamiccl.envs.live.untouched import own_limit
 from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.envs.nccl.untouched import FUNCS, ClassChannels, Untouched
-from dynamiccl.envs.nccl_model.untouched import own_limit
 from dynamiccl.traces.records import Decision, Rule, Table
 from nccl_releases import Communicator
 from plugin_run import MB, offer, plugin, run

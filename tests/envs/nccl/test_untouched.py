@@ -5,14 +5,14 @@ import pandas as pd
 import pytest
 from dynamiccl.envs.live.confirmed import note_confirmed, read_confirmed
 from dynamiccl.envs.live.job import Job
+from dynamiccl.envs.live.untouched import as_run, fault, of_run, own_limit
 from dynamiccl.envs.nccl.agreement.in_force import InForce
 from dynamiccl.envs.nccl.plugin.bindings import Span
 from dynamiccl.envs.nccl.shm import RunFolder, decode_table, encode_table
 from dynamiccl.envs.nccl.tables import load_table, to_json
 from dynamiccl.envs.nccl.untouched import FUNCS, MAX_BYTES, ClassChannels, Untouched
-from dynamiccl.envs.nccl_model.untouched import as_run, fault, of_run, own_limit
 from dynamiccl.traces.records import Decision, Rule, Slot, Table
-from untouched_run import filed, write_untouched
+from untouched_run import FILED, filed, write_untouched
 
 TWO = ClassChannels(2, 2, 2, 256)
 
@@ -43,6 +43,17 @@ def test_the_model_says_what_ran_at_every_size(channels):
     assert (as_run(events, channels, 256, 22809) == events["n_channels"]).all()
     assert not (as_run(events, channels, 512, 22809) == events["n_channels"]).all()
     assert (own_limit(events, channels, 256) >= events["n_channels"]).all()
+
+
+def test_whole_runs_under_the_table_are_within_the_spread_of_untouched_ones():
+    """Few runs, and the luck of the ports makes them differ: this shows no more than that none is far off."""
+    rows = pd.read_csv(FILED / "times.csv")
+    untouched, raised = (rows[rows["arm"].isin(arms)] for arms in (["plain", "again"], ["raised"]))
+    assert len(untouched) >= 12 and len(raised) >= 3
+    assert untouched["step_ms"].min() * 0.98 < raised["step_ms"].median() < untouched["step_ms"].max()
+    more = raised["shared_kib"].median() - untouched["shared_kib"].median()
+    assert more / 6 / 1024 == pytest.approx(18.4, abs=0.1)  # MiB a channel
+    assert raised["sockets"].median() - untouched["sockets"].median() == 12
 
 
 def rule(low, high):

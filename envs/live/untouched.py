@@ -11,12 +11,14 @@ import pandas as pd
 
 from ...traces.files import Trace
 from ..nccl.untouched import FUNCS, ClassChannels, Untouched
-from .channels import filled_channels
-from .clusters import release_number
+from ..nccl_model.channels import filled_channels
+from ..nccl_model.clusters import release_number
 
 Array = np.ndarray[Any, Any]
 #: Threads that a ring's block may have under Simple, the usual number first.
 THREADS = (512, 256)
+#: A table of a running job has 126 rows, and each class takes five before anything is tuned.
+MOST_CLASSES = 12
 #: Algorithms with channels of their own, which the option leaves alone.
 _OWN = ("nvls", "nvls_tree")
 #: Bytes of traffic per byte of a message (NCCL 2.28.9 src/include/enqueue.h); of the others one a rank.
@@ -71,6 +73,10 @@ def of_run(folder: Path | str, headroom: int) -> Untouched:
         )
     releases = _releases(trace.header)
     classes = [_class(path, key, rows, releases) for key, rows in events.groupby(["n_ranks", "n_nodes"])]
+    if len(classes) > MOST_CLASSES:
+        raise ValueError(
+            f"{path} has {len(classes)} classes of communicators; --headroom has room for {MOST_CLASSES}"
+        )
     return Untouched(headroom, tuple(sorted(classes)))
 
 
