@@ -699,10 +699,48 @@ def plants_table():
     return table(heads, rows)
 
 
+def loads_table():
+    """Load averages of the rows: least, median, most."""
+    groups = {
+        "sweep": "sweep/*",
+        "whole jobs, planted gains": "gains/*[0-9].csv.gz",
+        "not counted": "gains/*-busy.csv.gz",
+    }
+    rows = []
+    for name, pattern in groups.items():
+        load = pd.concat([pd.read_csv(path)["load"] for path in DATA.glob(pattern) if path.suffix == ".gz"])
+        rows.append([name, len(load), f"{load.min():.1f}", f"{load.median():.1f}", f"{load.max():.1f}"])
+    return table(["rows", "number", "least load", "median load", "most load"], rows)
+
+
+def tuned_table():
+    """Every run of `tune --headroom 8`, in its own words."""
+    heads = [
+        "cable that we chose",
+        "job",
+        "date",
+        "kept",
+        "shorter than NCCL untouched, by the report",
+        "verdict at step",
+    ]
+    heads += ["cost of the search, s"]
+    rows = []
+    for cable, job in itertools.product(CABLES, JOB_WORDS):
+        for path in sorted((DATA / "gains").glob(f"gains-{cable}-{job}*-verdicts.csv")):
+            for one in pd.read_csv(path).itertuples():
+                speedups = (one.speedup, one.speedup_low, one.speedup_high)
+                says = "no verdict" if np.isnan(one.speedup) else words([100 * (1 - 1 / x) for x in speedups])
+                at = "" if np.isnan(one.steps_to_verdict) else f"{one.steps_to_verdict:.0f}"
+                date = one.date[:16].replace("T", " ")
+                kept = "yes" if one.kept else "no"
+                rows.append([CABLE_WORDS[cable], JOB_WORDS[job], date, kept, says, at, f"{one.cost_s:.1f}"])
+    return table(heads, rows)
+
+
 def page_tables():
     """The tables of docs/evidence.md by name."""
     found = {"sweep": sweep_table(), "gains": gains_table(), "turns": turns_table(), "plants": plants_table()}
-    return found
+    return found | {"tuned": tuned_table(), "loads": loads_table()}
 
 
 def tables(options):
