@@ -773,8 +773,10 @@ def main():
     )
     parser.add_argument("what", choices=PARTS)
     parser.add_argument("--launcher")
-    parser.add_argument("--backend", default="ncclcpu")
-    parser.add_argument("--backend-module", default="nccl_cpu")
+    parser.add_argument("--backend", default="gloo", help="of torch.distributed, whose collectives NCCL does")
+    parser.add_argument(
+        "--backend-module", default="", help="imported first by each rank: it registers the backend"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cable", choices=CABLES)
     parser.add_argument("--launches", default="0:8", help="or runs: first:end")
