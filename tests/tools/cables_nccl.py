@@ -1,10 +1,13 @@
 """Where is there anything to win? Measured with NCCL's library between two hosts whose cable is chosen.
 
-  cables_nccl.py choice --launcher PATH --out FOLDER                      NCCL's own choice, and each cell's channels
+  cables_nccl.py choice --launcher PATH --out FOLDER       NCCL's own choice, and the channels of each cell as run
   cables_nccl.py sweep  --launcher PATH --out FOLDER --cable CABLE --launches 0:4
-  cables_nccl.py gains  --launcher PATH --out FOLDER --cable CABLE --kind fsdp2 --arms A,B,... --runs 0:4
-  cables_nccl.py file   --out FOLDER                                      raw rows into tests/data/nccl_on_cpu
-  cables_nccl.py tables                                                   the tables of docs/evidence.md, from the rows
+  cables_nccl.py best   --out FOLDER --cable CABLE         the best cells of the sweep, for `gains`
+  cables_nccl.py calls  --launcher PATH --out FOLDER       the calls of the job, for `gains`
+  cables_nccl.py gains  --launcher PATH --out FOLDER --cable CABLE --kind fsdp2 --arms A,B,... --launches 0:4
+  cables_nccl.py plant  --launcher PATH --out FOLDER --what-runs tune --launches 0:4
+  cables_nccl.py file   --out FOLDER                       raw rows into tests/data/nccl_on_cpu
+  cables_nccl.py tables                                    the tables of docs/evidence.md, from the rows
 
 The launcher runs a command on two hosts: `run -o OUT CMD..` (torchrun's variables are set, one process a host),
 `tune -o OUT -t OPTIONS SCRIPT..` (`dynamiccl tune OPTIONS -- torchrun .. SCRIPT` on both), `net rate RATE` and
