@@ -53,3 +53,19 @@ def test_what_a_mask_leaves():
     assert cables_nccl.allowed(cells, "Simple", "nccl") == ["LL-1", "Simple-4"]
     assert cables_nccl.allowed(cells, "Simple", "ours") == ["Simple-4"]
     assert cables_nccl.allowed(cells, "LL", "ours") == []
+
+
+def test_five_to_seven_channels_win_where_one_flow_gets_a_quarter_and_no_ll():
+    rows, chosen = cables_nccl.filed_sweep()
+    rows = rows[(rows["cable"] == "4gbit-flow-1gbit") & (rows["bytes"] >= 2**20)]
+    found = set()
+    for _, at in cables_nccl.ratios(cables_nccl.as_run(rows, chosen)):
+        found.add(cables_nccl.chosen_best(at, [cell for cell in at if not cell.startswith("untouched")]))
+    assert found == {"Simple-5", "Simple-6", "Simple-7"}
+
+
+def test_more_than_a_third_on_the_flow_limited_cable():
+    rows = pd.read_csv(cables_nccl.DATA / "gains" / "gains-4gbit-flow-1gbit-fsdp2-512x1.csv.gz")
+    gained = cables_nccl.by_turns(rows.query("arm == 'raised'"), cables_nccl.TURNS.index("pinned"))
+    for name in ("free", "best", "best of our offer"):
+        assert 100 / 3 < gained[cables_nccl.TURNS.index(name)][0] < 40

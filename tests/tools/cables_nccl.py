@@ -1,10 +1,13 @@
 """Where is there anything to win? Measured with NCCL's library between two hosts whose cable is chosen.
 
-  cables_nccl.py choice --launcher PATH --out FOLDER                      NCCL's own choice, and each cell's channels
+  cables_nccl.py choice --launcher PATH --out FOLDER       NCCL's own choice, and the channels of each cell as run
   cables_nccl.py sweep  --launcher PATH --out FOLDER --cable CABLE --launches 0:4
-  cables_nccl.py gains  --launcher PATH --out FOLDER --cable CABLE --kind fsdp2 --arms A,B,... --runs 0:4
-  cables_nccl.py file   --out FOLDER                                      raw rows into tests/data/nccl_on_cpu
-  cables_nccl.py tables                                                   the tables of docs/evidence.md, from the rows
+  cables_nccl.py best   --out FOLDER --cable CABLE         the best cells of the sweep, for `gains`
+  cables_nccl.py calls  --launcher PATH --out FOLDER       the calls of the job, for `gains`
+  cables_nccl.py gains  --launcher PATH --out FOLDER --cable CABLE --kind fsdp2 --arms A,B,... --launches 0:4
+  cables_nccl.py plant  --launcher PATH --out FOLDER --what-runs tune --launches 0:4
+  cables_nccl.py file   --out FOLDER                       raw rows into tests/data/nccl_on_cpu
+  cables_nccl.py tables                                    the tables of docs/evidence.md, from the rows
 
 The launcher runs a command on two hosts: `run -o OUT CMD..` (torchrun's variables are set, one process a host),
 `tune -o OUT -t OPTIONS SCRIPT..` (`dynamiccl tune OPTIONS -- torchrun .. SCRIPT` on both), `net rate RATE` and
@@ -14,6 +17,7 @@ The launcher runs a command on two hosts: `run -o OUT CMD..` (torchrun's variabl
 import argparse
 import csv
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -249,9 +253,15 @@ def held_out(at, cells):
     return pd.concat(found).sort_index()
 
 
+#: Of fewer runs no interval is told.
+FEWEST = 3
+
+
 def shorter(logs, seed=0):
     """Percent by which times are shorter, with a 95 % bootstrap interval, of independent log ratios."""
     logs = np.asarray(logs, float)
+    if len(logs) < FEWEST:
+        return [round(float(100 * (1 - np.exp(-logs.mean()))), 1), np.nan, np.nan]
     drawn = np.random.default_rng(seed).integers(len(logs), size=(4000, len(logs)))
     ends = np.quantile(logs[drawn].mean(axis=1), [0.025, 0.975])
     return [round(float(100 * (1 - np.exp(-value))), 1) for value in (logs.mean(), *ends)]
@@ -537,6 +547,8 @@ def against(by_run, arm, base, seed=0):
     ours, theirs = np.log(by_run.loc[arm].dropna().to_numpy()), np.log(by_run.loc[base].dropna().to_numpy())
     if arm in TURNS and base in TURNS:
         return shorter(theirs - ours, seed)
+    if min(len(ours), len(theirs)) < FEWEST:
+        return shorter([theirs.mean() - ours.mean()])
     rng = np.random.default_rng(seed)
     drawn = [x[rng.integers(len(x), size=(4000, len(x)))].mean(axis=1) for x in (theirs, ours)]
     ends = np.quantile(drawn[0] - drawn[1], [0.025, 0.975])
@@ -545,6 +557,8 @@ def against(by_run, arm, base, seed=0):
 
 def words(figures):
     """A gain and its interval, as the page has them."""
+    if np.isnan(figures[1]):
+        return "too few runs"
     return "{:.1f} % [{:.1f}, {:.1f}]".format(*figures)
 
 
@@ -632,47 +646,31 @@ def gains_table():
     return table(heads, rows)
 
 
+def by_turns(rows, base):
+    """Percent by which each table is shorter than ``base``, all of which took turns in these runs.
+
+    Of each round of turns (each table has two steps) the mean of the logs counts; the first rounds do not.
+    """
+    tables = rows["table"].max() + 1
+    late = rows[rows["step"] >= FIRST * rows.groupby("run")["step"].transform("max")]
+    rounds = late["step"] // (2 * tables)
+    logs = np.log(late["ms"]).groupby([late["run"], rounds, late["table"]]).mean().unstack("table").dropna()
+    return {table: shorter(logs[base] - logs[table]) for table in range(tables)}
+
+
 def turns_table():
     """Gains of tables that took turns in one run: the ports are the same."""
-    heads = [
-        "cable that we chose",
-        "job",
-        "runs",
-        "untouched table, again (A/A)",
-        "NCCL's own choice",
-        "the sweep's best",
-        "the best that our tables allow",
-    ]
+    heads = ["cable that we chose", "job", "runs", "untouched table, again (A/A)", "NCCL's own choice"]
+    heads += ["the sweep's best", "the best that our tables allow"]
     rows = []
-    for cable in CABLES:
-        for job, job_words in JOB_WORDS.items():
-            path = DATA / "gains" / f"gains-{cable}-{job}.csv.gz"
-            if not path.exists():
-                continue
-            by_run = medians(pd.read_csv(path))
-            if "pinned" in by_run.index:
-                gained = [
-                    words(against(by_run, arm, "pinned"))
-                    for arm in ("pinned again", "free", "best", "best of our offer")
-                ]
-                rows.append([CABLE_WORDS[cable], job_words, by_run.loc["pinned"].count(), *gained])
+    for cable, job in itertools.product(CABLES, JOB_WORDS):
+        path = DATA / "gains" / f"gains-{cable}-{job}.csv.gz"
+        raised = pd.read_csv(path).query("arm == 'raised'") if path.exists() else ()
+        if len(raised):
+            gained = by_turns(raised, TURNS.index("pinned"))
+            figures = [words(gained[table]) for table in range(1, len(TURNS))]
+            rows.append([CABLE_WORDS[cable], JOB_WORDS[job], raised["run"].nunique(), *figures])
     return table(heads, rows)
-
-
-def planted(rows):
-    """Percent shorter than the pinned channel by turns: 2 channels, 4 channels, 1 channel again (A/A).
-
-    Of each round of turns (8 steps) the mean of the logs counts; a run is long, and its ports are the same throughout.
-    """
-    late = rows[rows["step"] >= FIRST * rows.groupby("run")["step"].transform("max")]
-    logs = (
-        np.log(late["ms"])
-        .groupby([late["run"], late["step"] // 8, late["table"]])
-        .mean()
-        .unstack("table")
-        .dropna()
-    )
-    return [shorter(logs[0] - logs[table]) for table in (1, 2, 3)]
 
 
 def plants_table():
@@ -689,7 +687,11 @@ def plants_table():
     for name, flow in PLANTS.items():
         turns_path = DATA / "gains" / f"plants-turns-{name}.csv.gz"
         path = DATA / "gains" / f"plants-tune-{name}-verdicts.csv"
-        gained = [words(one) for one in planted(pd.read_csv(turns_path))] if turns_path.exists() else [""] * 3
+        gained = (
+            [words(one) for one in list(by_turns(pd.read_csv(turns_path), 0).values())[1:]]
+            if turns_path.exists()
+            else [""] * 3
+        )
         if not path.exists():
             continue
         told = pd.read_csv(path)
@@ -700,10 +702,48 @@ def plants_table():
     return table(heads, rows)
 
 
+def loads_table():
+    """Load averages of the rows: least, median, most."""
+    groups = {
+        "sweep": "sweep/*",
+        "whole jobs, planted gains": "gains/*[0-9].csv.gz",
+        "not counted": "gains/*-busy.csv.gz",
+    }
+    rows = []
+    for name, pattern in groups.items():
+        load = pd.concat([pd.read_csv(path)["load"] for path in DATA.glob(pattern) if path.suffix == ".gz"])
+        rows.append([name, len(load), f"{load.min():.1f}", f"{load.median():.1f}", f"{load.max():.1f}"])
+    return table(["rows", "number", "least load", "median load", "most load"], rows)
+
+
+def tuned_table():
+    """Every run of `tune --headroom 8`, in its own words."""
+    heads = [
+        "cable that we chose",
+        "job",
+        "date",
+        "kept",
+        "shorter than NCCL untouched, by the report",
+        "verdict at step",
+    ]
+    heads += ["cost of the search, s"]
+    rows = []
+    for cable, job in itertools.product(CABLES, JOB_WORDS):
+        for path in sorted((DATA / "gains").glob(f"gains-{cable}-{job}*-verdicts.csv")):
+            for one in pd.read_csv(path).itertuples():
+                speedups = (one.speedup, one.speedup_low, one.speedup_high)
+                says = "no verdict" if np.isnan(one.speedup) else words([100 * (1 - 1 / x) for x in speedups])
+                at = "" if np.isnan(one.steps_to_verdict) else f"{one.steps_to_verdict:.0f}"
+                date = one.date[:16].replace("T", " ")
+                kept = "yes" if one.kept else "no"
+                rows.append([CABLE_WORDS[cable], JOB_WORDS[job], date, kept, says, at, f"{one.cost_s:.1f}"])
+    return table(heads, rows)
+
+
 def page_tables():
     """The tables of docs/evidence.md by name."""
     found = {"sweep": sweep_table(), "gains": gains_table(), "turns": turns_table(), "plants": plants_table()}
-    return found
+    return found | {"tuned": tuned_table(), "loads": loads_table()}
 
 
 def tables(options):
@@ -736,8 +776,10 @@ def main():
     )
     parser.add_argument("what", choices=PARTS)
     parser.add_argument("--launcher")
-    parser.add_argument("--backend", default="ncclcpu")
-    parser.add_argument("--backend-module", default="nccl_cpu")
+    parser.add_argument("--backend", default="gloo", help="of torch.distributed, whose collectives NCCL does")
+    parser.add_argument(
+        "--backend-module", default="", help="imported first by each rank: it registers the backend"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cable", choices=CABLES)
     parser.add_argument("--launches", default="0:8", help="or runs: first:end")

@@ -1,7 +1,9 @@
-// A tuner plugin for NCCL 2.24 to 2.29 that answers from tables which the job itself loads: for cables_nccl.py.
+// A tuner plugin for NCCL 2.24 to 2.29 that answers from tables which the job itself loads: for
+// cables_nccl.py.
 //
-// The job calls `cables_row` and `cables_use` through the same loaded library. NCCL asks on the thread that issues the
-// collective, so a table that every rank selects before the same call holds for the same calls on every rank.
+// The job calls `cables_row` and `cables_use` through the same loaded library. NCCL asks on the thread that
+// issues the collective, so a table that every rank selects before the same call holds for the same calls on
+// every rank.
 #include <stddef.h>
 
 enum { TABLES = 64, ROWS = 64, RING = 1, NOT_OFFERED = -1 };
@@ -30,8 +32,8 @@ static int init(size_t n_ranks, size_t n_nodes, void* log, void** context) {
   *context = NULL;
   return 0;
 }
-static int get(void* context, int func, size_t n_bytes, int n_pipe_ops, float** cost, int n_algos, int n_protos,
-               int reg_buff, int* n_channels) {
+static int get(void* context, int func, size_t n_bytes, int n_pipe_ops, float** cost, int n_algos,
+               int n_protos, int reg_buff, int* n_channels) {
   (void)context, (void)n_pipe_ops, (void)n_algos, (void)reg_buff;
   if (current < 0) return 0;
   for (int k = 0; k < used[current]; k++) {

@@ -103,9 +103,7 @@ def _other_answer(clock: Clock, buffers: Sequence[int], now: int, rows: int) -> 
 
 def _plans(scope: Scope, r: int, rank: Any) -> list[tuple[int, Any]]:
     clocks = zip(scope.comms(r), rank.clocks, strict=True)
-    return [
-        (comm, clock.plan(clock.told if scope.old else clock.count, rank.buffers)) for comm, clock in clocks
-    ]
+    return [(comm, clock.plan(clock.count, rank.buffers)) for comm, clock in clocks]
 
 
 def _told(scope: Scope, plans: Any) -> dict[int, Told]:
