@@ -122,7 +122,7 @@ def _check_filed(suite: str) -> None:
 
 
 def _check_are_there(policies: list[str] | None, submissions: list[Path] | None) -> None:
-    """Refuse a policy or a submission file that is not there, before the suite is loaded."""
+    """Refuse files of policies and of submissions that are not there, before the suite is loaded."""
     from ..policies.choosing import check_is_there
 
     with refusing(ValueError):
