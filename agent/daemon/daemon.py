@@ -21,8 +21,8 @@ from ...envs.nccl.run_folder import LAUNCHER, STOP, TUNER
 from ...envs.nccl.shm import RunFolder
 from ...envs.nccl.tables import TABLE
 from ...envs.search.config import SearchConfig
-from ...traces.header import masked, readable
-from ...traces.outside import TraceError
+from ...traces.header import masked
+from ...traces.outside import TraceError, readable
 from ...traces.reasons import RunEnds
 from ...traces.records import TUNED_FUNCS, Decision, Slot, Table
 from ...traces.writer import TraceWriter

@@ -108,15 +108,19 @@ class Runner:
 
     def untuned(self, workload, ranks, out, limit_s=LIMIT_S, *more):
         """Run a job as it is."""
+        self.environment.pop("NCCL_MIN_NCHANNELS", None)
         job = self.job(workload, STEPS[ranks]["tune"], out / "losses", *more)
         return self.launch(out, "run", "-r", ranks // 2, "-o", out, "python", "-u", *job, limit_s=limit_s)
 
     def tuned(self, how, workload, ranks, out, limit_s=LIMIT_S, *more):
         """Run a job whose tables change."""
         job = self.job(workload, STEPS[ranks][how], out / "losses", *more)
+        self.environment.pop("NCCL_MIN_NCHANNELS", None)
         if how == "tune":
             seed = WORKLOADS.index(workload) + ranks
-            asked = f"--policy random --seed {seed} --headroom {HEADROOM} --budget 0.9 --no-memory"
+            # The channels are raised by the job's own environment: the option needs an earlier run without it.
+            self.environment["NCCL_MIN_NCHANNELS"] = str(HEADROOM)
+            asked = f"--policy random --seed {seed} --budget 0.9 --no-memory"
             return self.launch(
                 out, "tune", "-r", ranks // 2, "-o", out, "-t", asked, "--", *job, limit_s=limit_s
             )

@@ -230,8 +230,8 @@ class Job:
     def about(self) -> dict[str, Any]:
         """What the log says of the run, before its first step."""
         args = self.args
-        same = ("stage", "backend", "dtype", "batch", "steps", "classic", "optimizer", "accumulate")
-        same += ("hsdp", "hybrid", "reduce_dtype")
+        same = [*("stage", "backend", "dtype", "batch", "steps", "classic", "optimizer", "accumulate")]
+        same += ["hsdp", "hybrid", "reduce_dtype"]
         shape = ("layers", "width", "heads", "seq", "materialised")
         about: dict[str, Any] = {name: getattr(args, name) for name in same}
         about["model"] = {name: getattr(args, name) for name in shape}
