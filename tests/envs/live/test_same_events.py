@@ -51,7 +51,7 @@ def test_a_run_has_the_events_that_it_had(tmp_path, folder, tuners):
             job.begin_trace(writer)
             for n in range(30 * tuner // tuners, 30 * (tuner + 1) // tuners):
                 for rank, ring in enumerate(rings):
-                    rows = calls(rank, range(5 * n, 5 * n + 5))
+                    rows = calls(rank, range(5 * n, 5 * n + 5), asked=0)
                     rows["step"], rows["enqueue_ns"] = n, 1000 * rows["seq"] + rank
                     late = [kernel(rank, int(seq)) for seq in rng.permutation(rows["seq"])[:3] if seq % 3]
                     ring.put(rows, *late, step(n, rank))
