@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import FLAGS, SOURCES, compile_once, compiler
-from dynamiccl.envs.nccl.rings import Ring
+from dynamiccl.envs.nccl.rings import _HEAD, _HEAD_AT, _HEAD_BYTES, RING_MAGIC, RING_VERSION, Ring
 from dynamiccl.envs.nccl.shm import decode_table, encode_table
 from dynamiccl.envs.nccl.tables import load_table, to_json
 from dynamiccl.traces.records import FUNCS, PAIRS, RECORD_BYTES, Decision, Rule, Table
@@ -66,7 +66,9 @@ def random_table(rng: random.Random) -> Table:
     rules, low = [], 0
     for _ in range(rng.randrange(30)):
         low += rng.randint(1, 2**20)
-        decision = Decision(*rng.choice(PAIRS), rng.randrange(65))
+        decision, threads = Decision(*rng.choice(PAIRS), rng.randrange(65)), 0
+        if rng.random() < 0.25:  # a ceiling
+            decision, threads = Decision(None, None, rng.randint(1, 64)), rng.choice((256, 512))
         rules.append(
             Rule(
                 *rng.choice(((0, 0), (8, 1))),
@@ -74,6 +76,7 @@ def random_table(rng: random.Random) -> Table:
                 low,
                 low := low + rng.randint(0, 2**20),
                 decision,
+                threads,
             )
         )
     return Table(rng.randrange(2**32), tuple(rules), rng.choice((0, 1, rng.randint(2, 9999), 2**32 - 1)))
@@ -110,12 +113,13 @@ def fuzz_table(plugin: Plugin, comm: Communicator, rng: random.Random) -> str:
 def fuzz_ring(path: Path, rng: random.Random) -> str:
     """One ring file, changed again while it is read."""
     capacity = 16
-    head = struct.pack("<8sIIQII", b"DCCLRNG1", 2, RECORD_BYTES, capacity, 1, 4).ljust(64, b"\0")
+    head = _HEAD.pack(RING_MAGIC, RING_VERSION, RECORD_BYTES, capacity, 1, 4).ljust(_HEAD_AT, b"\0")
     n = rng.randrange(3 * capacity)
     slots = [bytes(RECORD_BYTES)] * capacity
     for i in range(n):
         slots[i % capacity] = struct.pack("<QB", i + 1, rng.randrange(7)).ljust(RECORD_BYTES, b"\1")
-    sound = head + struct.pack("<QQ", n, 3).ljust(64, b"\0") + bytes(4 * RECORD_BYTES) + b"".join(slots)
+    head = (head + struct.pack("<QQ", n, 3)).ljust(_HEAD_BYTES, b"\0")
+    sound = head + bytes(4 * RECORD_BYTES) + b"".join(slots)
     path.write_bytes(mutate(sound, rng))
     try:
         ring = Ring(path)
