@@ -108,6 +108,12 @@ class TraceWriter:
         self.header.update(_without_secrets(plain(fields)))
         self._write_header()
 
+    def begin(self, found: Coverage) -> None:
+        """What this segment lacks as its tuner looks at the rings first: on disk before any rows, or a later tuner
+        could not tell what was gone before the trace began from what went since. Raises TraceError."""
+        self._told = Coverage(gaps=found.gaps)
+        self.flush()
+
     def drain(
         self,
         assembler: Assembler,

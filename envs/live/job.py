@@ -105,8 +105,10 @@ class Job(Reader):
 
     def poll(self) -> None:
         """Take everything new out of the rings."""
-        before = self.state
+        before, is_first = self.state, self.sources.is_joining
         super().poll()
+        if is_first and self.writer:
+            self.writer.begin(self.sources.coverage(self.assembler))
         if self.state is not None and self.state != before and "other-backend" in names(self.state[1]):
             self._say(
                 f"{self.state[1]}: run the job on NCCL, or emulate a cluster by dynamiccl tune --cluster"

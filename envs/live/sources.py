@@ -71,15 +71,18 @@ class Sources:
         self.is_joining = True  # the rings are looked at for the first time
         self.by_name: dict[str, Source] = {}
         self._earlier: Sequence[Segment] = ()
+        self._has_begun = False  # an earlier tuner of the trace has looked at the rings
         self._gone = Coverage()
 
     def begin_trace(self, earlier: Sequence[Segment], gone: dict[str, int]) -> None:
         """Before the rings are looked at. ``earlier``: the segments that the trace has; ``gone``: how many records each
-        ring had that is not there any more. What no segment names of it is missing."""
+        ring had that is not there any more. What no segment names of it is missing. A segment without any reason is of
+        a tuner that was killed before it had looked."""
         self._earlier = earlier
+        self._has_begun = any(segment.coverage.gaps for segment in earlier)
         missing = {key: without(n, self._named(key)) for key, n in gone.items()}
         self._gone.gaps = {
-            LOST if earlier else UNWATCHED: {key: spans for key, spans in missing.items() if spans}
+            LOST if self._has_begun else UNWATCHED: {key: spans for key, spans in missing.items() if spans}
         }
 
     def _named(self, key: str) -> Spans:
@@ -89,7 +92,7 @@ class Sources:
         """A ring is looked at for the first time; ``living``: the rings whose processes live. Raises OSError,
         ValueError."""
         head = ring.head() if self.is_joining else 0
-        since, unwatched = head if self._was_tuned else 0, 0 if self._earlier else head
+        since, unwatched = head if self._was_tuned else 0, 0 if self._has_begun else head
         is_past = bool(living) and ring not in living
         source = Source(ring, since, unwatched, is_past, self._named(ring.key), rank_in_name(ring))
         self.by_name[ring.name] = source
