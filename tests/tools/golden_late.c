@@ -1,6 +1,6 @@
-// A tuner plugin for a positive control of golden_nccl.py: it stands between NCCL (2.28, 2.29: tuner v5) and the
-// plugin in GOLDEN_TUNER, and gives of each message the answer to the question before. So one rank is late by one
-// call whenever the table changes. It may run on one rank only, to show that this is caught.
+// A tuner plugin for a positive control of golden_nccl.py: it stands between NCCL (2.28, 2.29: tuner v5) and
+// the plugin in GOLDEN_TUNER, and gives of each message the answer to the question before. So one rank is
+// late by one call whenever the table changes. It may run on one rank only, to show that this is caught.
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -40,8 +40,8 @@ static struct answer* answer_of(int func, size_t n_bytes) {
 
 static int get_coll_info(void* context, int func, size_t n_bytes, int n_pipe_ops, float** cost, int n_algos,
                          int n_protos, int reg_buff, int* n_channels) {
-  const int error = inner->get_coll_info(context, func, n_bytes, n_pipe_ops, cost, n_algos, n_protos, reg_buff,
-                                         n_channels);
+  const int error =
+      inner->get_coll_info(context, func, n_bytes, n_pipe_ops, cost, n_algos, n_protos, reg_buff, n_channels);
   const size_t size = (size_t)(n_algos * n_protos) * sizeof(float);
   if (size > sizeof last[0].cost) return error;
   struct answer now = {.func = func, .n_channels = *n_channels, .n_bytes = n_bytes};
@@ -59,5 +59,5 @@ static int get_coll_info(void* context, int func, size_t n_bytes, int n_pipe_ops
 
 static int finalize(void* context) { return inner->finalize(context); }
 
-__attribute__((visibility("default"))) const struct nccl_tuner_v5 ncclTunerPlugin_v5 = {"golden_late", init,
-                                                                                      get_coll_info, finalize};
+__attribute__((visibility("default")))
+const struct nccl_tuner_v5 ncclTunerPlugin_v5 = {"golden_late", init, get_coll_info, finalize};
