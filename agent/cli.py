@@ -155,11 +155,23 @@ class _SiteParser(Parser):
 
     def said(self, words: Sequence[str]) -> dict[str, Any]:
         """The values that the words give."""
+        from .daemon.search_slots import parsed
+        from .integrations.loggers import check_logger
+        from .policies.choosing import check_chooser
+
         if "--" in words:
             self.refuse_command("--")
         said = super().said(words)
         if "attach" in said:
             raise ValueError("--attach is for the command line")
+        if "headroom" in said or "untouched" in said:
+            raise ValueError("--headroom and --untouched are for the command line: they are of one job")
+        if "search_slots" in said:
+            parsed(said["search_slots"])
+        if "policy" in said:
+            check_chooser(said["policy"])
+        if "log_to" in said:
+            check_logger(said["log_to"])
         return said
 
     def refuse_command(self, word: str) -> NoReturn:

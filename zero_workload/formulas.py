@@ -140,6 +140,7 @@ def hybrid(
     optimizer: str = "adam",
     precision: str = "mixed",
     gradient: int | None = None,
+    accumulate: int = 1,
 ) -> tuple[float, float]:
     """Bytes held and sent with ``large`` parameters at stage 3 and ``small`` at stage 2.
 
@@ -148,20 +149,32 @@ def hybrid(
     """
     weight, usual, _ = state_bytes(optimizer, precision)
     gradient = usual if gradient is None else gradient
-    large_states = model_states(large, ranks, 3, optimizer, precision, gradient)
-    small_states = model_states(small, ranks, 2, optimizer, precision, gradient)
+    kept = held_gradient(3, gradient, precision, accumulate)  # as at stage 2
+    large_states = model_states(large, ranks, 3, optimizer, precision, kept)
+    small_states = model_states(small, ranks, 2, optimizer, precision, kept)
     held = sum(large_states) + sum(small_states)
-    sent = traffic(large, ranks, 3, weight=weight, gradient=gradient)
-    sent += traffic(small, ranks, 2, weight=weight, gradient=gradient)
+    sent = traffic(large, ranks, 3, weight=weight, gradient=gradient, accumulate=accumulate)
+    sent += traffic(small, ranks, 2, weight=weight, gradient=gradient, accumulate=accumulate)
     return held, sent
 
 
 def reduction(
-    params: float, ranks: int, stage: int, optimizer: str = "adam", precision: str = "mixed"
+    params: float,
+    ranks: int,
+    stage: int,
+    optimizer: str = "adam",
+    precision: str = "mixed",
+    gradient: int | None = None,
+    accumulate: int = 1,
 ) -> float:
-    """How many times less than stage 0 a stage holds: with Adam in mixed precision 4N/(N + 3), 8N/(N + 7), N [D]."""
-    whole = model_states(params, ranks, 0, optimizer, precision)
-    part = model_states(params, ranks, stage, optimizer, precision)
+    """How many times less than stage 0 a stage holds: with Adam in mixed precision 4N/(N + 3), 8N/(N + 7), N [D].
+
+    ``gradient``: bytes of one that is sent, default the precision's.
+    """
+    gradient = state_bytes(optimizer, precision)[1] if gradient is None else gradient
+    kept = [held_gradient(one, gradient, precision, accumulate) for one in (0, stage)]
+    whole = model_states(params, ranks, 0, optimizer, precision, kept[0])
+    part = model_states(params, ranks, stage, optimizer, precision, kept[1])
     return sum(whole) / sum(part)
 
 

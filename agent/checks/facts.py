@@ -38,6 +38,8 @@ class Facts:
     @property
     def newer(self) -> str:
         """How the job gets an NCCL that can be tuned, which fits the installed PyTorch."""
+        if self.machine == "aarch64":  # older ones are refused there, see the trap "proxy slots"
+            return "use NCCL 2.29.3 or newer"
         if self.wheel in _TUNABLE_WHEELS:
             return f"pip install {self.wheel}=={_TUNABLE} (PyTorch loads it in place of its own)"
         return "use NCCL 2.28.3 or newer, which PyTorch 2.11 and newer bring"

@@ -80,7 +80,9 @@ def of_command(command: list[str] | None) -> Interpreter:
     try:
         question = ["-c", _QUESTION % (tuple(WHEELS.values()),)]
         # Not in the current folder, where a job may have a queue.py.
-        done = subprocess.run([path, *question], capture_output=True, timeout=_LONGEST_S, cwd="/", check=True)
+        done = subprocess.run(
+            [os.path.abspath(path), *question], capture_output=True, timeout=_LONGEST_S, cwd="/", check=True
+        )
         told = parse_json(done.stdout)
         wheels = {name: version for name, version in told["wheels"].items() if version}
         known = {"torch": bool(told["torch"]), "probe": bool(told["probe"]), "wheels": wheels}

@@ -327,7 +327,10 @@ def run_folder(where: str) -> Path:
         raise ValueError(f"{where}: this run has ended{_or_elsewhere(path)}; the folder holds its results")
     run = run.resolve()
     if not (run / RUN_ID).is_file() or run.stat().st_uid != path.stat().st_uid:
-        raise ValueError(f"{where}: its link `run` leads to {run}, which is no run of this folder's owner")
+        raise ValueError(
+            f"{where}: its link `run` leads to {run}, which is no run of this folder's owner: if it is yours, give "
+            f"{run} itself"
+        )
     return run
 
 

@@ -203,7 +203,7 @@ def estimate(
             }
             pairs.append({**pair, "fits": fits[mode]})
         row |= {"stage": stage, "total": sum(parts), "sent": sent, "seconds": sent / machine.bandwidth}
-        less = f.reduction(here, ranks, stage, optimizer, precision)
+        less = f.reduction(here, ranks, stage, optimizer, precision, gradient, accumulate)
         stages.append({**row, "reduction": less, "beside": beside, "fits": fits})
     values = []
     for name, saved, flops in f.recomputation_value(shape, tensor):
@@ -234,7 +234,8 @@ def estimate(
             here, shape.layers, shape.seq, machine, weight=weight, gradient=gradient
         ),
         "prefetch": prefetch,
-        "hybrid": _hybrid(here, ranks, shape, optimizer, precision, gradient, tensor),
+        "gradient_bytes": gradient,
+        "hybrid": _hybrid(here, ranks, shape, optimizer, precision, gradient, tensor, accumulate),
         "tensor_sent": accumulate * f.tensor_traffic(shape, tensor, shape.layers),
         "advice": advice,
         "recommended_stage": advice.get("stage"),
@@ -242,7 +243,14 @@ def estimate(
 
 
 def _hybrid(
-    params: float, ranks: int, shape: Any, optimizer: str, precision: str, gradient: int, tensor: int
+    params: float,
+    ranks: int,
+    shape: Any,
+    optimizer: str,
+    precision: str,
+    gradient: int,
+    tensor: int,
+    accumulate: int,
 ) -> dict[str, float]:
     """The hybrid by layer size: blocks, embedding and head of over 100 M parameters are sharded, the rest is not."""
     from ...zero_workload import formulas as f
@@ -250,7 +258,7 @@ def _hybrid(
     ends = min(2 * shape.vocab * shape.width / tensor, params / 2)  # embedding and head
     layer = (params - ends) / shape.layers
     small = (params - ends) * (layer <= f.LARGE_LAYER) + ends * (ends / 2 <= f.LARGE_LAYER)
-    held, sent = f.hybrid(params - small, small, ranks, optimizer, precision, gradient)
+    held, sent = f.hybrid(params - small, small, ranks, optimizer, precision, gradient, accumulate)
     return {"layer_params": layer, "small": small, "held": held, "sent": sent}
 
 
@@ -365,10 +373,8 @@ def draw(told: dict[str, Any], path: str) -> None:
     axes = figure.subplots()
     here = told["params"] / told["tensor"]
     shares = [number / 20 for number in range(21)]
-    mixed = [
-        f.hybrid(here * x, here * (1 - x), told["ranks"], told["optimizer"], told["precision"])
-        for x in shares
-    ]
+    how = [told[name] for name in ("ranks", "optimizer", "precision", "gradient_bytes", "accumulate")]
+    mixed = [f.hybrid(here * x, here * (1 - x), *how) for x in shares]
     axes.plot([sent / GB for _, sent in mixed], [held / GB for held, _ in mixed], label="hybrids of 2 and 3")
     for row in told["stages"]:
         axes.plot(row["sent"] / GB, row["total"] / GB, "o", label=f"stage {row['stage']}")

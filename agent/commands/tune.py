@@ -209,7 +209,8 @@ def tune(
     if attach:
         if headroom or untouched:
             fail(
-                "the job already has its communicators: give --headroom to `dynamiccl env` before the job starts"
+                "the job already has its communicators: give --headroom and --untouched to `dynamiccl env` before the "
+                "job starts"
             )
         _attach(call, attach, again)
         return

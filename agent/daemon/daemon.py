@@ -74,8 +74,9 @@ class Daemon:
         self._lock = lock(run.path / TUNER, f"{run.path} has a tuner already: stop that one first")
         self.request = request
         self.out, self._out_lock = self._claim()
-        self.request, self._slot = self._as_slots_allow(request)
-        request = self.request
+        self._slot: int | None = (
+            None  # of the site's, which this tuner holds to its end once it has begun to search
+        )
         self.job = Job(run, on_state=self._say)
         self.memory = Memory(request.memory, request.job, self._warn) if request.memory else None
         windows = LiveWindows(self.job, funcs=("all_gather",) if request.bitwise else TUNED_FUNCS)
@@ -92,19 +93,23 @@ class Daemon:
         if again:  # last: one that is refused has undone nothing
             (run.path / STOP).unlink(missing_ok=True)
 
-    def _as_slots_allow(self, request: Request) -> tuple[Request, int | None]:
-        """The request, without a budget if as many tuners search as the site allows; the slot that this one holds."""
-        if not request.search_slots:
-            return request, None
+    def _take_slot(self) -> None:
+        """Take one of the site's slots; without one this tuner has no budget from here on.
+
+        Called as a search begins, so tuners on nodes without rank 0, and those that only watch, hold none.
+        """
+        slots = self.request.search_slots
+        if not slots or not self.request.budget or self._slot is not None:
+            return
         try:
-            slot = take(request.search_slots)
+            self._slot = take(slots)
             why = "as many tuners search already as this site allows"
         except OSError as error:
-            slot, why = None, f"{error.filename}: {error.strerror}"
-        if slot is None:
-            self._warn(f"this tuner only watches (--search-slots {request.search_slots}): {why}")
-            return replace(request, budget=0.0), None
-        return request, slot
+            why = f"{error.filename}: {error.strerror}"
+        if self._slot is None:
+            self._warn(f"this tuner only watches (--search-slots {slots}): {why}")
+            self.request = replace(self.request, budget=0.0)
+            self.tuner.config = config_of(self.request)
 
     def _claim(self) -> tuple[Path, int]:
         out = self.request.out
@@ -196,6 +201,7 @@ class Daemon:
 
     def _recall(self, windows: LiveWindows) -> dict[Slot, Decision]:
         """The table that is tried first, from the memory; the trace's header tells the cluster from here on."""
+        self._take_slot()
         facts = facts_of(windows, self.request)
         assert self.job.writer is not None
         self.job.writer.update_header(**facts)

@@ -10,6 +10,8 @@ import fcntl
 import os
 from pathlib import Path
 
+from ...envs.live.locks import NO_LOCKS
+
 
 def parsed(text: str) -> tuple[int, Path]:
     """Number and folder of ``N:FOLDER``. Raises ValueError."""
@@ -35,19 +37,24 @@ def take(text: str) -> int | None:
         except BlockingIOError:
             os.close(fd)
             continue
-        except OSError:  # no locks here: nothing is limited
-            pass
+        except OSError as error:
+            if error.errno not in NO_LOCKS:  # else nothing is limited
+                os.close(fd)
+                raise
         return fd
     return None
 
 
 def _opened(path: Path) -> int:
-    """The file may be another user's, in a folder with the sticky bit: it is created only where it is not there."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    """The file may be another user's, in a folder with the sticky bit: it is created only where it is not there.
+
+    Open for writing: NFS locks no other file (flock(2)).
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     with contextlib.suppress(FileNotFoundError):
         return os.open(path, flags)
     with contextlib.suppress(FileExistsError):
-        fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644)
-        os.fchmod(fd, 0o644)  # other users' tuners must be able to open it, whatever the umask
+        fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+        os.fchmod(fd, 0o666)  # other users' tuners must be able to open it, whatever the umask
         return fd
     return os.open(path, flags)

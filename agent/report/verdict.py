@@ -109,7 +109,7 @@ def _decided(s: RunSummary) -> str:
     if s.dropped:
         return f"REVERTED{emulated}: {s.dropped}; {own} is used again"
     if s.budget_s == 0:
-        return f"NOTHING TRIED{emulated}: a budget of 0 allows no trial; {own} stays"
+        return f"NOTHING TRIED{emulated}: no trial was allowed (a budget of 0, or no free search slot); {own} stays"
     seen = f"; a gain of {s.detectable:.1%} or more would have been seen" if s.detectable is not None else ""
     if came:
         what = f"steps under {side(s.compared, own)} were {came} than under {own}, which stays"

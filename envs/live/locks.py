@@ -13,7 +13,7 @@ class Busy(Exception):
 
 
 #: Errors by which file systems say that they have no locks (Lustre and NFS without the lock service, some FUSE).
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def lock(path: Path, what: str) -> int:
@@ -29,7 +29,7 @@ def lock(path: Path, what: str) -> int:
         os.close(fd)
         raise Busy(what) from None
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in NO_LOCKS:
             os.close(fd)
             raise
     return fd

@@ -460,3 +460,16 @@ def test_plan_of_a_run_takes_the_shape_of_its_job(tmp_path: Path) -> None:
     assert (
         "no advice: any stage fits so small a model" in shown and "ahead" not in shown and "use " not in shown
     )
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("reduced", [None, 4])
+def test_a_hybrid_at_either_end_is_that_stage(accumulate: int, reduced: int | None) -> None:
+    """Before: with micro-batches the hybrid and the curve had the bytes of one, and missed their own stages."""
+    shape = f.Shape(batch=4, seq=2048, width=4096, heads=32, layers=32)
+    told = estimate(7e9, 8, shape, A100, "adam", "mixed", 1, accumulate, reduced)
+    how = 8, "adam", "mixed", told["gradient_bytes"], accumulate
+    for stage, (large, small) in ((3, (7e9, 0.0)), (2, (0.0, 7e9))):
+        row = told["stages"][stage]
+        assert f.hybrid(large, small, *how) == pytest.approx((row["total"], row["sent"]))
+        assert row["reduction"] == pytest.approx(told["stages"][0]["total"] / row["total"])

@@ -71,7 +71,7 @@ def test_a_sites_options_count_for_a_tuner_that_joins_where_no_launcher_has_left
     is_launched, monkeypatch, tmp_path
 ):
     """Before: of a run of `dynamiccl env` the site's budget and --bitwise did not hold."""
-    monkeypatch.setenv("DYNAMICCL_TUNE_OPTIONS", "--budget 0 --bitwise --no-memory --headroom 8")
+    monkeypatch.setenv("DYNAMICCL_TUNE_OPTIONS", "--budget 0 --bitwise --no-memory")
     folder, seen = RunFolder.create(), []
     out = tmp_path / "out" if is_launched else None
     Request(emulated=Emulated(), out=out, budget=0.02).write(folder.path)

@@ -152,10 +152,8 @@ def test_without_a_job_log_no_file_holds_the_jobs_output(tmp_path):
 
 def test_a_sites_options_stand_before_the_users(tmp_path):
     """Before: each user's command line decided alone about budget and folder."""
-    site = {"DYNAMICCL_TUNE_OPTIONS": f"--policy alchemy --out '{tmp_path / 'of the site'}'"}
-    job = ("--", "true")
-    assert "no policy 'alchemy'" in run("tune", *job, env=site).stderr
-    assert "no policy 'magic'" in run("tune", "--policy", "magic", *job, env=site).stderr
+    site = {"DYNAMICCL_TUNE_OPTIONS": f"--policy sweep --out '{tmp_path / 'of the site'}'"}
+    assert "no policy 'magic'" in run("tune", "--policy", "magic", "--", "true", env=site).stderr
     joined = run("tune", "--attach", "/nonexistent", env={"DYNAMICCL_TUNE_OPTIONS": "--or-untuned --stage 2"})
     assert "no run here" in joined.stderr, (
         "the launcher starts the tuner in this way: the run has its options"
@@ -176,6 +174,9 @@ def test_a_sites_options_stand_before_the_users(tmp_path):
         ("false", "it contains a command"),
         ("--attach runs/tune/latest", "--attach is for the command line"),
         ("--help", "--help is for the command line"),
+        ("--headroom 8", "--headroom and --untouched are for the command line: they are of one job"),
+        ("--search-slots 4", "--search-slots is N:FOLDER"),
+        ("--policy alchemy", "no policy 'alchemy'"),
     ],
 )
 @pytest.mark.parametrize("off", [False, True])

@@ -1,5 +1,6 @@
 """A site's cap on searches at a time: slots are files that processes lock."""
 
+import errno
 import os
 import stat
 import subprocess
@@ -43,7 +44,7 @@ def test_a_slot_can_be_locked_by_other_users_whatever_the_umask(tmp_path):
         fd = take(f"1:{tmp_path / 'slots'}")
     finally:
         os.umask(before)
-    assert stat.S_IMODE(os.fstat(fd).st_mode) == 0o644
+    assert stat.S_IMODE(os.fstat(fd).st_mode) == 0o666
     assert stat.S_IMODE((tmp_path / "slots").stat().st_mode) == 0o1777
     os.close(fd)
 
@@ -62,6 +63,8 @@ def test_a_tuner_without_a_slot_only_watches(folder, tmp_path):
     said = []
     asked = Request(out=tmp_path / "out", search_slots=slots, memory=None)
     daemon = Daemon(asked, folder, on_phase=said.append)
+    assert daemon.request.budget > 0, "a node without rank 0 comes no further, and needs no slot"
+    daemon._take_slot()
     assert daemon.tuner.config.budget == 0 and daemon.request.budget == 0
     assert any("only watches" in text for text in said)
     other.communicate()
@@ -70,7 +73,9 @@ def test_a_tuner_without_a_slot_only_watches(folder, tmp_path):
 def test_slots_that_cannot_be_used_mean_that_nothing_is_searched(folder, tmp_path):
     said = []
     asked = Request(out=tmp_path / "out", search_slots=f"1:{tmp_path / 'none' / 'slots'}", memory=None)
-    assert Daemon(asked, folder, on_phase=said.append).request.budget == 0
+    daemon = Daemon(asked, folder, on_phase=said.append)
+    daemon._take_slot()
+    assert daemon.request.budget == 0
     assert any("No such file" in text for text in said)
 
 
@@ -80,3 +85,20 @@ def test_a_user_cannot_replace_the_sites_slots(monkeypatch, tmp_path):
     monkeypatch.setattr("dynamiccl.agent.commands.tune._start", asked.append)
     told = invoke(["tune", "--search-slots", "100:/tmp", "--", "true"])
     assert asked[0]["search_slots"] == f"4:{tmp_path}" and "this site's --search-slots holds" in told.stderr
+
+
+def test_who_only_watches_takes_no_slot(folder, tmp_path):
+    asked = Request(out=tmp_path / "out", search_slots=f"1:{tmp_path / 'slots'}", memory=None, budget=0.0)
+    Daemon(asked, folder)._take_slot()
+    assert not (tmp_path / "slots").exists()
+
+
+def test_a_lock_that_fails_is_no_file_system_without_locks(monkeypatch, tmp_path):
+    """NFS gives EBADF for a file that is open for reading alone; that was taken for "nothing is limited"."""
+
+    def refuses(fd, how):
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr("fcntl.flock", refuses)
+    with pytest.raises(OSError, match="Bad file"):
+        take(f"1:{tmp_path}")
