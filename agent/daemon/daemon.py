@@ -23,7 +23,7 @@ from ...envs.nccl.tables import TABLE
 from ...envs.search.config import SearchConfig
 from ...traces.header import masked
 from ...traces.outside import TraceError, readable
-from ...traces.reasons import RunEnds
+from ...traces.reasons import RunEnds, names
 from ...traces.records import TUNED_FUNCS, Decision, Slot, Table
 from ...traces.writer import TraceWriter
 from ..policies.choosing import make_chooser
@@ -303,7 +303,12 @@ class Daemon:
                 self._leave()
             self.job.audit.is_told = True
             return True
-        # The ranks themselves have gone back to what was confirmed.
+        if "other-plans" in names(str(reason)) and not self.outcome.failure:
+            self.outcome.failure = str(reason)  # the ranks have gone back to NCCL's default for good
+            self._mark_dropped(str(reason))
+            self.job.confirmed = {}
+            self._leave()
+        # Else the ranks themselves have gone back to what was confirmed.
         if not self._closed and str(reason) != self.outcome.ended:  # else the search has said it
             self._say(str(reason))
         self._closed = str(reason)

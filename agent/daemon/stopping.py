@@ -190,7 +190,7 @@ def _reported(job: Job, run: Path, generation: int) -> tuple[bool, str]:
         word = read_json(run / PLANS)
         seen, why, is_last = int(word["generation"]), str(word["why"]), bool(word["is_last"])
     except FileNotFoundError:
-        return not job.heard.has_switched, job.no_switch()
+        return not (job.heard.has_switched or job.untouched), job.no_switch()
     except (OSError, ValueError, KeyError, TypeError):  # damaged
         return False, job.no_switch()
     if seen < generation and not is_last:

@@ -144,8 +144,9 @@ def is_imported(trace: Trace) -> bool:
 
 
 def default_generations(trace: Trace) -> set[int]:
-    """Of the tables without a row: NCCL did as it likes."""
-    return {generation for generation, rules in trace.tables.items() if not rules}
+    """Of the tables without a row: NCCL did as it likes. With --headroom, not before the ranks had one of these."""
+    raised = {0} if trace.header.get("headroom") else set()
+    return {generation for generation, rules in trace.tables.items() if not rules} - raised
 
 
 def default_steps(trace: Trace) -> Array:

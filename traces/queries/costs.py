@@ -48,7 +48,9 @@ def generations(trace: Trace, decisions: Iterable[Mapping[str, Any]] | None = No
     tables = {}
     for generation, rules in trace.tables.items():
         tables[generation] = frozenset(map(_key, rules))
-    default = frozenset(generation for generation, rules in tables.items() if not rules)
+    # With --headroom NCCL has raised channels, and is not untouched, until the ranks have a table that says so.
+    raised = {0} if trace.header.get("headroom") else set()
+    default = frozenset(generation for generation, rules in tables.items() if not rules) - raised
     if len(tables) == 1:
         seen = set(map(int, trace.events["table_generation"].unique()))
         newest = sorted(seen - default)[-1:]

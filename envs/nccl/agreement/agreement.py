@@ -281,7 +281,7 @@ class Agreement:
         n_votes = leader.begin_round(message)
         proposal = Proposal(leader.number, table, n_votes, leader.is_again)
         rhythms: protocol.Rhythms = {}
-        known = leader.gone, leader.stays, leader.loses, left_out, rhythms
+        known = leader.gone, leader.stays, leader.loses, left_out, rhythms, leader.default
         part = protocol.lead(leader.number, self._identity(), generation, trial, *known)
         decision = self._drive(part, proposal)
         leader.ended(message, decision, left_out, rhythms, self._ballot.comms)

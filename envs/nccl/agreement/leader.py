@@ -71,7 +71,7 @@ class Leader:
         self.is_whole = True  # it has had all votes that it waited for
         self.turns = Turns()
         self._n_ranks, self._published = n_ranks, published
-        self._default = rows_hash(published.default(0))  # of rows that leave NCCL untouched
+        self.default = rows_hash(published.default(0))  # of rows that leave NCCL untouched
         published.read_note()
         self._stays: Message | None = published.confirmed()  # the newest table to stay
         self._is_led = False  # a round has given it to anybody
@@ -210,7 +210,7 @@ class Leader:
         if self.stays is None:
             return {}
         may_try = not self._is_withdrawn
-        return lacking(self.stays, self.reports, self.rounds, default=self._default, may_try=may_try)
+        return lacking(self.stays, self.reports, self.rounds, default=self.default, may_try=may_try)
 
     @property
     def lacked(self) -> str:
@@ -227,7 +227,7 @@ class Leader:
 
     def not_default(self) -> str:
         """Why not all living communicators come to NCCL's default; empty if they do."""
-        lacks = lacking(self._default, self.reports, self.rounds, default=self._default)
+        lacks = lacking(self.default, self.reports, self.rounds, default=self.default)
         return next((self._why(comm, lack) for comm, lack in lacks.items()), "")
 
     def tell(self, is_last: bool = False) -> None:
@@ -240,6 +240,10 @@ class Leader:
         why = self.not_default() or (NotAgreeing.NOT_SERVED(rank=0) if ahead and not is_last else "")
         lacks = NotAgreeing.NOT_SERVED(rank=0) if self._stays is not None and not self._is_led else ""
         lacks = lacks or next((self._why(comm, lack) for comm, lack in self._lacks().items()), "")
+        if (
+            self.default and not is_last
+        ):  # with --headroom NCCL is untouched only where the ranks have such a table
+            why = why or lacks
         self._published.tell_plans(why, lacks, is_last)
 
     def next(self) -> Message | None:

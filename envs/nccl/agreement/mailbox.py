@@ -89,8 +89,8 @@ class TableMailbox:
         """Digest of each row that the confirmed table does not have; none if they cannot be read."""
         with contextlib.suppress(ValueError):
             confirmed = self.confirmed()
-            proven = decode_table(confirmed[1]).rules if confirmed else ()
-            rules = decode_table(message).rules
+            proven = decode_table(confirmed[1]).deciding if confirmed else ()
+            rules = decode_table(message).deciding
             return tuple(row_digest(rule) for rule in rules if rule not in proven)
         return ()
 

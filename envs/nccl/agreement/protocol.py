@@ -19,7 +19,7 @@ compare-and-set; what it then finds in the register holds. That is the only wait
 long as the limit is ahead, and lasts as long as one request.
 
 So a table changes on all ranks of a communicator at one call, or on none. A communicator with a member that has not
-voted, or otherwise than the rest, is left out, and NCCL decides alone there. A trial ends at E on every rank with
+voted, or otherwise than the rest, is left out, and keeps what it has. A trial ends at E on every rank with
 nobody alive to say so; then holds again what was there to stay.
 
 Between N and E a trial's table may *take turns* with the one that is there to stay. A turn is one collective, or some
@@ -124,14 +124,20 @@ Loses = Callable[[Mapping[int, "LeftOut"]], bool]
 
 
 def decide(
-    votes: Sequence[Vote], generation: int, trial: Trial, gone: Reasons, stays: int | None = None
+    votes: Sequence[Vote],
+    generation: int,
+    trial: Trial,
+    gone: Reasons,
+    stays: int | None = None,
+    default: int = 0,
 ) -> tuple[Decision, dict[int, LeftOut]]:
     """The decision of a round, and the communicators without a part in it; as 0: why there is none for any of them.
 
     ``trial``: how the table is tried; without steps it is to stay. ``gone``: communicators that have left for good, and
     why. ``stays``: hash of the rows that are there to stay: on a communicator that lacks them nothing is tried.
+    ``default``: hash of the rows that leave NCCL untouched; these are given also where plans differ.
     """
-    sound, left_out = _sorted_out(votes, gone, is_default=stays == 0 and not trial.trial_steps)
+    sound, left_out = _sorted_out(votes, gone, is_default=stays == default and not trial.trial_steps)
     is_late = any(not one.for_good for one in left_out.values())  # the next round may find more
     if trial.trial_steps and stays is not None:
         for comm in _without(sound, stays):
@@ -162,7 +168,7 @@ def _sorted_out(
 ) -> tuple[dict[int, Words], dict[int, LeftOut]]:
     """The words on each communicator whose ranks are of one mind, and why the others are left out.
 
-    Neither are those that have the table already. ``is_default``: the table is the empty one, to stay.
+    Neither are those that have the table already. ``is_default``: the table leaves NCCL untouched, to stay.
     """
     sound: dict[int, Words] = {}
     left_out: dict[int, LeftOut] = {}
@@ -189,7 +195,7 @@ def _members_of(votes: Sequence[Vote]) -> dict[int, list[Vote]]:
 
 
 def _other_plans(comm: int, members: Sequence[Vote], is_default: bool) -> LeftOut | None:
-    """Whether the members would run one collective under different tables. Then they may all get the empty one."""
+    """Whether the members would run one collective under different tables. Then they may all get the default."""
     words = [vote.comms[comm] for vote in members]
     told = [(vote.rank, word.plan) for vote, word in zip(members, words, strict=True)]
     if not is_default and (why := plans.differ(told)):
@@ -388,17 +394,18 @@ def lead(
     loses: Loses,
     left_out: dict[int, LeftOut],
     rhythms: Rhythms,
+    default: int = 0,
 ) -> Part:
     """Rank 0's part. ``left_out`` is filled with the communicators that have no part in the round, ``rhythms`` with
     what :func:`rhythms_of` its votes says.
 
-    ``loses(left_out)``: whether the round is lost rather than go on without them.
+    ``loses(left_out)``: whether the round is lost rather than go on without them. ``default``: see :func:`decide`.
     """
     yield Propose()
     others = yield Gather()
     own = yield from _vote(0, number, identity)
     votes = [own, *(vote for vote in others if vote.round == number)]
-    decision, found = decide(votes, generation, trial, gone, stays)
+    decision, found = decide(votes, generation, trial, gone, stays, default)
     left_out.update(found)
     rhythms.update(rhythms_of(votes))
     if why := _why_no_round(votes):

@@ -305,3 +305,12 @@ def test_two_plans_that_differ_end_the_tuning_under_the_default(monkeypatch):
     clock.now += 2.0
     leader.begin_round(leader.next())
     assert not leader.is_again, "one that has the default sets its limit too, as the others do"
+
+
+def test_members_whose_plans_differ_all_get_the_table_that_leaves_nccl_untouched():
+    """With --headroom it has rows. Before: it was taken for any table, so the two plans stood to the job's end."""
+    words = votes(word(Plan(50, A, 10)), word(Plan(50, B, 10)))
+    untouched = 77
+    decision, left_out = decide(words, 3, Trial(), {}, untouched, default=untouched)
+    assert decision.switches and not left_out
+    assert not decide(words, 3, Trial(), {}, untouched)[0].switches
