@@ -39,6 +39,11 @@ class Generations:
     rules: frozenset[RuleKey]  # of the table in question
 
 
+def _raised(trace: Trace) -> set[int]:
+    """With --headroom NCCL has raised channels, and is not untouched, until the ranks have a table that says so."""
+    return {0} if trace.header.get("headroom") else set()
+
+
 def generations(trace: Trace, decisions: Iterable[Mapping[str, Any]] | None = None) -> Generations:
     """Tell default generations from tuned ones by the tables that were logged.
 
@@ -48,9 +53,7 @@ def generations(trace: Trace, decisions: Iterable[Mapping[str, Any]] | None = No
     tables = {}
     for generation, rules in trace.tables.items():
         tables[generation] = frozenset(map(_key, rules))
-    # With --headroom NCCL has raised channels, and is not untouched, until the ranks have a table that says so.
-    raised = {0} if trace.header.get("headroom") else set()
-    default = frozenset(generation for generation, rules in tables.items() if not rules) - raised
+    default = frozenset(generation for generation, rules in tables.items() if not rules) - _raised(trace)
     if len(tables) == 1:
         seen = set(map(int, trace.events["table_generation"].unique()))
         newest = sorted(seen - default)[-1:]

@@ -230,6 +230,12 @@ class Leader:
         lacks = lacking(self.default, self.reports, self.rounds, default=self.default)
         return next((self._why(comm, lack) for comm, lack in lacks.items()), "")
 
+    def _still_lacks(self) -> str:
+        """Why not all communicators have the table that stays; empty if they do, as far as they report."""
+        if self._stays is not None and not self._is_led:
+            return NotAgreeing.NOT_SERVED(rank=0)
+        return next((self._why(comm, lack) for comm, lack in self._lacks().items()), "")
+
     def tell(self, is_last: bool = False) -> None:
         """Whether all run the default, for who waits for it beside the job.
 
@@ -238,8 +244,7 @@ class Leader:
         own = self.reports[0].comms
         ahead = any(plan.made < plan.since and self._moves(comm, _LACKS_S) for comm, (_, plan) in own.items())
         why = self.not_default() or (NotAgreeing.NOT_SERVED(rank=0) if ahead and not is_last else "")
-        lacks = NotAgreeing.NOT_SERVED(rank=0) if self._stays is not None and not self._is_led else ""
-        lacks = lacks or next((self._why(comm, lack) for comm, lack in self._lacks().items()), "")
+        lacks = self._still_lacks()
         if (
             self.default and not is_last
         ):  # with --headroom NCCL is untouched only where the ranks have such a table
