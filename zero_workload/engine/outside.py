@@ -3,11 +3,18 @@
 Everything here is refused in one line, because it would have no effect, or another one on each rank.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+
+@functools.cache
+def one_element(dtype: torch.dtype, device: torch.device, value: float) -> torch.Tensor:
+    """A number whose storage stands for all values that are elsewhere: it is never written."""
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -47,7 +54,7 @@ class Taken(torch.Tensor):
 
 
 def _taken(param: torch.Tensor) -> Taken:
-    element = torch.zeros((), dtype=param.dtype, device=param.device)
+    element = one_element(param.dtype, param.device, 0.0)
     every = element.expand(param.shape)
     taken: Taken = torch.Tensor._make_subclass(Taken, every)
     return taken

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from .awaited import Awaited
-from .outside import Hook
+from .outside import Hook, one_element
 from .reducer import Reducer
 from .units import State, Unit
 
@@ -136,7 +136,7 @@ class Sharded:
         param = self.params[index]
         Awaited.clear(param)
         if index not in self._hidden:
-            nothing = param.data.new_full((), math.nan)
+            nothing = one_element(param.dtype, param.device, math.nan)
             shape = param.shape
             self._hidden[index] = nothing.expand(shape), partial(self._refuse, index)
         param.data, refuse = self._hidden[index]
