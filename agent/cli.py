@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from ..traces.here import docstring, pip_install
-from .commands import Argument, Call, Option, start_untuned
+from .commands import Argument, Call, Option, check_site, start_untuned
 
 #: What a command may lack, and the extra that brings it; all else is in `tuner`.
 _EXTRAS = {"torch": "train", "stable_baselines3": "train", "sb3_contrib": "train"}
@@ -155,23 +155,12 @@ class _SiteParser(Parser):
 
     def said(self, words: Sequence[str]) -> dict[str, Any]:
         """The values that the words give."""
-        from .daemon.search_slots import parsed
-        from .integrations.loggers import check_logger
-        from .policies.choosing import check_chooser
-
         if "--" in words:
             self.refuse_command("--")
         said = super().said(words)
         if "attach" in said:
             raise ValueError("--attach is for the command line")
-        if "headroom" in said or "untouched" in said:
-            raise ValueError("--headroom and --untouched are for the command line: they are of one job")
-        if "search_slots" in said:
-            parsed(said["search_slots"])
-        if "policy" in said:
-            check_chooser(said["policy"])
-        if "log_to" in said:
-            check_logger(said["log_to"])
+        check_site(said)
         return said
 
     def refuse_command(self, word: str) -> NoReturn:

@@ -137,6 +137,22 @@ def run_alone_if_off(command: list[str] | None, headroom: int | None, json: bool
         _run_alone(command, headroom, off, json)
 
 
+def check_site(said: Mapping[str, Any]) -> None:
+    """Refuse options of a site that would stop each job. Raises ValueError."""
+    from ..daemon.search_slots import parsed
+    from ..integrations.loggers import check_logger
+    from ..policies.choosing import check_chooser
+
+    if "headroom" in said or "untouched" in said:
+        raise ValueError("--headroom and --untouched are for the command line: they are of one job")
+    if "search_slots" in said:
+        parsed(said["search_slots"])
+    if "policy" in said:
+        check_chooser(said["policy"])
+    if "log_to" in said:
+        check_logger(said["log_to"])
+
+
 def start_untuned(said: Mapping[str, Any], why: str) -> NoReturn:
     """Become the job of a command line of `tune` (the values that were said), untuned: the site's options have a
     mistake, so nobody knows what the site allows. Without a job to start, an error with status 2."""
