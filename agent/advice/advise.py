@@ -17,7 +17,7 @@ import numpy as np
 
 from ...envs.nccl_model.arms import distinct
 from ...envs.nccl_model.clusters import Cluster, ClusterArrays
-from ...envs.replay.decisions import default_generations, load
+from ...envs.replay.decisions import load
 from ...envs.replay.predicted import cluster_of
 from ...envs.replay.recordings import cluster_in, named, of_size, on_cluster
 from ...envs.search.belief.belief import Belief
@@ -25,6 +25,7 @@ from ...envs.search.belief.effects import LOG_RANGE
 from ...envs.search.belief.prior import Prior
 from ...traces.files import Trace, TraceError
 from ...traces.importers.recording import read_recording, recording_files, trace_folder
+from ...traces.queries.costs import default_generations
 from ...traces.queries.exposed import exposed_ms, exposed_parts_of
 from ...traces.queries.stage import looks_like
 from ...traces.records import TUNED_FUNCS, Decision, Slot

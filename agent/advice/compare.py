@@ -13,9 +13,10 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 
-from ...envs.replay.decisions import default_generations, is_imported
+from ...envs.replay.decisions import is_imported
 from ...traces.files import Trace, TraceError
 from ...traces.header import plain
+from ...traces.queries.costs import default_generations
 from ...traces.queries.exposed import bare_ns
 from ...traces.queries.skew import busy_ns, covered_ns, merged
 from ...traces.queries.slots import with_sizes

@@ -123,8 +123,7 @@ def _look_here() -> None:
 
 def _load_model(name: str) -> Policy:
     """A model of stable-baselines3 or sb3-contrib. Raises ValueError; ImportError if one of _PACKAGES is missing."""
-    if not Path(name).is_file():
-        raise ValueError(f"there is no file {name}")
+    check_is_there(name)
     forget()
     package, algorithm = _algorithm(_saved(name), name)
     try:

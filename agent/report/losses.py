@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ...envs.replay.decisions import default_generations
 from ...traces.files import Trace
+from ...traces.queries.costs import default_generations
 from ...traces.queries.lives import last_life
 from ...traces.queries.steps import of_one_rank
 from .outputs import log_lines, values

@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from ...envs.replay.decisions import default_generations, load
+from ...envs.replay.decisions import load
 from ...traces.files import Trace, applies, row_for
+from ...traces.queries.costs import default_generations
 from ...traces.queries.exposed import exposed_parts_of, exposed_text
 from ...traces.queries.slots import SlotProfile
 from ...traces.records import PAIRS, Slot, decided

@@ -18,7 +18,7 @@ from ...traces import spaces
 from ...traces.assemble import Offer
 from ...traces.files import Trace, TraceError
 from ...traces.fingerprint import Fingerprint
-from ...traces.queries.costs import of_whole_steps
+from ...traces.queries.costs import default_generations, of_whole_steps
 from ...traces.queries.slots import SlotProfile, channels_of, find_slots, outside_the_offer
 from ...traces.queries.steps import in_steps, of_one_rank, told_steps, without_first
 from ...traces.records import MIXED, N_ALGOS, N_PROTOS, TUNED_FUNCS, Slot, decision_from
@@ -141,12 +141,6 @@ def _told_channels(trace: Trace, slot: Slot) -> float:
 def is_imported(trace: Trace) -> bool:
     """The trace is another tool's recording: of some steps of a running job, all of them NCCL's own choice."""
     return "source" in trace.header
-
-
-def default_generations(trace: Trace) -> set[int]:
-    """Of the tables without a row: NCCL did as it likes. With --headroom, not before the ranks had one of these."""
-    raised = {0} if trace.header.get("headroom") else set()
-    return {generation for generation, rules in trace.tables.items() if not rules} - raised
 
 
 def default_steps(trace: Trace) -> Array:

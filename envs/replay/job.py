@@ -15,10 +15,11 @@ import pandas as pd
 
 from ...traces import spaces
 from ...traces.files import Trace
+from ...traces.queries.costs import default_generations
 from ...traces.queries.lives import lives
 from ...traces.records import Decision, Decisions, Slot
 from ..live.job import DISCARD, SWITCH_STEPS, Window
-from .decisions import Recorded, default_generations, default_steps, offers_of
+from .decisions import Recorded, default_steps, offers_of
 
 Array = np.ndarray[Any, Any]
 

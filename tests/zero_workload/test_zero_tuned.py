@@ -16,10 +16,9 @@ from dynamiccl.agent.daemon.request import workload
 from dynamiccl.agent.report.losses import difference, read_losses
 from dynamiccl.agent.report.outputs import logged
 from dynamiccl.agent.report.summary import RunSummary
-from dynamiccl.envs.replay.decisions import default_generations
 from dynamiccl.envs.sim.emulated.settings import Emulated
 from dynamiccl.traces.files import Trace
-from dynamiccl.traces.queries.costs import generations
+from dynamiccl.traces.queries.costs import default_generations, generations
 
 STEPS = 240
 

@@ -39,9 +39,13 @@ class Generations:
     rules: frozenset[RuleKey]  # of the table in question
 
 
-def _raised(trace: Trace) -> set[int]:
-    """With --headroom NCCL has raised channels, and is not untouched, until the ranks have a table that says so."""
-    return {0} if trace.header.get("headroom") else set()
+def default_generations(trace: Trace) -> set[int]:
+    """Of the tables without a row: NCCL did as it likes.
+
+    With --headroom NCCL has raised channels, and is not untouched, until the ranks have a table that says so.
+    """
+    raised = {0} if trace.header.get("headroom") else set()
+    return {generation for generation, rules in trace.tables.items() if not rules} - raised
 
 
 def generations(trace: Trace, decisions: Iterable[Mapping[str, Any]] | None = None) -> Generations:
@@ -53,7 +57,7 @@ def generations(trace: Trace, decisions: Iterable[Mapping[str, Any]] | None = No
     tables = {}
     for generation, rules in trace.tables.items():
         tables[generation] = frozenset(map(_key, rules))
-    default = frozenset(generation for generation, rules in tables.items() if not rules) - _raised(trace)
+    default = frozenset(default_generations(trace))
     if len(tables) == 1:
         seen = set(map(int, trace.events["table_generation"].unique()))
         newest = sorted(seen - default)[-1:]
