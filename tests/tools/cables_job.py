@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from golden_job import by_zero, fsdp2
 from torch import nn
 
 FUNCS = {"all_gather": 2, "reduce_scatter": 3}
@@ -113,28 +114,8 @@ def trained(options, world):
         for _ in range(options.layers)
     ]
     model = nn.Sequential(*blocks)
-    if options.kind == "zero":
-        from dynamiccl.zero_workload import zero
-
-        def adam(parameters):
-            return torch.optim.AdamW([{"params": list(parameters)}], 1e-3)
-
-        engine = zero(model, adam, stage=3, param_dtype=torch.float32)
-        return model, engine.backward, engine.step
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (world,))
-    for block in model:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-
-    def step():
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, lambda loss: loss.backward(), step
+    train = by_zero(model, 3) if options.kind == "zero" else fsdp2(model, world)
+    return model, *train
 
 
 def turns(n_tables, steps, length, seed):

@@ -62,8 +62,8 @@ def change_a_bit(parameters):
     bits[grad.abs().argmax()] ^= 1 << 18
 
 
-def fsdp2(model, world, options):
-    """(parameters, train(losses to be summed by a closure), step)."""
+def fsdp2(model, world):
+    """(backward, step) of a model whose blocks are sharded over ``world`` ranks."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -81,14 +81,15 @@ def fsdp2(model, world, options):
     return lambda loss: loss.backward(), step
 
 
-def by_zero(model, options):
+def by_zero(model, stage):
+    """(backward, step) of a model under ``zero()``."""
     import torch
     from dynamiccl.zero_workload import zero
 
     engine = zero(
         model,
         lambda parameters: torch.optim.AdamW([{"params": list(parameters)}], 1e-3),
-        stage=options.stage,
+        stage=stage,
         param_dtype=torch.float32,
     )
     return engine.backward, engine.step
@@ -113,7 +114,7 @@ def main():
         for _ in range(options.layers)
     ]
     model = nn.Sequential(*blocks)
-    make = fsdp2(model, world, options) if options.kind == "fsdp2" else by_zero(model, options)
+    make = fsdp2(model, world) if options.kind == "fsdp2" else by_zero(model, options.stage)
     backward, step = make
     draws = torch.Generator().manual_seed(1 + rank)
     losses = []
