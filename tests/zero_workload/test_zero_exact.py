@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from dry_run import Call, CollectiveLog
 from dynamiccl.zero_workload import formulas as f
 from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.engine.agreement import message_numel
-from dynamiccl.zero_workload.engine.outside import one_element
+from dynamiccl.zero_workload.engine.outside import Elements
 from dynamiccl.zero_workload.job.data import Corpus
 from dynamiccl.zero_workload.job.model import ModelConfig, Transformer
 from test_zero import TINY, adamw
@@ -157,8 +156,9 @@ def resting(stage: int, optimizer: str, dtype: torch.dtype) -> tuple[int, int, i
         engine.step()
     engine.synchronize()
     texts = {corpus.text.untyped_storage()._cdata}
-    for value in (0.0, math.nan):  # of the process, not of a model
-        texts.add(one_element(dtype, torch.device("cpu"), value).untyped_storage()._cdata)
+    # One a dtype, whatever the model's size.
+    for found in (o for o in gc.get_objects() if isinstance(o, Elements)):
+        texts |= {element.untyped_storage()._cdata for element in found.values()}
     buffers = engine.comm.buffer_bytes  # of constant size, see test_buffers_do_not_grow_with_the_model
     gc.collect()
     tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]

@@ -3,7 +3,6 @@
 Everything here is refused in one line, because it would have no effect, or another one on each rank.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,10 +10,13 @@ import torch
 from torch import nn
 
 
-@functools.cache
-def one_element(dtype: torch.dtype, device: torch.device, value: float) -> torch.Tensor:
-    """A number whose storage stands for all values that are elsewhere: it is never written."""
-    return torch.full((), value, dtype=dtype, device=device)
+class Elements(dict[tuple[torch.dtype, torch.device, float], torch.Tensor]):
+    """(dtype, device, value) -> a number that stands for all values that are elsewhere; it is never written."""
+
+    def __missing__(self, key: tuple[torch.dtype, torch.device, float]) -> torch.Tensor:
+        dtype, device, value = key
+        made = self[key] = torch.full((), value, dtype=dtype, device=device)
+        return made
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -53,13 +55,6 @@ class Taken(torch.Tensor):
         )
 
 
-def _taken(param: torch.Tensor) -> Taken:
-    element = one_element(param.dtype, param.device, 0.0)
-    every = element.expand(param.shape)
-    taken: Taken = torch.Tensor._make_subclass(Taken, every)
-    return taken
-
-
 class Outside:
     """Watches what belongs to the engine.
 
@@ -76,7 +71,8 @@ class Outside:
         self.params, self.names, self.private, self.fixed = params, names, private, fixed
         self._frozen = {name for name, p in zip(names, params, strict=True) if not p.requires_grad}
         self.stepping = False  # the engine itself steps the optimizer
-        self._taken: dict[int, Taken] = {}  # in the place of gradients, by the parameter's number
+        self._elements = Elements()
+        self._taken: dict[int, torch.Tensor] = {}  # in the place of gradients, by the parameter's number
         self._is_taken = False
         self._left = self._seen()
 
@@ -96,7 +92,8 @@ class Outside:
             for number, param in enumerate(self.params):
                 if param.requires_grad:
                     if number not in self._taken:
-                        self._taken[number] = _taken(param)
+                        zeros = self._elements[param.dtype, param.device, 0.0].expand(param.shape)
+                        self._taken[number] = torch.Tensor._make_subclass(Taken, zeros)
                     param.grad = self._taken[number]
         self._is_taken = True
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from .awaited import Awaited
-from .outside import Hook, one_element
+from .outside import Elements, Hook
 from .reducer import Reducer
 from .units import State, Unit
 
@@ -73,6 +73,7 @@ class Sharded:
         self._pass = Pass()  # the present one, or the last
         self._expected: list[Unit] = []  # the calls of the pass before, as long as this one makes the same
         self.digest = 0  # of the units that were gathered in this step, in order
+        self._elements = Elements()
         self._hidden = dict[int, tuple[torch.Tensor, Callable[[], None]]]()
         self.units = [u for u in units if u.params]
         for unit in self.units:
@@ -136,7 +137,7 @@ class Sharded:
         param = self.params[index]
         Awaited.clear(param)
         if index not in self._hidden:
-            nothing = one_element(param.dtype, param.device, math.nan)
+            nothing = self._elements[param.dtype, param.device, math.nan]
             shape = param.shape
             self._hidden[index] = nothing.expand(shape), partial(self._refuse, index)
         param.data, refuse = self._hidden[index]
