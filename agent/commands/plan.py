@@ -415,14 +415,17 @@ def _measured(run: str) -> dict[str, Any]:
         fail(f"{log} holds no memory: the job writes it when it ends")
     head = {**last[0], **ended[-1]}
     scale = trace.header.get("bytes_scale") or 1
-    sent = sent_in_a_step(trace.events, scale)
+    world = head["n_ranks"] * head.get("tensor_parallel", 1)
+    # The job adds its losses over all ranks, so its widest communicator stands for the whole emulated cluster.
+    gpus = trace.events["n_ranks"].max() / world if trace.header.get("emulated") else 1
+    sent = sent_in_a_step(trace.events, scale, gpus)
     return {**head, "params": head["n_params"], "ranks": head["n_ranks"], "sent": sent}
 
 
-def sent_in_a_step(events: Any, scale: float = 1) -> dict[str, float]:
+def sent_in_a_step(events: Any, scale: float = 1, gpus: float = 1) -> dict[str, float]:
     """Bytes that one rank sends in a step on rings, by collective: the median over the steps that were seen whole.
 
-    ``scale``: emulated bytes for one of the job's.
+    ``scale``: emulated bytes for one of the job's; ``gpus``: emulated GPUs for one of its processes.
     """
     if events.empty:
         return {}
@@ -432,7 +435,8 @@ def sent_in_a_step(events: Any, scale: float = 1) -> dict[str, float]:
     found: dict[str, float] = {}
     for func, calls in whole.groupby("func"):
         times = 2 if func == "all_reduce" else 1
-        bytes_sent = calls["n_bytes"] * times * (calls["n_ranks"] - 1) / calls["n_ranks"]
+        n_ranks = calls["n_ranks"] / gpus
+        bytes_sent = calls["n_bytes"] * times * (n_ranks - 1) / n_ranks
         by_step = bytes_sent.groupby(calls["step"]).sum()
         found[str(func)] = float(by_step.median()) / scale
     return found

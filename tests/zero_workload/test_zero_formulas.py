@@ -372,7 +372,7 @@ def test_the_curve_of_memory_against_traffic_is_drawn(tmp_path: Path) -> None:
 
 
 def test_measured_figures_stand_beside_the_formulas() -> None:
-    """Two steps of stage 3 on two ranks, seen whole, between two that were cut; bytes are emulated, 10 for one."""
+    """Two steps of stage 3 on two ranks, seen whole, between two that were cut; 10 bytes and 8 GPUs stand for one."""
     n_params, n_tensors = 1000, 3
     one = {
         "all_gather": 2 * 4 * n_params,
@@ -384,10 +384,10 @@ def test_measured_figures_stand_beside_the_formulas() -> None:
         for func, n_bytes in one.items():
             cut = 0.5 if step in (0, 3) else 1
             rows += [
-                {"pid": pid, "step": step, "func": func, "n_bytes": 10 * n_bytes * cut, "n_ranks": 2}
+                {"pid": pid, "step": step, "func": func, "n_bytes": 10 * n_bytes * cut, "n_ranks": 16}
                 for pid in (7, 8)
             ]
-    sent = sent_in_a_step(pd.DataFrame(rows), scale=10)
+    sent = sent_in_a_step(pd.DataFrame(rows), scale=10, gpus=8)
     assert sent == {"all_gather": 4000, "reduce_scatter": 2000, "all_reduce": 92}
     memory = {"weights": 2000, "gradients": 2020, "optimizer": 4000}
     run = {"dtype": "fp32", "params": n_params, "ranks": 2, "stage": 3, "memory": memory, "sent": sent}
