@@ -408,7 +408,15 @@ def plant(options):
             if options.what_runs == "turns":
                 launched(options, folder, [*words, str(options.raised_steps)], extra)
             else:
-                launched(options, folder, [*words, str(options.tuned_steps)], extra, tune=TUNED, seconds=180)
+                asked = TUNED
+                if options.what_runs == "headroom":
+                    # Each call runs 1 of the 4 channels. So the option tells `tune` how many there are, and a short
+                    # run tells it what the job does without a table.
+                    earlier = options.out / "untouched-plants"
+                    if not earlier.exists():
+                        launched(options, earlier, [*words, "60"], extra, tune=f"--budget 0 {TUNED}")
+                    asked += f" --headroom 4 --untouched {earlier / 'h0'}"
+                launched(options, folder, [*words, str(options.tuned_steps)], extra, tune=asked, seconds=180)
             steps = json.loads((folder / "steps-0.json").read_text())
             (folder / "run.json").write_text(json.dumps(row | steps))
             print(row, len(steps["ms"]), steps["load"][0], verdict(folder), flush=True)
@@ -798,7 +806,7 @@ def main():
     parser.add_argument("--raised-steps", type=int, default=150)
     parser.add_argument("--tuned-steps", type=int, default=400)
     parser.add_argument("--plants", default=",".join(PLANTS))
-    parser.add_argument("--what-runs", choices=("turns", "tune"), default="turns")
+    parser.add_argument("--what-runs", choices=("turns", "tune", "headroom"), default="turns")
     options = parser.parse_args()
     PARTS[options.what](options)
 
