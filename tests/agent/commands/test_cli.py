@@ -98,7 +98,8 @@ def test_many_options_stand_in_groups():
     [
         (["tuna"], "there is no command tuna: did you mean tune?"),
         (["lab"], "give one of its commands: lab gpu-check, lab submit, lab train"),
-        (["stop"], "the following arguments are required: RUN"),
+        (["stop"], "give either RUN, the results folder of one run, or --all"),
+        (["stop", "--all", "x"], "give either RUN, the results folder of one run, or --all"),
         (["top", "--every", "x"], "--every: 'x' is not a number"),
         (["stop", "--wait", "-1", "x"], "--wait: must be at least 0, not -1"),
         (["tune", "--seed", "-1", "--", "true"], "--seed: must be at least 0, not -1"),
