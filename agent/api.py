@@ -81,22 +81,26 @@ class Run:
         file = self._results() / "table.json"
         return load_table(file) if file.exists() else None
 
-    def stop(self, wait_s: float = 30) -> bool:
+    def stop(self, wait_s: float = 30, bad: bool = False) -> bool:
         """End tuning and restore NCCL's default on all ranks. The job goes on.
 
+        The table that was in use stays in the results, as ``dropped-table.json``.
+
         Args:
-            wait_s: seconds to wait until a step is seen under the default.
+            wait_s: seconds to wait until all ranks report the default.
+            bad: the table did harm: no later run begins with it.
 
         Returns:
             True once the job runs under the default, or has ended meanwhile; False if neither was seen in time.
 
         Raises:
             ValueError: if there is no such run, or it had ended before this call.
+            OSError: with ``bad``, if the memory between jobs cannot be changed.
         """
         from .commands import run_folder
         from .daemon.stopping import end_tuning
 
-        return end_tuning(run_folder(str(self.out)), wait_s).is_over
+        return end_tuning(run_folder(str(self.out)), wait_s, bad).is_over
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Wait until the process that this run was started with has ended.

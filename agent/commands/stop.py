@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json as json_module
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from . import JSON, Number, argument, become_owner, command, option, refusing, run_folder
+from . import JSON, Number, argument, become_owner, command, fail, option, refusing, run_folder
 
 if TYPE_CHECKING:
     from ..daemon.stopping import Stopped
@@ -17,11 +18,14 @@ if TYPE_CHECKING:
 @argument(
     "run",
     type=click.Path(),
+    required=False,
     help="Results folder (--out), e.g. runs/tune/latest, or the run folder in shared memory.",
 )
+@option("--all", "every", is_flag=True, help="Stop every run of this user on this machine.")
 @option("--wait", type=Number(0), default=30, help="Seconds to wait until all ranks report the default.")
+@option("--bad", is_flag=True, help="The table did harm: no later run begins with it.")
 @JSON
-def stop(run: str, wait: float, json: bool) -> None:
+def stop(run: str | None, every: bool, wait: float, bad: bool, json: bool) -> None:
     """End tuning for good and restore NCCL's default on all ranks. The job continues.
 
     The tuner of the run ends. Without a tuner the table is withdrawn too. Then the command waits until every
@@ -31,28 +35,85 @@ def stop(run: str, wait: float, json: bool) -> None:
     starts again. Give the command on the node of rank 0, as the job's user or as root, with that node's results folder.
     If nodes share a folder, runs/tune/latest may belong to another node.
 
+    The table that was in use stays in the results as dropped-table.json, with the reason. `dynamiccl apply` takes that
+    file. The memory between jobs holds it too, so the next run of this job compares it with the default first. With
+    --bad it does not.
+
+    --all also stops jobs of `dynamiccl apply`, which have no results folder. It sees the runs whose run folder is on
+    this machine, not those in containers with a shared memory of their own. To stop the runs of all users, set the
+    site's off switch.
+
     The exit status is 0 once all ranks report the default or the job has ended, 1 if not within --wait seconds or if
-    rank 0 is on another node, and 2 if the folder holds no run or the run had ended before.
+    rank 0 is on another node, and 2 if the folder holds no run or the run had ended before. With --all it is 0 if that
+    holds for each run, and if there is none.
 
     \b
     dynamiccl stop runs/tune/latest
+    dynamiccl stop --all
     """
     from ...envs.nccl.shm import RunFolder  # noqa: F401 -- while root may still read its own installation
     from ..daemon.stopping import end_tuning
 
+    if (run is None) != every:
+        fail("give either RUN, the results folder of one run, or --all")
+    if run is None:
+        _stop_all(wait, bad, json)
     with refusing(ValueError, OSError):
         path = run_folder(run)
         become_owner(path)
-        found = end_tuning(path, wait)
+        found = end_tuning(path, wait, bad)
     if json:
-        names = ("had_tuner", "job_runs", "in_force", "tuner_left", "why")
-        print(json_module.dumps({"run": str(path), **{name: getattr(found, name) for name in names}}))
+        print(json_module.dumps(_facts(path, found)))
     else:
-        print(_outcome(found))
-        if found.tuner_left is not None:
-            which = str(found.tuner_left or "that holds the file `tuner` of the run folder")
-            print(f"the tuner does not answer: end it by SIGKILL (process {which})")
+        print("\n".join(_lines(found)))
     raise SystemExit(0 if found.is_over else 1)
+
+
+def _stop_all(wait: float, bad: bool, json: bool) -> NoReturn:
+    """Stop every run of this user here. The status is 0 if all of them are over."""
+    from ..daemon.stopping import call_off, end_tuning, living_runs
+
+    told, is_over = list[dict[str, Any]](), True
+    runs = living_runs()
+    call_off(runs)
+    for path in runs:
+        try:
+            found = end_tuning(path, wait, bad)
+        except (ValueError, OSError) as error:  # the others are stopped all the same
+            is_over = is_over and not path.exists()  # it has ended just now
+            facts, lines = {"run": str(path), "error": str(error)}, [f"error: {error}"]
+        else:
+            is_over = is_over and found.is_over
+            facts, lines = _facts(path, found), _lines(found)
+        told.append(facts)
+        if not json:
+            print("\n".join(f"{path}: {line}" for line in lines), flush=True)
+    if json:
+        print(json_module.dumps(told))
+    elif not runs:
+        print("no run of this user is here")
+    raise SystemExit(0 if is_over else 1)
+
+
+def _facts(run: Path, found: Stopped) -> dict[str, Any]:
+    """What --json prints."""
+    names = ("had_tuner", "job_runs", "in_force", "tuner_left", "why", "forgotten")
+    facts = {name: getattr(found, name) for name in names}
+    return {"run": str(run), **facts, "table": str(found.table) if found.table else None}
+
+
+def _lines(found: Stopped) -> list[str]:
+    """What is printed."""
+    lines = [_outcome(found)]
+    if found.table is not None:
+        lines.append(f"the table that was in use is in {found.table}; `dynamiccl apply` takes that file")
+    if found.forgotten is not None:
+        held = "no later run begins with it" if found.forgotten else "it holds nothing of this run"
+        lines.append(f"the memory between jobs: {held}")
+    if found.tuner_left is not None:
+        which = str(found.tuner_left or "that holds the file `tuner` of the run folder")
+        lines.append(f"the tuner does not answer: end it by SIGKILL (process {which})")
+    return lines
 
 
 def _outcome(found: Stopped) -> str:

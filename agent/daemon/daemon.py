@@ -408,6 +408,9 @@ class Daemon:
         self.job.writer.log("window", asdict(line))
         log.info("%s", line)
         self.on_window(line)
+        self._results.keep(
+            self._table(), self.outcome.dropped or ""
+        )  # a search may confirm one long before its verdict
         self._page.keep_up(self._summary)
 
     def _summarise(self, signals: Signals) -> RunSummary:

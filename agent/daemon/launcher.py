@@ -137,8 +137,11 @@ class Copy:
 class Launcher:
     """One job and its tuner."""
 
-    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
-        self.plan, self.say = plan, say
+    def __init__(
+        self, plan: Plan, say: Callable[[str], None], beside: Callable[[], None] | None = None
+    ) -> None:
+        """``beside`` runs in a thread of its own while the job runs."""
+        self.plan, self.say, self.beside = plan, say, beside
         self.job: subprocess.Popen[bytes] | None = None
         self.tuner: subprocess.Popen[bytes] | None = None
         self.kill_at = math.inf
@@ -168,6 +171,8 @@ class Launcher:
             self.say(f"the tuner cannot be started ({error.strerror}); the job runs without it")
         copy = Copy(plan.log) if plan.log else None  # threads from here on: there is no more fork
         readers = self._read(self.job, copy)
+        if self.beside:
+            threading.Thread(target=self.beside, daemon=True).start()
         while self.job.poll() is None:
             self._wait(self.job)
         ended = time.monotonic()

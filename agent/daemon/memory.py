@@ -206,7 +206,36 @@ class Memory:
     def told(self) -> dict[str, Any]:
         """For the summary."""
         key = key_of(self.facts) if self.facts else None
-        return {"url": self.url, "cluster": key, "jobs": len(self.runs), "text": self.text}
+        found = {"url": self.url, "cluster": key, "file": self._name}
+        return found | {"jobs": len(self.runs), "text": self.text}
+
+
+def mark_failed(told: Mapping[str, Any]) -> bool:
+    """Mark what a run left in the memory as left by a run that failed: no later run begins with it.
+
+    Args:
+        told: :meth:`Memory.told` of that run.
+
+    Returns:
+        False if the run left nothing.
+
+    Raises:
+        OSError, ValueError: if the store does not answer, or does not take it.
+    """
+    store, cluster, name = Store(str(told["url"])), str(told["cluster"]), str(told["file"])
+
+    def mark() -> bool:
+        try:
+            left = parse_json(store.files.cat_file(f"{store.root}/{cluster}/{name}"), MOST_BYTES)
+        except FileNotFoundError:
+            return False
+        store.write(cluster, name, left | {"failed": True})
+        return True
+
+    try:
+        return bool(in_time(mark))
+    except Exception as error:  # whatever a file system or an object store can raise
+        raise OSError(f"the memory {store.url} cannot be changed: {error}") from None
 
 
 def _begins_with(table: Mapping[Slot, Decision], n_slots: int) -> str:

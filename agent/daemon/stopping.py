@@ -6,11 +6,12 @@ import contextlib
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ...envs.live.locks import holder, is_locked
-from ...envs.nccl.run_folder import NCCL, PLANS, STATUS, STOP, TUNER
+from ...envs.nccl.run_folder import NCCL, PLANS, RUN_ID, STATUS, STOP, TUNER, shared_roots
 from ...traces.reasons import NotTuning, RunEnds
 
 if TYPE_CHECKING:  # a tuner that starts hears signals before it imports anything large
@@ -37,6 +38,10 @@ class Stopped(NamedTuple):
         None  # the process of a tuner that does not answer; 0: there is one, not known which
     )
     why: str = ""  # why not all communicators report the default
+    table: Path | None = None  # where the table lies now that the run used
+    forgotten: bool | None = (
+        None  # no later run begins with what the memory holds of this one; None: not asked
+    )
 
     @property
     def is_over(self) -> bool:
@@ -44,18 +49,89 @@ class Stopped(NamedTuple):
         return self.in_force or not self.job_runs
 
 
-def end_tuning(run: Path, wait_s: float) -> Stopped:
+def end_tuning(run: Path, wait_s: float, is_bad: bool = False) -> Stopped:
     """End the tuner of a run folder, and restore NCCL's default on all ranks. The job goes on.
 
-    A tuner that does not answer, because it is frozen or its disk hangs, has its table withdrawn too.
+    A tuner that does not answer, because it is frozen or its disk hangs, has its table withdrawn too. The table that
+    the run used stays in its results, under another name.
 
     Args:
         run: the run folder.
         wait_s: seconds to wait, half of them at most for the tuner's end, the others for the ranks' reports.
+        is_bad: the table did harm: no later run begins with it.
 
     Raises:
-        OSError, ValueError: if the folder holds no run.
+        OSError, ValueError: if the folder holds no run; with ``is_bad`` if the memory between jobs cannot be changed.
     """
+    out = _results_of(run)  # the run folder goes with the job
+    found = _end(run, wait_s)
+    if out is None:
+        return found._replace(forgotten=False if is_bad else None)
+    if found.job_runs and found.has_rank_0:
+        found = found._replace(table=_set_aside(out))
+    return found._replace(forgotten=_forget(out) if is_bad else None)
+
+
+def living_runs() -> list[Path]:
+    """Run folders of this user on this machine in which a rank, a launcher or a tuner lives; the oldest first."""
+    found: dict[Path, float] = {}
+    for root in shared_roots():
+        for run in root.iterdir():
+            with contextlib.suppress(OSError):  # it goes just now
+                is_run = (run / RUN_ID).is_file() and not run.is_symlink()
+                if is_run and any(map(is_locked, run.iterdir())):
+                    found[run] = run.stat().st_mtime
+    return sorted(found, key=lambda run: found[run])
+
+
+def call_off(runs: list[Path]) -> None:
+    """Tell the tuners of all these runs to end, so that :func:`end_tuning` need not wait for one after the other."""
+    for run in runs:
+        with contextlib.suppress(OSError):
+            (run / STOP).touch()
+
+
+def _results_of(run: Path) -> Path | None:
+    """The folder of the results of a run, as its tuner tells it: from its first summary on, or as it was asked."""
+    from ..report.summary import RunSummary
+    from .request import Request
+
+    if trace := RunSummary.read(run).trace:
+        return Path(trace).parent
+    with contextlib.suppress(ValueError):  # damaged: the run ends all the same
+        return Request.read(run, {}).out
+    return None
+
+
+def _set_aside(out: Path) -> Path | None:
+    """Set aside the table of results whose tuner has not done that, and say so in their summary. Where the table lies
+    now; None if none was in use. Raises OSError."""
+    from ...envs.nccl.tables import DROPPED, TABLE, set_aside, why_dropped
+    from ...traces.outside import TraceError
+    from ..report.summary import RunSummary
+    from ..report.verdict import DEFAULT
+
+    why, path = RunEnds.STOPPED(), out / DROPPED
+    with contextlib.suppress(TraceError):  # a full disk: the ranks run the default all the same
+        if (out / TABLE).exists():
+            set_aside(out, why)
+            if summary := RunSummary.read(out):
+                nothing = {"kept": False, "in_force": DEFAULT, "table": None}
+                replace(summary, **nothing, dropped=why, ended=why).write(out)
+    return path if why_dropped(path) == why else None
+
+
+def _forget(out: Path) -> bool:
+    """Let no later run begin with the table of this one. Whether the memory held it. Raises OSError, ValueError."""
+    from ..report.summary import RunSummary
+    from .memory import mark_failed
+
+    told = RunSummary.read(out).memory
+    return bool(told and told.get("file") and told["cluster"]) and mark_failed(told or {})
+
+
+def _end(run: Path, wait_s: float) -> Stopped:
+    """End the tuner and withdraw its table. Raises OSError, ValueError."""
     from ...envs.nccl.shm import RunFolder
 
     folder = RunFolder(run)

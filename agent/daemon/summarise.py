@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...envs.live.job import Job
-from ...envs.nccl.tables import TABLE, to_json
+from ...envs.nccl.tables import TABLE, set_aside, to_json
 from ...traces.here import program
 from ...traces.outside import TraceError, atomically
 from ...traces.reasons import RunEnds, names
@@ -107,22 +107,29 @@ class Results:
     def __init__(self, out: Path, run: Path) -> None:
         self.out, self.run = out, run
         self._next = math.inf  # no summary before the verdict
+        self._kept: Table | None = None  # as it lies in the folder; None: not known
 
     def write(self, summary: RunSummary, table: Table) -> None:
-        """The summary, and what was confirmed as `dynamiccl apply` takes it; no table while nothing is.
-
-        Raises OSError or TraceError.
-        """
-        path = self.out / TABLE
+        """The summary, and the table as :meth:`keep` does. Raises OSError or TraceError."""
         summary.write(self.out)
         with contextlib.suppress(TraceError):  # the run folder goes with the job, and may be full
             summary.write(self.run)
+        self.keep(table, summary.dropped or summary.ended or "")
+        self._next = time.monotonic() + EVERY_S
+
+    def keep(self, table: Table, why: str) -> None:
+        """The table that is confirmed, as `dynamiccl apply` takes it; the one before is set aside if there is none now.
+
+        ``why`` there is none. Raises OSError or TraceError.
+        """
+        if table == self._kept:
+            return
         if table.rules:
             text = to_json(table)
-            atomically(path, lambda draft: draft.write_text(text))
+            atomically(self.out / TABLE, lambda draft: draft.write_text(text))
         else:
-            path.unlink(missing_ok=True)
-        self._next = time.monotonic() + EVERY_S
+            set_aside(self.out, why or "another search began")
+        self._kept = table
 
     @property
     def are_old(self) -> bool:

@@ -20,7 +20,7 @@ VARIABLE, OFF = "DYNAMICCL_MEMORY", ("", "off", "none")
 #: Files of a run that the next run in the same folder removes, as its trace.
 RESULTS = (
     *("job.log", "job.jsonl", "tuner.log", "tuner.log.1"),
-    *("summary.json", "table.json", "report.html", "steps.json"),
+    *("summary.json", "table.json", "dropped-table.json", "report.html", "steps.json"),
 )
 #: Who runs in a folder holds it. It stays, and names the Slurm step.
 LOCK = "lock"

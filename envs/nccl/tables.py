@@ -3,35 +3,65 @@
 ``{"dynamiccl_table": 1, "rules": [{"func": "all_gather", "min_bytes": 0, "max_bytes": 1048576, "algo": "ring",
 "proto": "ll", "n_channels": 0, "n_ranks": 16, "n_nodes": 2}]}``. ``algo`` and ``proto`` may be left out together,
 ``n_channels`` too; so may ``n_ranks`` and ``n_nodes``, then the rule holds for every communicator that has none of its
-own. A rule with ``threads`` is a ceiling, as a run with ``--headroom`` leaves them (``untouched.py``).
+own. A rule with ``threads`` is a ceiling, as a run with ``--headroom`` leaves them (``untouched.py``). ``dropped`` says
+why a run dropped the table.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
-from ...traces.outside import parse_json
+from ...traces.outside import atomically, parse_json
 from ...traces.records import FUNCS, Decision, Rule, Table
 
 FORMAT = 1
 #: In a folder of results: the table that the run confirmed.
 TABLE = "table.json"
+#: Beside it: the table that the run dropped last, with the reason.
+DROPPED = "dropped-table.json"
 MAX_BYTES = 2**63 - 1
 MAX_TEXT = 4 << 20  # characters of a table's file: the plugin holds 1024 rows
 _KEYS = ("func", "min_bytes", "max_bytes", "algo", "proto", "n_channels", "n_ranks", "n_nodes", "threads")
 
 
-def to_json(table: Table) -> str:
-    """The text of a table's file."""
+def to_json(table: Table, dropped: str = "") -> str:
+    """The text of a table's file; ``dropped``: why its run dropped it."""
     rules = []
     for rule in table.rules:
         row = {"func": rule.func, "min_bytes": rule.min_bytes, "max_bytes": rule.max_bytes}
         row |= {"n_ranks": rule.n_ranks, "n_nodes": rule.n_nodes} if rule.n_ranks else {}
         row |= {"threads": rule.threads} if rule.threads else {}
         rules.append(row | {name: value for name, value in vars(rule.decision).items() if value})
-    return json.dumps({"dynamiccl_table": FORMAT, "rules": rules}, indent=1) + "\n"
+    why = {"dropped": dropped} if dropped else {}
+    return json.dumps({"dynamiccl_table": FORMAT, **why, "rules": rules}, indent=1) + "\n"
+
+
+def set_aside(folder: Path, why: str) -> None:
+    """Rename the table of a folder of results, if it has one, and write into it why it is dropped.
+
+    Raises OSError or TraceError.
+    """
+    path = folder / TABLE
+    if not path.exists():
+        return
+    text = ""
+    with contextlib.suppress(ValueError):  # somebody has damaged it
+        text = to_json(load_table(path), why)
+    if text:
+        atomically(folder / DROPPED, lambda draft: draft.write_text(text))
+    path.unlink(missing_ok=True)
+
+
+def why_dropped(path: Path) -> str:
+    """Why its run dropped the table of this file; '' where the file does not say so, or cannot be read."""
+    with contextlib.suppress(OSError, ValueError), path.open(encoding="utf-8") as file:
+        told = parse_json(file.read(MAX_TEXT), MAX_TEXT)
+        if isinstance(told, dict):
+            return str(told.get("dropped") or "")
+    return ""
 
 
 def load_table(path: Path | str) -> Table:
@@ -64,6 +94,9 @@ def _why_no_table(folder: Path) -> str:
     tasks = sorted(folder.parent.glob(f"task-*/{TABLE}")) if folder.name.startswith("task-") else []
     if tasks:
         return f"rank 0 of this job was on another node: give {tasks[-1]}"
+    dropped = folder / DROPPED
+    if why := why_dropped(dropped):
+        return f"the run dropped its table ({why}): to use it all the same, give {dropped}"
     return "the run has confirmed no table, or is no run; of a job on several nodes, give the results of rank 0's node"
 
 

@@ -9,6 +9,8 @@ import subprocess
 import sys
 
 import pytest
+from dynamiccl.envs.nccl.tables import to_json
+from dynamiccl.traces.records import Table
 from paths import HELPERS
 from test_plugin_static import run, small_gathers
 
@@ -45,6 +47,19 @@ def test_the_ranks_take_the_table_together_and_the_last_line_says_how_often_it_w
     found = re.fullmatch("dynamiccl: the table was used in ([0-9,]+) of ([0-9,]+) calls", last_line(done))
     used, asked = (int(number.replace(",", "")) for number in found.groups())
     assert asked == calls and 2 * 8 * 20 <= used < calls
+
+
+@pytest.mark.slow
+def test_a_longer_job_is_told_its_step_time_beside_some_default_steps(table):
+    done = run("apply", table, "--", *TORCHRUN, WARM="1", STEPS="150", **SOON)
+    assert done.returncode == 0, done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    one, other = (rank["generations"]["plain"] for rank in said)
+    assert one == other, "the ranks change tables together"
+    assert one[-1] == 4 and 40 <= sum(channels != 4 for channels in one) < 60, one
+    assert re.search(
+        r"of [\d,]+ calls; a step takes .* under the table, .* default \(40 steps", last_line(done)
+    )
 
 
 @pytest.mark.slow
@@ -88,6 +103,12 @@ def test_a_table_without_rules_is_said_to_be_one(tmp_path):
         done.stdout == "hi\n"
         and last_line(done) == "dynamiccl: the table has no rules: NCCL decided every call"
     )
+
+
+def test_a_table_that_was_dropped_is_said_to_be_one(tmp_path):
+    (tmp_path / "t.json").write_text(to_json(Table(1), "too slow"))
+    done = run("apply", str(tmp_path / "t.json"), "--", "echo", "hi")
+    assert done.stdout == "hi\n" and "the run of this table dropped it: too slow" in done.stderr
 
 
 def test_the_cluster_that_a_table_was_found_on_can_be_said(table):

@@ -105,7 +105,8 @@ def test_many_options_stand_in_groups():
     [
         (["tuna"], "No such command 'tuna'. Did you mean 'tune'?"),
         (["lab"], "Missing command. (dynamiccl lab --help)"),
-        (["stop"], "Missing argument 'RUN'"),
+        (["stop"], "give either RUN, the results folder of one run, or --all"),
+        (["stop", "--all", "x"], "give either RUN, the results folder of one run, or --all"),
         (["top", "--every", "x"], "Invalid value for '--every': 'x' is not a valid float range"),
         (["stop", "--wait", "-1", "x"], "Invalid value for '--wait': -1.0 is not in the range x>=0"),
         (["stop", "--wait", "nan", "x"], "Invalid value for '--wait': 'nan' is not a number"),

@@ -14,9 +14,10 @@ from dynamiccl.agent.report import runs
 from dynamiccl.agent.report.runs import state
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.verdict import verdict
+from dynamiccl.envs.live.job_ends import Stopped
 from dynamiccl.envs.nccl.run_folder import STOP
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.envs.nccl.tables import TABLE, load_table
+from dynamiccl.envs.nccl.tables import DROPPED, TABLE, load_table, why_dropped
 from dynamiccl.traces.reasons import RunEnds
 from dynamiccl.traces.records import TUNED_FUNCS, Slot
 from fake_job import GATHER
@@ -59,6 +60,30 @@ def test_after_the_verdict_all_files_follow_the_table(folder, tmp_path):
         last = one.serve()
     assert {word for _, _, word in stands} >= {"KEPT", "REVERTED:"} and stands[0][0] != stands[-1][0]
     assert last.kept and set(one.job.confirmed.values()) == {OTHER}
+    assert {rule.decision for rule in load_table(out / DROPPED).rules} == {GOOD} and why_dropped(
+        out / DROPPED
+    )
+
+
+@pytest.mark.parametrize("when", ["at the verdict", "in the watch"])
+def test_a_table_that_somebody_stops_lies_beside_with_the_reason(folder, tmp_path, monkeypatch, when):
+    """Also one that was confirmed a moment before, when no summary was written yet. Before: it was gone."""
+    out, memory, n_looks = tmp_path / "out", tmp_path / "memory", []
+
+    def check(job):
+        n_looks.append(0)
+        summaries = (out / "summary.json").exists()
+        if job.confirmed and table_of(out) and (summaries or when == "at the verdict"):
+            (folder.path / STOP).touch()
+            raise Stopped(RunEnds.STOPPED())
+        assert len(n_looks) < 2000
+
+    monkeypatch.setattr(WatchedJob, "check", check)
+    with tuner_of(WatchedJob(folder, lambda job: len(n_looks) < 2000), out, memory) as one:
+        last = one.serve()
+    assert not last.kept and not table_of(out) and last.dropped == RunEnds.STOPPED()
+    assert {rule.decision for rule in load_table(out / DROPPED).rules} == {GOOD}
+    assert why_dropped(out / DROPPED) == RunEnds.STOPPED() and set(remembered(memory).values()) == {GOOD}
 
 
 @pytest.mark.parametrize("when", ["after the verdict", "in the search"])

@@ -10,15 +10,20 @@ from types import SimpleNamespace
 import pytest
 from command import invoke
 from dynamiccl.agent.daemon import stopping
+from dynamiccl.agent.daemon.memory import Memory
 from dynamiccl.agent.daemon.stopping import Stopped, end_tuning
+from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.envs.live import locks
 from dynamiccl.envs.live.job import Job, note_confirmed, read_confirmed
 from dynamiccl.envs.live.locks import holder, lock
-from dynamiccl.envs.nccl.run_folder import PLANS, RUN_ID, TUNER
-from dynamiccl.envs.nccl.shm import decode_table
-from dynamiccl.traces.reasons import NotTuning
+from dynamiccl.envs.nccl import run_folder
+from dynamiccl.envs.nccl.run_folder import PLANS, RUN_ID, STOP, TUNER
+from dynamiccl.envs.nccl.shm import RunFolder, decode_table
+from dynamiccl.envs.nccl.tables import DROPPED, TABLE, load_table, to_json, why_dropped
+from dynamiccl.traces.reasons import NotTuning, RunEnds
 from dynamiccl.traces.records import Decision, Table
 from fake_job import GATHER
+from ring_files import RingFile
 
 KEPT = {GATHER: Decision("tree", "ll", 4)}
 
@@ -226,3 +231,126 @@ def test_a_run_of_another_user_than_the_results_is_refused(folder, tmp_path, mon
     done = invoke(["stop", tmp_path / "out"])
     assert done.exit_code == 2 and "no run of this folder's owner" in done.stderr
     assert sorted(folder.path.iterdir()) == before
+
+
+# -- what was found is kept --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def results(run, tmp_path):
+    """The results of that run, its memory among them; ``run.end()`` has ended its tuner by SIGKILL."""
+    out, facts = tmp_path / "out", {"nccl": "2.28.9"}
+    out.mkdir()
+    (out / TABLE).write_text(to_json(Table.of(1, KEPT)))
+    memory = Memory(str(tmp_path / "memory"), "train.py", print)
+    memory.facts = facts
+    profile = SimpleNamespace(slot=GATHER, n_bytes=2**25, own="ring/simple/8", call_us=100.0)
+    tuner = SimpleNamespace(outcome=RunSummary(), decisions=KEPT, windows=SimpleNamespace(profiles=[profile]))
+    memory.leave(tuner)
+    told = RunSummary(kept=True, in_force="B", trace=str(out / "trace"), memory=memory.told())
+    told.write(out)
+    told.write(run.path)
+    return SimpleNamespace(
+        out=out, recalled=lambda job="train.py": Memory(memory.url, job, print).recall(facts, [profile])
+    )
+
+
+def test_stop_leaves_the_table_beside_and_says_where(run, results):
+    """Before: it was deleted, and `apply` said "the run has confirmed no table, or is no run". Without a tuner it
+    stayed as the run's table, and the summary said KEPT."""
+    run.end()
+    done = invoke(["stop", run.path])
+    assert done.exit_code == 0 and f"in use is in {results.out / DROPPED}; " in done.stdout, done.output
+    assert {r.decision for r in load_table(results.out / DROPPED).rules} == {KEPT[GATHER]}
+    assert why_dropped(results.out / DROPPED) == RunEnds.STOPPED() and not (results.out / TABLE).exists()
+    summary = RunSummary.read(results.out)
+    assert not summary.kept and summary.dropped == RunEnds.STOPPED()
+    refused = invoke(["apply", results.out, "--", "true"])
+    assert refused.exit_code == 2
+    assert f"dropped its table ({RunEnds.STOPPED()}): to use it all the same" in refused.stderr
+    assert results.recalled() == KEPT, "the memory has it still"
+
+
+@pytest.mark.parametrize("has_left", [True, False])
+def test_a_table_that_did_harm_is_no_later_runs_first_one(run, results, has_left, tmp_path):
+    """Before: the next run began with the table that somebody had stopped because it did harm."""
+    run.end()
+    if not has_left:
+        shutil.rmtree(tmp_path / "memory")
+    done = invoke(["stop", run.path, "--bad", "--json"])
+    assert json.loads(done.stdout)["forgotten"] is has_left
+    assert results.recalled() == results.recalled("another.py") == {}
+    assert (results.out / DROPPED).exists()
+
+
+def test_a_memory_that_cannot_be_changed_is_an_error_after_the_run_is_stopped(run, results, tmp_path):
+    run.end()
+    (tmp_path / "memory").rename(tmp_path / "gone")
+    (tmp_path / "memory").write_text("no folder")
+    done = invoke(["stop", run.path, "--bad"])
+    assert done.exit_code == 2 and "cannot be changed" in done.stderr and is_withdrawn(run)
+
+
+def test_a_job_that_has_ended_keeps_its_table(run, results, monkeypatch):
+    monkeypatch.setattr(Job, "is_alive", lambda job: False)
+    assert end_tuning(run.path, 0.2).table is None
+    assert (results.out / TABLE).exists() and not (results.out / DROPPED).exists()
+
+
+# -- all runs of a user ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Three runs on a machine of their own: one with a tuner, one whose ranks alone live, one that nobody is in."""
+    root = tmp_path / f"dynamiccl-{os.geteuid()}"
+    monkeypatch.setattr(run_folder, "shared_roots", lambda: iter([root]))
+    monkeypatch.setattr(stopping, "shared_roots", lambda: iter([root]))
+    root.mkdir(mode=0o700)
+    runs = [RunFolder(run_folder._new_folder(root, name)) for name in ("tuned", "applied", "left")]
+    for one in runs:
+        one.table.publish(Table.of(1, KEPT))
+    fds = [lock(runs[0].path / TUNER, ""), RingFile(runs[1].path, 0, 1).put().fd]
+    (root / "of somebody").mkdir()
+    monkeypatch.setattr(stopping, "SEEN_S", 0.05)
+    yield runs
+    for fd in fds:
+        os.close(fd)
+
+
+def test_all_runs_of_a_user_are_stopped(here, monkeypatch):
+    """Before: an operator had to find each of them."""
+    tuned, applied, _ = here
+    begun = []
+
+    def poll(job):
+        begun.append([(run.path / STOP).exists() for run in here])
+
+    monkeypatch.setattr(Job, "poll", poll)
+    done = invoke(["stop", "--all", "--wait", "0.2", "--json"])
+    told = json.loads(done.stdout)
+    assert done.exit_code == 0 and {one["run"] for one in told} == {str(tuned.path), str(applied.path)}
+    assert [decode_table(run.table.read()[1]).rules == () for run in here] == [True, True, False]
+    assert begun[0] == [True, True, False], "all tuners end at once, not one after the other"
+
+
+def test_one_run_that_cannot_be_stopped_does_not_keep_the_others(here, monkeypatch):
+    monkeypatch.setattr(Job, "poll", lambda job: None)
+    first = min((run.path for run in here[:2]), key=lambda path: path.stat().st_mtime)
+    end = stopping.end_tuning
+
+    def fails(path, *more):
+        if path == first:
+            raise OSError("the disk hangs")
+        return end(path, *more)
+
+    monkeypatch.setattr(stopping, "end_tuning", fails)
+    done = invoke(["stop", "--all", "--wait", "0.2"])
+    assert done.exit_code == 1 and f"{first}: error: the disk hangs" in done.stdout
+    assert "restored on all ranks" in done.stdout
+
+
+def test_where_nothing_runs_that_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(stopping, "shared_roots", lambda: iter([tmp_path]))
+    done = invoke(["stop", "--all"])
+    assert (done.exit_code, done.stdout) == (0, "no run of this user is here\n")
