@@ -12,7 +12,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,11 +76,8 @@ def helps() -> dict[str, int]:
     found = {}
     for name in ("", *NAMES):
         out = io.StringIO()
-        with redirect_stdout(out):
-            try:
-                run([*name.split(), "--help"])
-            except SystemExit:
-                pass
+        with redirect_stdout(out), suppress(SystemExit):
+            run([*name.split(), "--help"])
         found[f"dynamiccl {name}".strip()] = words(out.getvalue())
     return found
 
