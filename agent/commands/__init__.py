@@ -175,6 +175,8 @@ def given(ctx: click.Context) -> frozenset[str]:
 
 #: A path as a parameter's type. The command itself says what it finds there.
 PATH = click.Path(readable=False, path_type=Path)
+#: The same as text: a run has several kinds of folders.
+RUN = click.Path(readable=False)
 #: Groups of options in the help; they follow the other options.
 EMULATION, SEARCH, OUTPUT = "Without GPUs", "The search", "Results"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from . import JSON, Number, argument, command, fail, given, option, refusing
+from . import JSON, RUN, Number, argument, command, fail, given, option, refusing
 
 if TYPE_CHECKING:
     from ...zero_workload.formulas import Machine
@@ -30,7 +30,7 @@ MODES = {"every": "every k-th"}
 
 
 @command
-@argument("run", type=click.Path(), required=False, help="A run's folder: show its measured figures too.")
+@argument("run", type=RUN, required=False, help="A run's folder: show its measured figures too.")
 @option("--params", type=Number(1), help="Parameters, e.g. 7e9.")
 @option("--ranks", type=click.IntRange(1), help="Data-parallel ranks.")
 @option(

@@ -6,9 +6,7 @@ import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import click
-
-from . import JSON, Number, argument, become_owner, command, fail, option, refusing, run_folder
+from . import JSON, RUN, Number, argument, become_owner, command, fail, option, refusing, run_folder
 
 if TYPE_CHECKING:
     from ..daemon.stopping import Stopped
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 @command
 @argument(
     "run",
-    type=click.Path(),
+    type=RUN,
     required=False,
     help="Results folder (--out), e.g. runs/tune/latest, or the run folder in shared memory.",
 )

@@ -27,6 +27,7 @@ from . import (
     OR_UNTUNED,
     OUTPUT,
     PATH,
+    RUN,
     SEARCH,
     UNTOUCHED,
     Number,
@@ -122,7 +123,7 @@ class Call(NamedTuple):
 @UNTOUCHED
 @option(
     "--attach",
-    type=click.Path(),
+    type=RUN,
     metavar="RUN",
     help="Join a running job: started with `dynamiccl env`, or a run without tuner.",
 )
