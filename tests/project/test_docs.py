@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from fractions import Fraction
 
 import gymnasium
@@ -127,7 +128,8 @@ def test_the_tour_of_the_job_names_what_is_there():
 
 
 DEPLOYMENT = ROOT / "OPERATING.md"
-NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+#: The rows of the tables of faults, with the tests that show them.
+FAULTS = tomllib.loads((ROOT / "tests" / "data" / "promises.toml").read_text("utf-8"))["fault"]
 
 
 def rows(page):
@@ -138,12 +140,10 @@ def rows(page):
     return [[cell.strip() for cell in line] for line in lines]
 
 
-def test_every_test_that_the_table_of_faults_names_exists():
-    named = NAMED.findall(DEPLOYMENT.read_text(encoding="utf-8"))
-    missing = [
-        f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text("utf-8")
-    ]
-    assert len(named) > 20 and not missing
+def test_every_test_of_a_fault_exists():
+    named = [test.split("::") for fault in FAULTS.values() for test in fault.get("tests", ())]
+    missing = [test for test in named if f"def {test[1]}(" not in (ROOT / test[0]).read_text("utf-8")]
+    assert len(named) > 60 and not missing
 
 
 @pytest.mark.parametrize("path", READMES, ids=name_of)
@@ -172,51 +172,31 @@ def test_every_test_that_a_page_names_exists(path):
     assert path.name == "LOG.md" or sorted(n for n in named if not (ROOT / n).exists()) == []
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        *(
-            "tuner killed",
-            "rank 0 dies",
-            "another rank dies",
-            "node lost",
-            "store answers late",
-            "network breaks",
-        ),
-        *("store fails between vote and decision", "a thread beside the training", "evaluation"),
-        *(
-            "disk of `OUT` full",
-            "`/dev/shm` full",
-            "somebody sets the system clock",
-            "versions differ",
-            "step skipped",
-            "rank, or a whole job, frozen",
-        ),
-    ],
-)
-def test_the_fault_matrix_has_every_part_of_a_job_with_its_test(part):
-    (row,) = [row for row in rows(DEPLOYMENT) if row[0].startswith(part)]
-    _, experience, _, test = row
-    assert experience and NAMED.search(test)
-
-
 MARKS = ("real NCCL", "stand-in", "model", "records", "no NCCL", "none")
 
 
-def test_each_row_of_the_fault_matrix_says_what_shows_it():
-    """Before: two rows had words of their own in the place of a mark."""
-    text = DEPLOYMENT.read_text(encoding="utf-8")
-    matrix, _, legend = text.partition("## When something breaks")[2].partition("### Evidence")
-    kinds = re.findall(r"(?m)^\| ([\w -]+) \|", legend.partition("\n## ")[0])
-    assert kinds == ["mark", *MARKS]
-    shown_by = [
-        line.strip(" |").rpartition(" | ")[2] for line in matrix.splitlines() if line.startswith("| ")
+def test_the_page_has_each_fault_and_no_other():
+    """Each row of the list stands in one row of the page, and each row of the page is in the list."""
+    matrix = DEPLOYMENT.read_text("utf-8").partition("## When something breaks")[2].partition("\n## ")[0]
+    cells = [
+        line.split("|")[1].replace("`", "").strip() for line in matrix.splitlines() if line.startswith("| ")
     ]
-    evidence = [cell for cell in shown_by if "::" in cell or cell.startswith("none")]
-    heads_and_waits = 2 + 7  # those of the table of waits have no mark
-    assert len(evidence) == len(shown_by) - heads_and_waits > 40
-    begins = re.compile("(" + "|".join(MARKS) + r")\b[^`]*: ")
-    assert [cell for cell in evidence if not begins.match(cell)] == []
+    begins = {name: (fault["row"], f"; {fault['row']}") for name, fault in FAULTS.items()}
+    places = {
+        name: [cell for cell in cells if cell.startswith(first) or later in cell]
+        for name, (first, later) in begins.items()
+    }
+    assert {name: found for name, found in places.items() if len(found) != 1} == {}
+    heads_and_waits = 2 + 7
+    assert len(cells) - heads_and_waits == len({found[0] for found in places.values()}) > 40
+
+
+def test_each_fault_says_what_shows_it():
+    """By a test, or by a public report or a source where there is none."""
+    begins = re.compile("(" + "|".join(MARKS) + r")\b")
+    for name, fault in FAULTS.items():
+        assert begins.match(fault["shown_by"]), name
+        assert fault.get("tests") or fault["shown_by"].startswith("none: "), name
 
 
 def test_the_deployment_page_has_every_variable_of_ours_and_no_other():
@@ -233,11 +213,7 @@ def test_the_deployment_page_has_every_variable_of_ours_and_no_other():
 
 
 def test_the_page_lists_every_metric_in_its_words():
-    listed = {
-        row[0].strip("`"): row[1]
-        for row in rows(ROOT / "docs" / "operations.md")
-        if row[0].startswith("`dyn")
-    }
+    listed = {row[0].strip("`"): row[1] for row in rows(DEPLOYMENT) if row[0].startswith("`dynamiccl_")}
     assert listed == {name: words for name, _, words in METRICS}
 
 

@@ -172,7 +172,7 @@ def test_a_manifest_has_what_the_tuner_needs(name):
 @pytest.mark.parametrize("name", ["jobset.yaml", "pytorchjob.yaml"])
 def test_a_manifest_counts_memory_as_the_page_does(name):
     """Before: 150 MiB, without what lies in /dev/shm. A limit of that size ends the container, and so the job."""
-    (total,) = re.findall(r"= ([\d,]+ MiB)", (ROOT / "docs" / "security.md").read_text())
+    (total,) = re.findall(r"= ([\d,]+ MiB)", (ROOT / "OPERATING.md").read_text())
     assert f"include {total}" in (EXAMPLES / "kubernetes" / name).read_text()
 
 
@@ -212,7 +212,7 @@ def test_a_mismatch_asks_for_a_look_at_the_job():
     (told,) = (r["annotations"]["description"] for r in rules if r["alert"] == "DynamicclRanksDisagree")
     wanted = ("still takes steps, and end it if not", "Keep the results folder", "/etc/dynamiccl/off")
     assert all(words in told for words in wanted) and "nothing to stop" not in told
-    page = (ROOT / "docs" / "operations.md").read_text()
+    page = (ROOT / "OPERATING.md").read_text()
     (row,) = (line for line in page.splitlines() if line.startswith("| ranks disagree"))
     assert "still takes steps" in row and "off switch" in row
 
