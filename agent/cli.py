@@ -30,7 +30,7 @@ _EXTRAS = {"torch": "train", "stable_baselines3": "train", "sb3_contrib": "train
 COMMANDS = {
     "Tune a job": ("demo", "tune", "doctor", "apply", "env", "stop"),
     "Look at runs and recordings": ("show", "top", "advise", "plan"),
-    "Judge and train policies, check a machine": ("bench", "lab gpu-check", "lab submit", "lab train"),
+    "Judge and train policies, check a machine": ("sweep", "bench", "lab gpu-check", "lab train"),
     "Set up the shell": ("completion",),
 }
 NAMES = tuple(name for names in COMMANDS.values() for name in names)

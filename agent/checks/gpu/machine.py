@@ -15,7 +15,6 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,27 +22,12 @@ import torch
 from ....envs.nccl.plugin.build import build_of, nccl_release
 from ....envs.nccl.steps.nvml import Gpu, clocks, driver, visible_gpus
 from ....envs.sim.emulated.settings import Emulated
-from ....traces.header import git
 from ....traces.here import configured, program, version_of
 from ..results.judge import PLACEMENTS
+from ..sweep.manifest import NOTED, commit, network
 
 #: Channels of a raised communicator. Where ranks share a GPU all channels of all ranks must fit on its SMs at once.
 RAISED = {"apart": 32, "hosts": 16, "shared": 16}
-#: Variables, also of nccl.conf, that are noted in run.json as they are; all others may name people, hosts or paths.
-NOTED = (
-    *(
-        "NCCL_ALGO",
-        "NCCL_PROTO",
-        "NCCL_MIN_CTAS",
-        "NCCL_MAX_CTAS",
-        "NCCL_MIN_NCHANNELS",
-        "NCCL_MAX_NCHANNELS",
-    ),
-    *("NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_NVLS_ENABLE", "NCCL_PAT_ENABLE", "NCCL_P2P_DISABLE"),
-    *("NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MNNVL_ENABLE"),
-    *("NCCL_CROSS_NIC", "NCCL_CTA_POLICY", "NCCL_RUNTIME_CONNECT", "CUDA_DEVICE_MAX_CONNECTIONS"),
-    *("CUDA_LAUNCH_BLOCKING", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "OMP_NUM_THREADS"),
-)
 #: A GPU's id goes through this before it is written: the same GPU is found again, its id is not.
 _SALT = b"dynamiccl gpu-check "
 
@@ -169,19 +153,3 @@ class Machine:
     def clocks(self) -> dict[str, int]:
         """Clocks, temperature and throttling of the first GPU; empty without one."""
         return clocks(self.gpus[0].index) if self.gpus else {}
-
-
-def commit() -> str:
-    """The commit of this checkout, with ``+`` where files differ from it; outside of one, DYNAMICCL_COMMIT."""
-    head = git("rev-parse", "--short=12", "HEAD")
-    if not head:
-        return os.environ.get("DYNAMICCL_COMMIT", "")
-    return head + "+" * bool(git("status", "--porcelain", "--untracked-files=no"))
-
-
-def network(interfaces: Path = Path("/sys/class/infiniband")) -> str:
-    """Class of the fastest network here: infiniband, roce, or ethernet where there is no such adapter."""
-    layers = [path.read_text().strip() for path in interfaces.glob("*/ports/*/link_layer")]
-    if "InfiniBand" in layers:
-        return "infiniband"
-    return "roce" if layers else "ethernet"

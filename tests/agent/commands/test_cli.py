@@ -97,7 +97,7 @@ def test_many_options_stand_in_groups():
     ("words", "says"),
     [
         (["tuna"], "there is no command tuna: did you mean tune?"),
-        (["lab"], "give one of its commands: lab gpu-check, lab submit, lab train"),
+        (["lab"], "give one of its commands: lab gpu-check, lab train"),
         (["stop"], "the following arguments are required: RUN"),
         (["top", "--every", "x"], "--every: 'x' is not a number"),
         (["stop", "--wait", "-1", "x"], "--wait: must be at least 0, not -1"),

@@ -1,0 +1,101 @@
+"""Does the table of ``dynamiccl sweep`` gain in a job? With NCCL's library between two hosts, see ``cables_nccl.py``.
+
+  sweep_nccl.py apply --launcher PATH --sweep FOLDER --out FOLDER --runs 0:4     whole runs, in an order drawn anew
+  sweep_nccl.py file  --sweep FOLDER --out FOLDER                                rows into tests/data/nccl_on_cpu
+
+The sweep itself: `LAUNCHER run -o LOGS dynamiccl sweep --headroom 8 --backend B --backend-module M --out FOLDER`.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from cables_nccl import FIRST, JOB, now, shorter, span, write
+
+DATA = Path(__file__).parents[1] / "data" / "nccl_on_cpu" / "sweep_command"
+UNTOUCHED, AGAIN, APPLIED = "untouched", "untouched again", "applied"
+WORDS = ["--kind", "fsdp2", "--width", "512", "--layers", "1"]
+
+
+def apply(options):
+    """Whole runs of the FSDP2 job: untouched, again, and under the sweep's table."""
+    headroom = json.loads((options.sweep / "manifest.json").read_text())["headroom"]
+    table = [Path(sys.executable).with_name("dynamiccl"), "apply", "--headroom", headroom]
+    table += [options.sweep / "table.json", "--"]
+    for run in span(options.runs):
+        arms = [UNTOUCHED, AGAIN, APPLIED]
+        random.Random(f"sweep {run}").shuffle(arms)
+        for arm in arms:
+            folder = options.out / f"{run:02}-{arm.replace(' ', '_')}"
+            if (folder / "steps-0.json").exists():
+                continue
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "date").write_text(now())
+            job = [sys.executable, JOB, "train", *WORDS, "--steps", options.steps, "--out", folder]
+            job += ["--backend", options.backend, "--backend-module", options.backend_module]
+            words = [options.launcher, "run", "-o", folder, *(table if arm == APPLIED else []), *job]
+            done = subprocess.run([*map(str, words)], timeout=60, capture_output=True, text=True)
+            if done.returncode:
+                log = (folder / "rank0.log").read_text(errors="replace")
+                raise SystemExit(f"{done.stdout}{done.stderr}{log[-3000:]}")
+            print(arm, (folder / "rank0.log").read_text(errors="replace").splitlines()[-2:], flush=True)
+
+
+def rows(out):
+    """One row a step of rank 0."""
+    found = []
+    for path in sorted(out.glob("*/steps-0.json")):
+        told = json.loads(path.read_text())
+        run, _, arm = path.parent.name.partition("-")
+        steps = pd.DataFrame({"step": range(len(told["ms"])), "ms": told["ms"], "load": told["load"]})
+        date = (path.parent / "date").read_text()
+        found.append(steps.assign(run=int(run), arm=arm.replace("_", " "), date=date, digest=told["digest"]))
+    return pd.concat(found)
+
+
+def gained(steps):
+    """Percent by which runs of each arm are shorter than untouched ones, with their interval; and step, ms, by run.
+
+    The step of a run is the median without its first quarter. Runs are independent: both arms are drawn anew.
+    """
+    late = steps[steps["step"] >= FIRST * steps["step"].max()]
+    ms = late.groupby(["arm", "run"])["ms"].median().unstack("run")
+    logs = np.log(ms)
+    return {arm: shorter((logs.loc[UNTOUCHED] - logs.loc[arm]).dropna()) for arm in (AGAIN, APPLIED)}, ms
+
+
+def file_rows(options):
+    """The sweep's folder as it is, its rows compressed, and the steps of the runs."""
+    DATA.mkdir(parents=True, exist_ok=True)
+    for name in ("manifest.json", "table.json"):
+        shutil.copyfile(options.sweep / name, DATA / name)
+    write(DATA / "rows.csv.gz", pd.read_csv(options.sweep / "rows.csv"))
+    write(DATA / "steps.csv.gz", rows(options.out))
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("apply", "file"))
+    parser.add_argument("--launcher")
+    parser.add_argument("--sweep", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--runs", default="0:4")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--backend", default="gloo")
+    parser.add_argument("--backend-module", default="")
+    options = parser.parse_args()
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    apply(options) if options.what == "apply" else file_rows(options)
+
+
+if __name__ == "__main__":
+    main()
