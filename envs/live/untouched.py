@@ -71,7 +71,7 @@ def of_run(folder: Path | str, headroom: int) -> Untouched:
         raise ValueError(
             f"{path} shows no call of its own that NCCL asked a tuner about: give a run that was watched"
         )
-    releases = _releases(trace.header)
+    releases = releases_of(trace.header)
     classes = [class_of(path, key, rows, releases) for key, rows in events.groupby(["n_ranks", "n_nodes"])]
     if len(classes) > MOST_CLASSES:
         raise ValueError(
@@ -85,7 +85,7 @@ def is_alone(events: pd.DataFrame) -> pd.Series[bool]:
     return (events["asked_bytes"] == events["n_bytes"]) & ~events["captured"]
 
 
-def _releases(header: dict[str, Any]) -> list[int]:
+def releases_of(header: dict[str, Any]) -> list[int]:
     """NCCL's release as a number, of the header of a trace. One of each rule where it does not tell: NCCL cuts messages
     finer up to 2.28."""
     try:

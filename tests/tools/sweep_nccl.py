@@ -1,15 +1,17 @@
 """Does the table of ``dynamiccl sweep`` gain in a job? With NCCL's library between two hosts, see ``cables_nccl.py``.
 
   sweep_nccl.py apply --launcher PATH --sweep FOLDER --out FOLDER --runs 0:4     whole runs, in an order drawn anew
-  sweep_nccl.py file  --sweep FOLDER --out FOLDER                                rows into tests/data/nccl_on_cpu
+  sweep_nccl.py file  --sweep FOLDER --range FOLDER --out FOLDER                 rows into tests/data/nccl_on_cpu
 
-The sweep itself: `LAUNCHER run -o LOGS dynamiccl sweep --headroom 8 --backend B --backend-module M --out FOLDER`.
+The sweeps: `LAUNCHER run -o LOGS dynamiccl sweep --headroom 8 --backend B --backend-module M --out FOLDER`, once with
+`--trace RUN`, the results of `LAUNCHER tune -t "--budget 0"` on that job, and once with `--bytes 1MiB:16MiB` (range).
 """
 
 import argparse
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -17,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from cables_nccl import FIRST, JOB, now, shorter, span, write
+from cables_nccl import JOB, now, shorter, span, write
 
 DATA = Path(__file__).parents[1] / "data" / "nccl_on_cpu" / "sweep_command"
 UNTOUCHED, AGAIN, APPLIED = "untouched", "untouched again", "applied"
-WORDS = ["--kind", "fsdp2", "--width", "512", "--layers", "1"]
+WORDS = ["--kind", "fsdp2", "--width", "480", "--layers", "1"]
 
 
 def apply(options):
@@ -56,27 +58,33 @@ def rows(out):
         run, _, arm = path.parent.name.partition("-")
         steps = pd.DataFrame({"step": range(len(told["ms"])), "ms": told["ms"], "load": told["load"]})
         date = (path.parent / "date").read_text()
-        found.append(steps.assign(run=int(run), arm=arm.replace("_", " "), date=date, digest=told["digest"]))
+        log = (path.parent / "rank0.log").read_text(errors="replace")
+        used = (
+            int(re.search(r"table was used in ([\d,]+) of", log)[1].replace(",", "")) if arm == APPLIED else 0
+        )
+        found.append(
+            steps.assign(run=int(run), arm=arm.replace("_", " "), date=date, digest=told["digest"], used=used)
+        )
     return pd.concat(found)
 
 
 def gained(steps):
     """Percent by which runs of each arm are shorter than untouched ones, with their interval; and step, ms, by run.
 
-    The step of a run is the median without its first quarter. Runs are independent: both arms are drawn anew.
+    The step of a run is the median of its second half: the table is in force some seconds after the start.
     """
-    late = steps[steps["step"] >= FIRST * steps["step"].max()]
+    late = steps[steps["step"] >= steps["step"].max() / 2]
     ms = late.groupby(["arm", "run"])["ms"].median().unstack("run")
     logs = np.log(ms)
     return {arm: shorter((logs.loc[UNTOUCHED] - logs.loc[arm]).dropna()) for arm in (AGAIN, APPLIED)}, ms
 
 
 def file_rows(options):
-    """The sweep's folder as it is, its rows compressed, and the steps of the runs."""
-    DATA.mkdir(parents=True, exist_ok=True)
-    for name in ("manifest.json", "table.json"):
-        shutil.copyfile(options.sweep / name, DATA / name)
-    write(DATA / "rows.csv.gz", pd.read_csv(options.sweep / "rows.csv"))
+    """Both sweeps as they are, and the steps of the runs."""
+    for name, folder in (("range", options.range), ("of_the_job", options.sweep)):
+        (DATA / name).mkdir(parents=True, exist_ok=True)
+        for file in ("manifest.json", "table.json", "rows.csv"):
+            shutil.copyfile(folder / file, DATA / name / file)
     write(DATA / "steps.csv.gz", rows(options.out))
 
 
@@ -88,8 +96,9 @@ def main():
     parser.add_argument("--launcher")
     parser.add_argument("--sweep", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--range", type=Path)
     parser.add_argument("--runs", default="0:4")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--backend-module", default="")
     options = parser.parse_args()

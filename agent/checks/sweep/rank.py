@@ -125,8 +125,8 @@ class Rank:
             dist.destroy_process_group(self._group)
         self._group = dist.new_group(backend=self.plan.backend, timeout=timedelta(seconds=PEER_S))
         small = Cell("all_gather", 4096 * self.size)
-        self._call(small)()
-        self._finish()
+        self.call(small)
+        self.finish()
         if self._ring is None and self.plugin.open():
             self._ring = Ring.of_this_process(self.run.path)
             self.plugin.sample(False)
@@ -153,16 +153,15 @@ class Rank:
         rules = () if decision.is_auto else (Rule(0, 0, *cell, cell.n_bytes, decision),)
         self.plugin.activate(encode_table(Table(self._generation, rules)))
         self._out.fill_(float("nan"))  # so that a collective that writes nothing is found out
-        call = self._call(cell)
         dist.barrier(group=self.control)
         marks = []
         for _ in range(calls + 1):
-            call()
-            marks.append(self._mark())
-        self._finish()
+            self.call(cell)
+            marks.append(self.mark())
+        self.finish()
         right = self._is_right(cell)
         mine, offer = self._events(cell, calls + 1)
-        times = [self._us(*pair) for pair in pairwise(marks)]
+        times = [self.us(*pair) for pair in pairwise(marks)]
         told = self.gather((times, mine, right))
         slowest = [max(of_call) for of_call in zip(*(one[0] for one in told), strict=True)]
         ran = sorted({plan for one in told for plan in one[1]})
@@ -180,13 +179,14 @@ class Rank:
             self._ring.close()
         self.run.close()
 
-    def _call(self, cell: Cell) -> Callable[[], object]:
+    def call(self, cell: Cell, later: bool = False) -> Any:
+        """The collective. ``later``: it returns its work, for whoever waits for it."""
         n = cell.n_bytes // 4
         share = n // self.size
         mine = self._whole[self.number * share : (self.number + 1) * share]
         if cell.func == "all_gather":
-            return lambda: GATHER(self._out[:n], mine, group=self._group)
-        return lambda: SCATTER(self._out[:share], self._whole[:n], group=self._group)
+            return GATHER(self._out[:n], mine, group=self._group, async_op=later)
+        return SCATTER(self._out[:share], self._whole[:n], group=self._group, async_op=later)
 
     def _is_right(self, cell: Cell) -> bool:
         n = cell.n_bytes // 4
@@ -210,18 +210,21 @@ class Rank:
         ran = {f"{rec.ALGOS[e['algo']]}/{rec.PROTOS[e['proto']]}/{e['n_channels']}" for e in of_cell}
         return sorted(ran), offers[-1] if len(offers) else None
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Wait until the GPU has done all that was enqueued."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _mark(self) -> Any:
+    def mark(self) -> Any:
+        """A point in the GPU's stream of work; without a GPU, now."""
         if self.device.type != "cuda":
             return clock.now_ns()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _us(self, begin: Any, end: Any) -> float:
+    def us(self, begin: Any, end: Any) -> float:
+        """Microseconds between two marks that the GPU has passed."""
         return (end - begin) / 1e3 if self.device.type != "cuda" else 1e3 * float(begin.elapsed_time(end))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ....envs.live.untouched import class_of
+from ....envs.live.untouched import class_of, releases_of
 from ....envs.nccl.tables import TABLE, to_json
 from ....envs.nccl.untouched import Untouched
 from ....traces.outside import read_json, write_whole
@@ -153,13 +153,8 @@ def held(manifest: dict[str, Any]) -> Untouched:
         rows.append((*shape, func, n_bytes, algo, proto, int(n_channels)))
     columns = ["n_ranks", "n_nodes", "func", "n_bytes", "algo", "proto", "n_channels"]
     events = pd.DataFrame(rows, columns=columns)
-    one = class_of("this sweep", shape, events, [_release(manifest["nccl"])])
+    one = class_of("this sweep", shape, events, releases_of(manifest))
     return Untouched(int(manifest["headroom"]), (one,))
-
-
-def _release(version: str) -> int:
-    major, minor, patch = (int(part) for part in version.split("."))
-    return 10000 * major + 100 * minor + patch
 
 
 @dataclass(frozen=True)
