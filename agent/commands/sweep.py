@@ -110,6 +110,7 @@ def sweep(
     if "WORLD_SIZE" not in os.environ:
         _check(trace, bytes)
         _start_ranks(ranks, backend, cluster)
+    _set_environment(cluster)
     is_first = os.environ.get("RANK", "0") == "0"
     folder = out or Path("runs/sweep", f"{datetime.now(UTC):%Y-%m-%dT%H%M%S}")
     if is_first:
@@ -171,20 +172,24 @@ def _start_ranks(ranks: int | None, backend: str | None, cluster: str | None) ->
     os.execv(sys.executable, [*words, *program(), *sys.argv[1:]])
 
 
-def _as_rank(what: dict[str, Any], headroom: int | None, folder: Path, cluster: str | None) -> None:
-    """Measure, as one of the ranks. ``what``: the plan without headroom. NCCL's variables are set before it is
-    loaded."""
-    from ...envs.nccl.plugin.build import PluginBuildError, channels_env, nccl_env, plugin_path
+def _set_environment(cluster: str | None) -> None:
+    """Of NCCL and of the emulated cluster, before torch is imported, which reads the latter."""
+    from ...envs.nccl.plugin.build import PluginBuildError, nccl_env, plugin_path
     from ...envs.sim.emulated.settings import Emulated
-    from ..daemon.launcher import say
 
     with refusing(PluginBuildError, OSError):
         os.environ.update(nccl_env(plugin_path()))
     if cluster:
         os.environ.update(Emulated(cluster, bytes_scale=1, compute_scale=1).env())
-    os.environ.pop("DYNAMICCL_RUN", None)
+    os.environ.pop("DYNAMICCL_RUN", None)  # a run around this command has no part in it
+
+
+def _as_rank(what: dict[str, Any], headroom: int | None, folder: Path, cluster: str | None) -> None:
+    """Measure, as one of the ranks. ``what``: the plan without headroom."""
+    from ...envs.nccl.plugin.build import channels_env
     from ..checks.sweep.manifest import write_manifest
     from ..checks.sweep.rank import Plan, Rank, Sweep, nccl_version, untouched
+    from ..daemon.launcher import say
 
     plan = Plan(**what, headroom=headroom)
     with refusing(ValueError, OSError, RuntimeError):
