@@ -98,41 +98,49 @@ def sweep(
             found = result_of(judge)
         _tell(found, json)
         return
-    if trace is not None and bytes is not None:
-        fail("--trace and --bytes both say which messages: give one of them")
-    if backend is not None and cluster is not None:
-        fail("--cluster emulates NCCL, --backend calls it: give one of them")
-    if backend_module and backend is None:
-        fail("--backend-module registers a backend: give its name with --backend")
-    if cluster:
-        emulation(cluster)
-    _require_torch()
+    _check_options(trace, bytes, cluster, backend, backend_module)
     if "WORLD_SIZE" not in os.environ:
-        _check(trace, bytes)
+        _check_messages(trace, bytes)
         _start_ranks(ranks, backend, cluster)
     _set_environment(cluster)
-    is_first = os.environ.get("RANK", "0") == "0"
     folder = out or Path("runs/sweep", f"{datetime.now(UTC):%Y-%m-%dT%H%M%S}")
+    is_first = os.environ.get("RANK", "0") == "0"
     if is_first:
-        with refusing(OSError):
-            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                fail(f"{folder} is not empty: give another folder")
-            folder.mkdir(parents=True, exist_ok=True)
+        _make(folder)
     with refusing(ValueError, OSError):
         cells = _cells(trace, bytes, int(os.environ["WORLD_SIZE"]))
     name = backend or ("emulated" if cluster else "nccl")
-    _as_rank(
-        {"cells": cells, "rounds": rounds, "backend": name, "module": backend_module},
-        headroom,
-        folder,
-        cluster,
-    )
+    what = {"cells": cells, "rounds": rounds, "backend": name, "module": backend_module}
+    _as_rank(what, headroom, folder, cluster)
     if is_first:
         with refusing(ValueError, OSError):
             found = result_of(folder)
         _tell(found, json)
     sys.stdout.flush()
     os._exit(0)  # gloo's threads can abort a process that tears down
+
+
+def _check_options(
+    trace: Path | None, bytes: str | None, cluster: str | None, backend: str | None, module: str
+) -> None:
+    """Refuse options that exclude each other, an unknown cluster, and a Python without torch."""
+    if trace is not None and bytes is not None:
+        fail("--trace and --bytes both say which messages: give one of them")
+    if backend is not None and cluster is not None:
+        fail("--cluster emulates NCCL, --backend calls it: give one of them")
+    if module and backend is None:
+        fail("--backend-module registers a backend: give its name with --backend")
+    if cluster:
+        emulation(cluster)
+    _require_torch()
+
+
+def _make(folder: Path) -> None:
+    """Make the folder of the results. It must not hold others."""
+    with refusing(OSError):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            fail(f"{folder} is not empty: give another folder")
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def _require_torch() -> None:
@@ -260,7 +268,7 @@ def _of_trace(run: Path) -> list[tuple[str, int]]:
     return found
 
 
-def _check(trace: Path | None, text: str | None) -> None:
+def _check_messages(trace: Path | None, text: str | None) -> None:
     """Tell of a mistake before ranks are started."""
     from ...traces.files import TraceError
 

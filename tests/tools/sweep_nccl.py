@@ -1,10 +1,10 @@
 """Does the table of ``dynamiccl sweep`` gain in a job? With NCCL's library between two hosts, see ``cables_nccl.py``.
 
   sweep_nccl.py apply --launcher PATH --sweep FOLDER --out FOLDER --runs 0:4     whole runs, in an order drawn anew
-  sweep_nccl.py file  --sweep FOLDER --range FOLDER --out FOLDER                 rows into tests/data/nccl_on_cpu
+  sweep_nccl.py file  --sweep FOLDER --one-message FOLDER --out FOLDER           rows into tests/data/nccl_on_cpu
 
-The sweeps: `LAUNCHER run -o LOGS dynamiccl sweep --headroom 8 --backend B --backend-module M --out FOLDER`, once with
-`--trace RUN`, the results of `LAUNCHER tune -t "--budget 0"` on that job, and once with `--bytes 1MiB:16MiB` (range).
+The sweeps: `LAUNCHER run -o LOGS dynamiccl sweep --headroom 8 --backend B --backend-module M --out FOLDER`, first with
+`--bytes 1MiB:16MiB`, then with `--rounds 16 --trace RUN`: results of `LAUNCHER tune -t "--budget 0"` on an FSDP2 job.
 """
 
 import argparse
@@ -81,10 +81,11 @@ def gained(steps):
 
 def file_rows(options):
     """Both sweeps as they are, and the steps of the runs."""
-    for name, folder in (("range", options.range), ("of_the_job", options.sweep)):
+    for name, folder in (("range", options.sweep), ("one_message", options.one_message)):
         (DATA / name).mkdir(parents=True, exist_ok=True)
         for file in ("manifest.json", "table.json", "rows.csv"):
-            shutil.copyfile(folder / file, DATA / name / file)
+            if (folder / file).exists():  # the second sweep has no table
+                shutil.copyfile(folder / file, DATA / name / file)
     write(DATA / "steps.csv.gz", rows(options.out))
 
 
@@ -96,7 +97,7 @@ def main():
     parser.add_argument("--launcher")
     parser.add_argument("--sweep", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--range", type=Path)
+    parser.add_argument("--one-message", type=Path)
     parser.add_argument("--runs", default="0:4")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--backend", default="gloo")

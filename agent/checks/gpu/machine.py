@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +98,6 @@ class Machine:
             "commit": commit(),
             "plugin": build_of(),
             "cores": os.cpu_count(),
-            "shared_memory_mib": shutil.disk_usage("/dev/shm").total >> 20,
             "environment": {name: value for name, value in configured().items() if name in NOTED},
         }
 

@@ -47,16 +47,14 @@ def write_manifest(
 ) -> None:
     """Write manifest.json: at the start without what is ``found``, then again. ``nccl``: the release, as the library
     says. Raises TraceError."""
-    gpus = [gpu.name for gpu in visible_gpus()] if cluster is None and plan.backend == "nccl" else []
     versions = {name: version_of(name) or "unknown" for name in ("dynamiccl", "torch", "numpy")}
     told = {
         "dynamiccl_sweep": FORMAT,
         "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         "emulated": cluster and Path(cluster).name,
-        "hardware": f"{len(gpus)} x {gpus[0]} a node" if gpus else "no GPU",
+        **_hardware(plan.backend),
         "cores": os.cpu_count(),
         "network": network(),
-        "driver": driver() if gpus else "",
         "nccl": nccl,
         "versions": {**versions, "python": platform.python_version()},
         "commit": commit(),
@@ -64,12 +62,19 @@ def write_manifest(
         "backend": plan.backend,
         "environment": {name: value for name, value in configured().items() if name in NOTED},
         "headroom": plan.headroom,
-        "own": [[list(cell), ran] for cell, ran in own.items()] if own else None,
+        "own": None if own is None else [[list(cell), ran] for cell, ran in own.items()],
         "rounds": plan.rounds,
         "world": int(os.environ["WORLD_SIZE"]),
         **found,
     }
     write_whole(folder / MANIFEST, json.dumps(told, indent=1) + "\n")
+
+
+def _hardware(backend: str) -> dict[str, str]:
+    gpus = [gpu.name for gpu in visible_gpus()] if backend == "nccl" else []
+    if not gpus:
+        return {"hardware": "no GPU", "driver": ""}
+    return {"hardware": f"{len(gpus)} x {gpus[0]} a node", "driver": driver()}
 
 
 def commit() -> str:

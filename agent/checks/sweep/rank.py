@@ -243,7 +243,9 @@ def _of(records: Any, cell: Cell, kind: int) -> Any:
 
 
 def offered(offer: Any) -> list[tuple[str, str]]:
-    """Pairs that NCCL offers for a message, without those that a search would not try."""
+    """Pairs that NCCL offers for a message, without those that a search would not try; none without an offer."""
+    if offer is None:
+        return []
     costs = rec.pair_costs(offer["cost_us"])
     priced = costs[costs >= 0]
     if not len(priced):
@@ -306,26 +308,30 @@ class Sweep:
 
     def _arms(self, cell: Cell, own: str | None) -> list[Arm]:
         """Untouched, again, and one arm for each other plan that NCCL runs under a table."""
-        visit, offer = self.rank.visit(cell, AUTO, 1)
-        mine = (offered(offer) if offer is not None else [], visit.ran)
-        pairs, ran = self.rank.gather(mine)[0]
-        asked = AUTO if own is None else decision_from(own)
-        if own is not None:
-            ran = self.rank.visit(cell, asked, 1)[0].ran
-        if len(ran) != 1 or ran != [own or ran[0]]:
-            raise RuntimeError(
-                f"{cell.func} of {cell.n_bytes} bytes runs {', '.join(ran) or 'unseen'}, not as NCCL untouched"
-                f" ({own or 'one plan'}): nothing can be compared with it"
-            )
-        arms = {ran[0]: Arm(UNTOUCHED, asked, ran[0])}
+        first, pairs = self._untouched(cell, own)
+        arms = {first.ran: first}
         for decision in settings(pairs, self.shape.n_nodes):
             visit, _ = self.rank.visit(cell, decision, 1)
-            if not visit.right or len(visit.ran) != 1 or not _obeys(decision, visit.ran[0]):
-                self.left_out += 1
-            else:
+            if visit.right and len(visit.ran) == 1 and _obeys(decision, visit.ran[0]):
                 arms.setdefault(visit.ran[0], Arm(visit.ran[0], decision, visit.ran[0]))
-        first, *others = arms.values()
-        return [first, first._replace(name=AGAIN), *others]
+            else:
+                self.left_out += 1
+        return [first, first._replace(name=AGAIN), *list(arms.values())[1:]]
+
+    def _untouched(self, cell: Cell, own: str | None) -> tuple[Arm, list[tuple[str, str]]]:
+        """The arm, and the pairs that NCCL offers; rank 0 says which."""
+        visit, offer = self.rank.visit(cell, AUTO, 1)
+        pairs: list[tuple[str, str]] = self.rank.gather(offered(offer))[0]
+        asked = AUTO
+        if own is not None:
+            asked = decision_from(own)
+            visit, _ = self.rank.visit(cell, asked, 1)
+        if len(visit.ran) != 1 or own not in (None, visit.ran[0]):
+            raise RuntimeError(
+                f"{cell.func} of {cell.n_bytes} bytes runs {', '.join(visit.ran) or 'unseen'}, not as NCCL untouched"
+                f" ({own or 'one plan'}): nothing can be compared with it"
+            )
+        return Arm(UNTOUCHED, asked, visit.ran[0]), pairs
 
     def _only(self, cell: Cell, decision: Decision) -> str:
         visit, _ = self.rank.visit(cell, decision, 1)

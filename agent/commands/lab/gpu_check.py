@@ -30,11 +30,11 @@ def gpu_check(
     costs the compute beside it.
 
     \b
-    kernels     which kernels does NCCL launch under each setting? (torch.profiler)
-    sweep       dynamiccl sweep: times of all-gather and reduce-scatter by setting
-    race-*      dynamiccl tune on an FSDP2 job: at most 8, 16 or 32 channels against NCCL untouched, and again
-                with both held to 24
-    contention  how much does a collective slow down a matrix product at the same time?
+    kernels     names and grids of NCCL's kernels by setting (torch.profiler)
+    sweep       dynamiccl sweep: times of calls by setting and size
+    race-*      dynamiccl tune on an FSDP2 job: at most 8, 16 or 32 channels
+                against NCCL untouched, and again with both held to 24
+    contention  how much does a collective slow down a matrix product?
 
     Every part is a command with a deadline; if one fails, the others run. What was measured stays if you stop it.
     Where there is one GPU, two ranks share it, and it starts its own MPS. Without a GPU it runs on the emulated cluster

@@ -135,13 +135,13 @@ def test_an_emulated_gain_is_never_claimed(tmp_path):
 
 
 def contention_rows(seen, sms=132):
-    """A product of 132 tiles beside a collective, of whose staircase the part ``seen`` shows."""
+    """A product of 128 tiles beside a collective, of whose staircase the part ``seen`` shows."""
     import pandas as pd
 
     rows = []
-    for channels, expected in ((1, 2.0), (24, 2.0), (0, 1.0)):
+    for channels, expected in ((1, 1.0), (8, 2.0), (24, 2.0)):
         beside = 100 * (1 + seen * (expected - 1))
-        rows.append((2080, sms, "all_gather", 1, "auto", f"ring/simple/{channels}", 6, 100.0, beside, beside))
+        rows.append((2048, sms, "all_gather", 1, "auto", f"ring/simple/{channels}", 6, 100.0, beside, beside))
     return pd.DataFrame(rows, columns=CONTENTION)
 
 

@@ -80,7 +80,8 @@ def test_with_headroom_all_other_calls_keep_nccls_own_channels():
     assert len(table.deciding) == 1
     ceilings = [rule for rule in table.rules if rule.threads]
     assert {rule.decision.n_channels for rule in ceilings} == {2} and len(ceilings) == 6
-    other = {**MANIFEST, "headroom": 8, "own": [[["all_gather", 1 << 20], "nvls_tree/simple/2"]]}
+    odd = [[["all_gather", 1 << 20], "ring/simple/1"], [["all_gather", 1 << 25], "ring/simple/2"]]
+    other = {**MANIFEST, "headroom": 8, "own": odd}
     with pytest.raises(ValueError, match="cannot hold NCCL untouched"):
         table_of(judged(rows_of({"ring/simple/8": 0.3})), other)
 
