@@ -104,7 +104,7 @@ bench: setup
 		$(RUN) bench --suite $${board%:*} --jobs $${board#*:} && \
 		$(BIN)/python tests/tools/make_board.py $${board%:*} || exit 1; done
 
-# 8.5 minutes on a machine with GPUs; the folder of results lies in envs/results/. Without a GPU it runs on the emulated
+# Nine minutes on a machine with GPUs; the folder of results lies in envs/results/. Without a GPU it runs on the emulated
 # cluster in under three minutes and leaves its folder in runs/.
 gpu-check: setup
 	$(RUN) lab gpu-check

@@ -34,7 +34,7 @@ COMMANDS = Group(
     {
         "Tune a job": ("demo", "tune", "doctor", "apply", "env", "stop"),
         "Look at runs and recordings": ("show", "top", "advise", "plan"),
-        "Judge and train policies, check a machine": ("bench", "lab"),
+        "Judge and train policies, check a machine": ("sweep", "bench", "lab"),
         "Set up the shell": ("completion",),
     },
     help="Tunes NCCL's algorithm, protocol and channel count of a running training job, by the measured step time.",

@@ -232,7 +232,7 @@ class Launcher:
             self.kill_at = math.inf
             self.say(f"the job has not ended {self.plan.kill_after:g} s after it was told to: it is killed")
             self._told_to_end = self._told_to_end[0], time.monotonic()
-            _kill_family(process.pid)
+            kill_family(process.pid)
         if info is None:
             return
         if info.si_signo == signal.SIGCHLD:
@@ -333,7 +333,7 @@ def _write(fd: int, data: bytes) -> None:
             select.select([], [fd], [])
 
 
-def _kill_family(pid: int) -> None:
+def kill_family(pid: int) -> None:
     """SIGKILL to a process, its group and all processes below it: torchrun gives each worker a session of its own."""
     found: set[int] = set()
     while new := _family(pid) - found:  # until those that stand still have started no others

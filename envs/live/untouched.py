@@ -71,8 +71,8 @@ def of_run(folder: Path | str, headroom: int) -> Untouched:
         raise ValueError(
             f"{path} shows no call of its own that NCCL asked a tuner about: give a run that was watched"
         )
-    releases = _releases(trace.header)
-    classes = [_class(path, key, rows, releases) for key, rows in events.groupby(["n_ranks", "n_nodes"])]
+    releases = releases_of(trace.header)
+    classes = [class_of(path, key, rows, releases) for key, rows in events.groupby(["n_ranks", "n_nodes"])]
     if len(classes) > MOST_CLASSES:
         raise ValueError(
             f"{path} has {len(classes)} classes of communicators; --headroom has room for {MOST_CLASSES}"
@@ -85,7 +85,7 @@ def is_alone(events: pd.DataFrame) -> pd.Series[bool]:
     return (events["asked_bytes"] == events["n_bytes"]) & ~events["captured"]
 
 
-def _releases(header: dict[str, Any]) -> list[int]:
+def releases_of(header: dict[str, Any]) -> list[int]:
     """NCCL's release as a number, of the header of a trace. One of each rule where it does not tell: NCCL cuts messages
     finer up to 2.28."""
     try:
@@ -94,8 +94,9 @@ def _releases(header: dict[str, Any]) -> list[int]:
         return [22809, 22907]
 
 
-def _class(path: Path, key: Any, rows: pd.DataFrame, releases: list[int]) -> ClassChannels:
-    """The channels of one class, by which our model runs all ``rows`` as NCCL did. Raises ValueError."""
+def class_of(path: Path | str, key: Any, rows: pd.DataFrame, releases: list[int]) -> ClassChannels:
+    """The channels of the class ``key`` (n_ranks, n_nodes), by which our model runs all ``rows`` as NCCL did. ``path``
+    names them in an error. Raises ValueError."""
     n_ranks, n_nodes = map(int, key)
     of_their_own = rows["algo"].isin(_OWN) & ~((rows["algo"] == "nvls") & (n_nodes > 1))
     counted = rows[~of_their_own]

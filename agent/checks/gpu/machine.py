@@ -5,83 +5,36 @@ NCCL refuses two ranks on one GPU unless it is told otherwise, in one of two way
 * ``shared``: NCCL_MULTI_RANK_GPU_ENABLE, NCCL 2.30.3 and newer; the ranks talk through the GPU's memory.
 * ``hosts``: each rank claims to be a host of its own (NCCL_HOSTID), and the ranks talk through sockets. Every release.
 
-No placement sets a number of channels: NCCL untouched is the baseline of every comparison.
+No placement sets a number of channels: NCCL untouched is the baseline.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from ....envs.nccl.plugin.build import build_of, nccl_release
+from ....envs.nccl.plugin.build import build_of
 from ....envs.nccl.steps.nvml import Gpu, clocks, driver, visible_gpus
 from ....envs.sim.emulated.settings import Emulated
-from ....traces.header import git
 from ....traces.here import configured, program, version_of
-from ..results.judge import PLACEMENTS
+from ..sweep.manifest import NOTED, commit, network
 
-#: Channels of a raised communicator. Where ranks share a GPU all channels of all ranks must fit on its SMs at once.
-RAISED = {"apart": 32, "hosts": 16, "shared": 16}
-#: Variables, also of nccl.conf, that are noted in run.json as they are; all others may name people, hosts or paths.
-NOTED = (
-    *(
-        "NCCL_ALGO",
-        "NCCL_PROTO",
-        "NCCL_MIN_CTAS",
-        "NCCL_MAX_CTAS",
-        "NCCL_MIN_NCHANNELS",
-        "NCCL_MAX_NCHANNELS",
-    ),
-    *("NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_NVLS_ENABLE", "NCCL_PAT_ENABLE", "NCCL_P2P_DISABLE"),
-    *("NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MNNVL_ENABLE"),
-    *("NCCL_CROSS_NIC", "NCCL_CTA_POLICY", "NCCL_RUNTIME_CONNECT", "CUDA_DEVICE_MAX_CONNECTIONS"),
-    *("CUDA_LAUNCH_BLOCKING", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "OMP_NUM_THREADS"),
-)
-#: A GPU's id goes through this before it is written: the same GPU is found again, its id is not.
-_SALT = b"dynamiccl gpu-check "
+#: What the check itself sets for its jobs, by the placement of their ranks.
+PLACEMENTS: dict[str, dict[str, str]] = {
+    "apart": {},  # a GPU each, or no GPU at all
+    "hosts": {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"},
+    "shared": {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NET_GDR_LEVEL": "LOC"},
+}
 
 
-def placement(n_gpus: int, n_nodes: int, nccl: tuple[int, ...]) -> str:
+def placement(n_gpus: int, nccl: tuple[int, ...]) -> str:
     """How two or more ranks can run here; of several ways the one nearest to a cluster."""
-    if n_gpus != 1 or n_nodes > 1:
+    if n_gpus != 1:
         return "apart"
     return "shared" if nccl >= (2, 30, 3) else "hosts"
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """This node among those that run the check together, as torchrun's (or a scheduler's) variables say."""
-
-    number: int = 0  # of this node
-    count: int = 1
-    address: str = "127.0.0.1"  # of node 0
-    port: int = 0  # of torchrun's own store; the check's sessions take those after it. 0: any free one
-
-    @classmethod
-    def of(cls, env: Mapping[str, str]) -> Nodes:
-        """Read GROUP_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; one node without them.
-
-        Raises ValueError where they do not fit together.
-        """
-        if "WORLD_SIZE" not in env:
-            return cls()
-        try:
-            local = int(env.get("LOCAL_WORLD_SIZE", "1"))
-            count = int(env["WORLD_SIZE"]) // local
-            number = int(env.get("GROUP_RANK", int(env.get("RANK", "0")) // local))
-            return cls(number, count, env.get("MASTER_ADDR", "127.0.0.1"), int(env["MASTER_PORT"]))
-        except (KeyError, ValueError, ZeroDivisionError) as error:
-            raise ValueError(
-                f"the environment names ranks but not where they meet ({error}): start it with"
-                " torchrun --nnodes N --nproc-per-node 1 --no-python dynamiccl lab gpu-check"
-            ) from None
 
 
 @dataclass(frozen=True)
@@ -89,48 +42,32 @@ class Machine:
     """What the check's jobs run on. ``emulated`` is the cluster where there is no GPU, or none is wanted."""
 
     device: str
-    n_ranks: int  # on this node
+    n_ranks: int
     placement: str
-    versions: dict[str, str]
+    nccl: str  # as the library that is loaded says; "" of an emulated one
     emulated: Emulated | None = None
     gpus: tuple[Gpu, ...] = ()
-    nodes: Nodes = field(default_factory=Nodes)
 
     @classmethod
     def here(cls, cluster: str | None = None) -> Machine:
         """The GPUs that CUDA_VISIBLE_DEVICES leaves, or an emulated cluster: ``cluster``, or the default where there is
         no GPU. Raises ValueError, OSError."""
-        versions = {name: version_of(name) or "unknown" for name in ("dynamiccl", "torch")}
-        versions["python"] = platform.python_version()
-        nodes, found = Nodes.of(os.environ), tuple(visible_gpus())
+        found = tuple(visible_gpus())
         if cluster or not found:
             emulated = Emulated(cluster) if cluster else Emulated()
-            ranks = 2 if nodes.count == 1 else 1
-            return cls(f"emulated {emulated.cluster}", ranks, "apart", versions, emulated, nodes=nodes)
-        if not torch.distributed.is_nccl_available():
-            raise ValueError(
-                f"{len(found)} GPUs, but this PyTorch ({torch.__version__}) has no NCCL: install one with CUDA"
-            )
-        nccl = nccl_release() or torch.cuda.nccl.version()  # PyTorch names the one it was built with
-        versions |= {"nccl": ".".join(map(str, nccl)), "driver": driver(), "cuda": str(torch.version.cuda)}
-        ranks = len(found) if nodes.count > 1 else max(len(found), 2)
-        where = placement(len(found), nodes.count, nccl)
-        return cls(found[0].name, ranks, where, versions, gpus=found, nodes=nodes)
+            return cls(f"emulated {emulated.cluster}", 2, "apart", "", emulated)
+        from ..sweep.rank import nccl_version  # PyTorch loads NCCL: names of files and packages say less
 
-    @property
-    def backend(self) -> str:
-        """Of torch.distributed."""
-        return "emulated" if self.emulated else "nccl"
+        nccl = nccl_version()
+        if not nccl:
+            raise ValueError(f"{len(found)} GPUs, but this PyTorch has no NCCL: install one with CUDA")
+        where = placement(len(found), tuple(int(part) for part in nccl.split(".")))
+        return cls(found[0].name, max(len(found), 2), where, nccl, gpus=found)
 
     @property
     def shares_gpus(self) -> bool:
         """Whether several ranks run on one GPU."""
         return self.placement != "apart"
-
-    @property
-    def raised(self) -> int:
-        """Channels of a raised communicator."""
-        return RAISED[self.placement]
 
     def env(self) -> dict[str, str]:
         """Environment of every job here; nothing in it changes what NCCL chooses."""
@@ -138,7 +75,7 @@ class Machine:
         return {"OMP_NUM_THREADS": "1", **PLACEMENTS[self.placement], **emulated}
 
     def ranks(self, command: Sequence[str]) -> list[str]:
-        """The words that run ``command`` once a rank, on this node alone."""
+        """The words that run ``command`` once a rank."""
         words = [*program("torch.distributed.run"), "--standalone", "--local-addr", "127.0.0.1"]
         words += ["--nproc-per-node", str(self.n_ranks), "--no-python", "--"]
         if self.placement == "hosts":
@@ -147,21 +84,19 @@ class Machine:
 
     def facts(self) -> dict[str, Any]:
         """What run.json says about this machine: nothing that names it, its people or its folders."""
+        versions = {name: version_of(name) or "unknown" for name in ("dynamiccl", "torch")}
         return {
             "device": self.device,
-            "gpus_per_node": len(self.gpus),
-            "nodes": self.nodes.count,
-            "ranks": self.n_ranks * self.nodes.count,
+            "gpus": len(self.gpus),
+            "ranks": self.n_ranks,
             "placement": self.placement,
             "network": network(),
-            "raised_channels": self.raised,
             "emulated": self.emulated.cluster if self.emulated else None,
-            "versions": self.versions,
+            "nccl": self.nccl,
+            "driver": driver() if self.gpus else "",
+            "versions": {**versions, "python": platform.python_version()},
             "commit": commit(),
             "plugin": build_of(),
-            "gpu_id": hashlib.sha256(_SALT + self.gpus[0].uuid.encode()).hexdigest()[:12]
-            if self.gpus
-            else "",
             "cores": os.cpu_count(),
             "environment": {name: value for name, value in configured().items() if name in NOTED},
         }
@@ -169,19 +104,3 @@ class Machine:
     def clocks(self) -> dict[str, int]:
         """Clocks, temperature and throttling of the first GPU; empty without one."""
         return clocks(self.gpus[0].index) if self.gpus else {}
-
-
-def commit() -> str:
-    """The commit of this checkout, with ``+`` where files differ from it; outside of one, DYNAMICCL_COMMIT."""
-    head = git("rev-parse", "--short=12", "HEAD")
-    if not head:
-        return os.environ.get("DYNAMICCL_COMMIT", "")
-    return head + "+" * bool(git("status", "--porcelain", "--untracked-files=no"))
-
-
-def network(interfaces: Path = Path("/sys/class/infiniband")) -> str:
-    """Class of the fastest network here: infiniband, roce, or ethernet where there is no such adapter."""
-    layers = [path.read_text().strip() for path in interfaces.glob("*/ports/*/link_layer")]
-    if "InfiniBand" in layers:
-        return "infiniband"
-    return "roce" if layers else "ethernet"

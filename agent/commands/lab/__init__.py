@@ -3,8 +3,5 @@
 from .. import Group
 
 lab = Group(
-    "lab",
-    __name__,
-    {"Commands": ("gpu-check", "submit", "train")},
-    help="Check a machine with GPUs, file its results, train the policy.",
+    "lab", __name__, {"Commands": ("gpu-check", "train")}, help="Check a machine with GPUs, train the policy."
 )

@@ -1,308 +1,223 @@
-"""``gpu-check`` on the emulated cluster, shortened; its deadlines; what it looks for is found."""
+"""``lab gpu-check``: its parts by their deadlines, what its folders say, and the whole on the emulated cluster."""
 
-import dataclasses
 import json
-import os
-import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from dynamiccl.agent.checks.gpu.check import SECONDS, SPARE_S, Check, Plan
+from command import invoke, start
+from dynamiccl.agent.checks.gpu import figures
+from dynamiccl.agent.checks.gpu.beside import CONTENTION, KERNELS
+from dynamiccl.agent.checks.gpu.check import CAP, ON_GPUS, Check, Part, parts_of
+from dynamiccl.agent.checks.gpu.figures import Folder, claims, noise, obedience, page, sentence, staircase
 from dynamiccl.agent.checks.gpu.machine import Machine
-from dynamiccl.agent.checks.gpu.session import PartFailed, Session, session_env
-from dynamiccl.agent.checks.results.files import COLUMNS, Results, read_table
-from dynamiccl.agent.checks.results.judge import races
-from dynamiccl.agent.checks.results.page import page
-from dynamiccl.envs.nccl.plugin.build import plugin_path
+from dynamiccl.agent.checks.gpu.race import Fixed
+from dynamiccl.traces.records import CHANNELS, PAIRS
+from dynamiccl.traces.spaces import N_CHANNELS, N_CONFIGS, decision_of
 
-ENV = {k: v for k, v in os.environ.items() if not k.startswith("DYNAMICCL_")} | {"OMP_NUM_THREADS": "1"}
 CLUSTER = "dgx-h100-2x8"
-#: The short form: every part that needs no further program than its ranks.
-SHORT = {"smoke": 20, "sweep": 20, "contention": 10, "noise": 10, "outside": 20, "truth": 20, "joint": 10}
 
 
-def short(**changes):
-    plan = Plan(SHORT, [2**16, 2**18, 2**21], 2**18, steps=48, aa_steps=40, block_steps=8)
-    return dataclasses.replace(plan, **changes)
+@pytest.fixture
+def check(tmp_path):
+    return Check(Machine.here(CLUSTER), tmp_path, lambda _: None)
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """One run of the short form, in an environment in which a tuner of ours is already named: half a minute."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NCCL_TUNER_PLUGIN", str(plugin_path()))
-        patch.setenv("DYNAMICCL_TABLE", "/nowhere")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        said = []
-        check = Check(Machine.here(CLUSTER), tmp_path_factory.mktemp("results"), said.append, short())
-        check.do_all()
-    return Results.read(check.folder), said
-
-
-@pytest.mark.slow
-def test_every_part_leaves_its_results_and_says_that_it_is_emulated(done):
-    results, said = done
-    parts = results.run["parts"]
-    assert {name: one["status"] for name, one in parts.items()} == dict.fromkeys(SHORT, "done")
-    assert results.run["ok"] and results.run["emulated"] == CLUSTER
-    assert all(len(results.tables[name]) for name in COLUMNS)
-    text = page(results)
-    assert "EMULATED" in text and "CLAIM" not in text and "wrong results 0" in text
-    assert "emulated" in results.folder.name and len(said) == 2 * len(SHORT)
-
-
-@pytest.mark.slow
-def test_the_sweep_measures_each_plan_once_and_the_default_again(done):
-    sweep = done[0].tables["sweep"]
-    assert set(sweep["comm"]) == {"nccl", "raised"} and set(sweep["func"]) == {"all_gather", "reduce_scatter"}
-    assert {ran.split("/")[1] for ran in sweep["ran"]} == {"ll", "ll128", "simple"}
-    forced = sweep[(sweep["asked"] != "auto") & (sweep["calls"] > 0)]
-    assert not forced.duplicated(["comm", "func", "n_bytes", "ran"]).any()
-    assert (sweep["asked"] == "auto").sum() > 8  # the first time, and between others
-    timed = sweep[sweep["calls"] > 0]
-    assert (timed["p10_us"] <= timed["p50_us"]).all() and (timed["p50_us"] <= timed["p90_us"]).all()
-
-
-@pytest.mark.slow
-def test_without_the_tuner_only_the_profilers_variable_is_left_of_ours(done):
-    """Arm (b): whatever the environment of the check itself names."""
-    ours = done[0].run["parts"]["smoke"]["our_variables"]
-    assert ours["profiler"] == ["NCCL_PROFILER_PLUGIN"]
-    assert {"DYNAMICCL_RUN", "NCCL_TUNER_PLUGIN"} <= set(ours["tuner"])
-    base = {"NCCL_TUNER_PLUGIN": "/x/libnccl-tuner-dynamiccl.so", "DYNAMICCL_RUN": "/y", "NCCL_NET": "z"}
-    left = session_env("none", Machine.here(CLUSTER), None, base)
-    assert "NCCL_TUNER_PLUGIN" not in left and "DYNAMICCL_RUN" not in left and left["NCCL_NET"] == "z"
-    theirs = session_env("none", Machine.here(CLUSTER), None, {"NCCL_TUNER_PLUGIN": "theirs"})
-    assert theirs["NCCL_TUNER_PLUGIN"] == "theirs"  # NCCL as this machine has it
-
-
-@pytest.mark.slow
-def test_the_silent_tuner_is_asked_and_answers_nothing(done):
-    """Arm (a); under a table it does answer, so the count would show it."""
-    parts = done[0].run["parts"]
-    told = parts["truth"]["races"]
-    for race in told.values():
-        asked, answered = race["asked_answered"]["untouched"]
-        assert asked > 0 and answered == 0
-    asked, answered = told["best table"]["asked_answered"]["table"]
-    assert answered == asked > 0
-    silent = [one for one in parts["outside"]["answers"] if one["arm"] == "tuner"]
-    assert len(silent) == 4
-    for one in silent:
-        asked, answered = one["asked_answered"]["tuner"]
-        assert asked > 0 and answered == 0
-
-
-@pytest.mark.parametrize("way", ["apart", "hosts", "shared"])
-def test_no_placement_sets_a_number_of_channels(way):
-    """Before: NCCL_MIN_CTAS=16 slowed the job that a table then made 18 % shorter."""
-    names = Machine("a GPU", 2, way, {}).env()
-    assert not any("CTAS" in name or "CHANNELS" in name for name in names)
-
-
-@pytest.mark.slow
-def test_no_arm_sets_a_number_of_channels(done):
-    baselines = done[0].tables["truth"].drop_duplicates("race")
-    assert set(baselines["comm"]) == {"nccl"} and baselines["table"].isna().all()
-    assert all(gain.baseline == "" for gain in races(done[0]))
-
-
-#: A rank without PyTorch: it answers the smoke test, and does with the sweep as it is told.
-FAKE = """
-import json, os, sys, time
-told = json.loads(sys.argv[-1])
-for line in sys.stdin:
-    part = json.loads(line)["part"]
-    if part == "sweep":
-        {does}
-    if os.environ["LOCAL_RANK"] == "0":
-        with open(told["answers"], "a") as file:
-            file.write(json.dumps({{"ok": True, "our_variables": []}}) + chr(10))
-"""
-
-
-def fake(does):
-    return (sys.executable, "-c", FAKE.format(does=does))
-
-
-@pytest.mark.parametrize(
-    ("does", "status", "why"),
-    [("time.sleep(60)", "stopped", "by its deadline"), ("sys.exit(3)", "failed", "status 3: log.txt says")],
-)
-def test_a_part_that_hangs_or_fails_costs_its_own_results_only(tmp_path, does, status, why):
-    seconds = {"smoke": 10, "sweep": 1, "contention": 5}
-    check = Check(
-        Machine.here(CLUSTER), tmp_path, print, short(seconds=seconds, grace_s=0.5, program=fake(does))
-    )
-    began = time.monotonic()
-    result = check.do_all()
-    assert time.monotonic() - began < 20
-    parts = result["parts"]
-    assert parts["sweep"]["status"] == status and why in parts["sweep"]["why"]
-    assert parts["smoke"]["status"] == parts["contention"]["status"] == "done"  # with new ranks
-    assert not result["ok"] and "sweep" in page(Results.read(check.folder))
-
-
-@pytest.mark.slow
-def test_what_comes_late_falls_away_from_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("dynamiccl.agent.checks.gpu.check.SPARE_S", 0.0)
-    seconds = {"smoke": 3, "sweep": 3, "contention": 3}
-    slow = fake("time.sleep(9.5)")  # longer than the plan, however quick the machine is
-    check = Check(Machine.here(CLUSTER), tmp_path, print, short(seconds=seconds, grace_s=12, program=slow))
-    parts = check.do_all()["parts"]
-    assert parts["sweep"]["status"] == "done"
-    assert parts["contention"]["status"] == "left out" and "no time" in parts["contention"]["why"]
-
-
-def test_nothing_is_measured_where_the_plugin_is_not_loaded(tmp_path):
-    program = [sys.executable, "-c", FAKE.format(does="pass").replace("True", "False")]
-    check = Check(Machine.here(CLUSTER), tmp_path, print, short(program=program))
-    parts = check.do_all()["parts"]
-    assert "not loaded" in parts["smoke"]["why"]
-    assert {part["status"] for name, part in parts.items() if name != "smoke"} == {"left out"}
-
-
-RUN = """
-import sys
-import tarfile
-from pathlib import Path
-sys.path[:0] = sys.argv[2:]
-from dynamiccl.agent.checks.gpu.check import Check, Machine
-from test_gpu_check import CLUSTER, short
-Check(Machine.here(CLUSTER), Path(sys.argv[1]), lambda text: None, short()).do_all()
-"""
-
-
-@pytest.mark.slow
-def test_killed_at_any_moment_it_leaves_results_that_can_be_read_and_no_rank(tmp_path):
-    """A copy of the folder is what a kill at that moment would leave; then a real kill."""
-    command = [sys.executable, "-c", RUN, str(tmp_path / "out"), str(Path(__file__).parent)]
-    check = subprocess.Popen(command, env=ENV, start_new_session=True)
-    copies, rows = 0, 0
-    while rows < 40:
-        assert check.poll() is None
+def is_gone(pid):
+    """Whether a process has ended, or soon does; who has to reap it may not."""
+    for _ in range(100):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
         time.sleep(0.05)
-        for folder in (tmp_path / "out").glob("*"):
-            copy = tmp_path / f"copy {copies}"
-            shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(".*"))
-            if (copy / "run.json").exists():
-                page(Results.read(copy))
-                rows = len(read_table(copy, "steps"))
-                copies += 1
-            else:
-                shutil.rmtree(copy)
-    ranks = children(check.pid)
-    assert len(ranks) == 4 and copies > 10
-    check.kill()
-    check.wait()
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{rank}/fd/0").exists() for rank in ranks):
-        assert time.monotonic() < deadline, "ranks go on without the check"
-        time.sleep(0.05)
-    [folder] = (tmp_path / "out").glob("*")
-    assert "Noise" in page(Results.read(folder))
+    return False
 
 
-def children(pid):
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def python(text, name, seconds=20):
+    return Part(name, seconds, [sys.executable, "-c", text])
 
 
-SABOTAGE = """
-import os, sys
-from dynamiccl.agent.checks.gpu.parts import rank, serve
-from dynamiccl.traces.records import Decision, Rule
-what = sys.argv[1]
-set_table, call = rank.Rank.set_table, rank.Buffers.call
-def other_table(self, rules):
-    set_table(self, (Rule(0, 0, "all_gather", 0, 2**40, Decision("ring", "simple", 1)),) if rules else ())
-def other_bits(self, group, later=False):
-    work = call(self, group, later)
-    self.output[-1] += 1
-    return work
-if os.environ["RANK"] == "1" and what == "table":
-    rank.Rank.set_table = other_table
-if os.environ["RANK"] == "1" and what == "bits":
-    rank.Buffers.call = other_bits
-sys.argv[1:] = sys.argv[2:]
-serve.main()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "found"), [("table", "not obeyed"), ("table", "ranks differ"), ("bits", "wrong results")]
-)
-def test_a_rank_that_does_otherwise_is_found_out(tmp_path, what, found):
-    session = Session(
-        "tuner", Machine.here(CLUSTER), tmp_path, program=[sys.executable, "-c", SABOTAGE, what]
-    )
-    try:
-        session.do("smoke", time.monotonic() + 60, 1)
-        told = session.do("sweep", time.monotonic() + 60, 30, sizes=[2**16], first=[])
-    finally:
-        session.close()
-    assert told[found] >= 8 and not told["ok"], told
-
-
-@pytest.mark.slow
-def test_the_whole_script_ends_by_its_plan(tmp_path):
-    """Of less than three minutes, tuning and the killed tuner included; on a busy machine late parts fall away."""
-    command = [sys.executable, "-m", "dynamiccl.agent.cli", "lab", "gpu-check", "--cluster", CLUSTER]
+def test_a_part_that_fails_or_hangs_skips_no_other_and_keeps_its_rows(check):
+    """Before: one weak flag of the first part left out all others."""
+    hangs = f"import subprocess, sys, time; open({str(check.folder / 'rows')!r}, 'w').write('1'); "
+    hangs += "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']); print(p.pid, flush=True); "
+    hangs += "time.sleep(99)"
+    parts = [python("raise SystemExit(3)", "fails"), python(hangs, "hangs", 2), python("print('x')", "works")]
     began = time.monotonic()
-    result = subprocess.run(
-        [*command, "--out", str(tmp_path), "--json"], env=ENV, capture_output=True, text=True, timeout=400
-    )
-    told = json.loads(result.stdout)
-    assert time.monotonic() - began < sum(SECONDS["emulated"].values()) + SPARE_S + 60
-    assert list(told["parts"]) == list(SECONDS["emulated"])
-    assert "killed" in told["parts"]["tune"]["killed"]
-    assert set(os.listdir(told["folder"])) == {
-        *("run.json", "tune.tar.gz", "log.txt"),
-        *(f"{name}.csv" for name in COLUMNS),
+    result = check.do_all(parts, 100)
+    assert {name: one["status"] for name, one in result["parts"].items()} == {
+        "fails": "status 3",
+        "hangs": "stopped by its deadline",
+        "works": "done",
     }
+    assert time.monotonic() - began < 20 and (check.folder / "rows").read_text() == "1"
+    child = int((check.folder / "hangs.log").read_text())
+    assert is_gone(child)
+    assert json.loads((check.folder / "run.json").read_text())["parts"] == result["parts"]
+
+
+def test_what_no_time_is_left_for_is_left_out(check):
+    result = check.do_all([python("import time; time.sleep(1)", "one"), python("", "two", 100)], 20)
+    assert [one["status"] for one in result["parts"].values()] == ["done", "left out"]
+
+
+def test_the_races_are_8_16_and_32_channels_and_again_with_both_arms_held_to_24(tmp_path):
+    machine = Machine("an H200", 2, "shared", "2.30.7")
+    parts = {part.name: part for part in parts_of(machine, tmp_path)}
+    assert list(parts)[:5] == ["kernels", "sweep", "race-8-64mib", "race-16-64mib", "race-32-64mib"]
+    assert parts["race-8-64mib-cap24"].env == {"NCCL_MAX_CTAS": str(CAP)} and not parts["race-8-64mib"].env
+    assert {race.layer_mib for race in ON_GPUS} == {64, 256}
+    again = parts_of(machine, tmp_path, only_races=True)
+    assert [part.name for part in again] == [name for name in parts if name.startswith("race-")]
+    assert sum(part.seconds for part in again[:5]) < 5 * 60
+
+
+def test_a_race_takes_nccls_own_pair_with_fewer_channels():
+    own = PAIRS.index(("ring", "simple"))
+    row = N_CHANNELS * (1 + own)
+    every = SimpleNamespace(own=own, own_channels=64, open=np.arange(N_CONFIGS))
+    assert str(decision_of(Fixed(16).choose(every))) == "ring/simple/16"
+    few = SimpleNamespace(own=own, own_channels=64, open=np.array([0, row + CHANNELS.index(4)]))
+    assert str(decision_of(Fixed(16).choose(few))) == "ring/simple/4"
+    assert Fixed(16).choose(SimpleNamespace(own=own, own_channels=8, open=np.arange(N_CONFIGS))) == 0
+
+
+def folder(path, low=1.02, began="2026-11-30T10:00:00Z", **changes):
+    """A folder with one race."""
+    (path / "race-8-64mib").mkdir(parents=True)
+    run = {
+        "schema": 2,
+        "began": began,
+        "device": "NVIDIA H200",
+        "ranks": 2,
+        "placement": "shared",
+        "network": "ethernet",
+        "nccl": "2.30.7",
+        "environment": {},
+        "emulated": None,
+        "parts": {"race-8-64mib": {"status": "done", "took_s": 40.0}},
+        **changes,
+    }
+    (path / "run.json").write_text(json.dumps(run))
+    row = {"algo": "ring", "proto": "simple", "n_channels": 8}
+    told = {"compared": "A", "tables": {"A": [row, row]}, "speedup": 1.06, "speedup_ci95": [low, 1.1]}
+    (path / "race-8-64mib" / "summary.json").write_text(json.dumps(told))
+    return Folder.read(path)
+
+
+def test_a_gain_is_claimed_if_a_second_call_agrees(tmp_path):
+    one = folder(tmp_path / "one")
+    assert claims([one])[0][2] == "no second call on such a machine agrees"
+    two = folder(tmp_path / "two", began="2026-11-30T10:09:00Z")
+    assert [why for *_, why in claims([one, two])] == ["", ""]
+    assert "two ranks share one GPU" in sentence([one, two]) and "CLAIM" in page([one, two])
+    for name, changes in (
+        ("a", {"nccl": "2.28.9"}),
+        ("b", {"low": 0.99}),
+        ("c", {"environment": {"NCCL_ALGO": "ring"}}),
+    ):
+        other = folder(tmp_path / name, began="2026-11-30T10:09:00Z", **changes)
+        assert claims([one, other])[0][2] == "no second call on such a machine agrees"
+        assert "none may be claimed" in sentence([one, other])
+
+
+def test_an_emulated_gain_is_never_claimed(tmp_path):
+    emulated = [folder(tmp_path / name, began=name, emulated=CLUSTER) for name in ("one", "two")]
+    assert {why for *_, why in claims(emulated)} == {"emulated"}
+    assert "has not run on a GPU yet" in sentence(emulated) and "emulated times" in sentence(emulated)
+    assert figures.measured(emulated) == {}
+
+
+def contention_rows(seen, sms=132):
+    """A product of 128 tiles beside a collective, of whose staircase the part ``seen`` shows."""
+    import pandas as pd
+
+    rows = []
+    for channels, expected in ((1, 1.0), (8, 2.0), (24, 2.0)):
+        beside = 100 * (1 + seen * (expected - 1))
+        rows.append((2048, sms, "all_gather", 1, "auto", f"ring/simple/{channels}", 6, 100.0, beside, beside))
+    return pd.DataFrame(rows, columns=CONTENTION)
+
+
+@pytest.mark.parametrize("seen", [0.0, 0.7, 1.0])
+def test_the_staircase_is_read_from_rows_whose_truth_is_known(seen):
+    assert staircase(contention_rows(seen)) == pytest.approx(seen)
+    assert np.isnan(staircase(contention_rows(seen, sms=0)))
+
+
+def test_noise_is_read_from_steps_whose_truth_is_known():
+    rng = np.random.default_rng(0)
+    logs = [0.0]
+    for _ in range(4000):
+        logs.append(0.7 * logs[-1] + rng.normal(0, 0.05))
+    found = noise([np.array(logs)])
+    assert found["sigma"][0] == pytest.approx(0.07, rel=0.1) and found["memory"][0] == pytest.approx(
+        0.7, abs=0.05
+    )
+
+
+def test_obedience_is_by_the_name_and_the_grid_of_a_kernel():
+    import pandas as pd
+
+    good = ("all_gather", 1, "ring/ll/8", "ring/ll/8", "ncclDevKernel_AllGather_RING_LL", "8x1x1", 4)
+    rows = pd.DataFrame([good, (*good[:2], "ring/ll128/8", "ring/ll128/8", *good[4:])], columns=KERNELS)
+    assert obedience(rows) == (1, 2)
+    assert obedience(pd.DataFrame([(*good[:5], "4x1x1", 4)], columns=KERNELS)) == (0, 1)
+
+
+def test_one_command_puts_figures_where_they_belong(tmp_path):
+    one = folder(tmp_path / "one")
+    folder(tmp_path / "two", began="later")
+    contention_rows(0.6).to_csv(one.path / "contention.csv", index=False)
+    readme, records = tmp_path / "README.md", tmp_path / "measured.json"
+    readme.write_text(f"before {figures.BEGIN}old{figures.END} after\n")
+    records.write_text(json.dumps({"staircase_seen": {"value": 0.7}, "other": {"value": 1}}))
+    command = [sys.executable, "-m", "dynamiccl.agent.checks.gpu.figures", tmp_path / "one", tmp_path / "two"]
+    options = ["--write", "--readme", readme, "--measured", records]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert readme.read_text().startswith(
+        f"before {figures.BEGIN}NVIDIA H200, two ranks share one GPU: race-8-64mib: 5.7 %"
+    )
+    told = json.loads(records.read_text())
+    assert told["staircase_seen"]["value"] == 0.6 and "2.30.7" in told["staircase_seen"]["source"]
+    assert told["other"] == {"value": 1}
+
+
+def test_the_readme_says_what_is_on_file():
+    """Without a folder on file: that it has not run on a GPU."""
+    from paths import ROOT
+
+    folders = [Folder.read(path.parent) for path in sorted((ROOT / "envs" / "results").glob("*/run.json"))]
+    text = figures.README.read_text("utf-8").partition(figures.BEGIN)[2].partition(figures.END)[0]
+    assert text == sentence(folders)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"schema": 1}'])
+def test_a_folder_of_another_kind_is_one_line(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    told = invoke(["lab", "gpu-check", tmp_path])
+    assert told.exit_code == 2 and told.stderr.count("\n") == 1 and "run.json" in told.stderr
 
 
 @pytest.mark.slow
-def test_several_nodes_run_it_together(tmp_path):
-    """Two starts by torchrun, one rank each: node 0 has the results, both the same parts."""
-    nodes = []
-    for number in range(2):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-        torchrun += ["--node-rank", str(number), "--master-addr", "127.0.0.1", "--master-port", "23517"]
-        command = [sys.executable, "-c", RUN, str(tmp_path / str(number)), str(Path(__file__).parent)]
-        nodes.append(subprocess.Popen([*torchrun, "--no-python", *command], env=ENV))
-    assert [node.wait(300) for node in nodes] == [0, 0]
-    first, second = (Results.read(next((tmp_path / str(number)).glob("*"))) for number in range(2))
-    assert first.run["ok"] and first.run["nodes"] == 2 and len(first.tables["steps"]) > 100
-    assert second.tables["steps"].empty and list(second.run["parts"]) == list(first.run["parts"])
-
-
-def test_the_plan_is_eight_and_a_half_minutes_and_minutes_mean_the_sweep():
-    assert sum(SECONDS["nccl"].values()) == 510 and sum(SECONDS["emulated"].values()) < 180 - 5
-    alone = Plan.of("nccl", 5).seconds
-    assert set(alone) == {"smoke", "sweep"} and sum(alone.values()) == 300
-
-
-def test_a_session_whose_rank_dies_is_over_at_once(tmp_path):
-    session = Session("none", Machine.here(CLUSTER), tmp_path, program=fake("time.sleep(60)"))
-    os.kill(session._ranks[1].pid, signal.SIGKILL)
-    with pytest.raises(PartFailed, match="status -9"):
-        session.do("sweep", time.monotonic() + 30, 1)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--cluster", "no-such"], "no-such"),
-        (["--minutes", "0"], "--minutes"),
-        (["/no/folder"], "no results of gpu-check"),
-    ],
-)
-def test_bad_input(words, says):
-    command = [sys.executable, "-m", "dynamiccl.agent.cli", "lab", "gpu-check", *words]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+def test_the_whole_runs_emulated_and_ends_as_a_figure(tmp_path):
+    began = time.monotonic()
+    done = start("lab", "gpu-check", "--cluster", CLUSTER, "--out", tmp_path, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert time.monotonic() - began < 180
+    (path,) = tmp_path.iterdir()
+    found = Folder.read(path)
+    assert {one["status"] for one in found.run["parts"].values()} == {"done"}
+    assert len(found.rows("contention", CONTENTION)) > 4 and len(found.rows("kernels", KERNELS)) > 4
+    assert found.sweep().line.startswith("room: ")
+    assert [race.name for race in found.races()] == ["race-4-0.25mib", f"race-4-0.25mib-cap{CAP}"]
+    assert all(np.isfinite(race.speedup) for race in found.races()), found.races()
+    assert "EMULATED" in done.stdout and "CLAIM" not in done.stdout
+    assert "has not run on a GPU yet. On the emulated cluster, emulated times, race-4" in sentence([found])

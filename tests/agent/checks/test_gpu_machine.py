@@ -1,16 +1,18 @@
-"""Where ``gpu-check`` runs: visible GPUs, several nodes, MPS, and a machine with a GPU but without a registry."""
+"""Where ``gpu-check`` runs: visible GPUs, MPS, and a machine with a GPU but without a registry."""
 
 import os
+import signal
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
 from dynamiccl.agent.checks.gpu import mps as mps_module
-from dynamiccl.agent.checks.gpu.machine import Machine, Nodes, network, placement
+from dynamiccl.agent.checks.gpu.machine import Machine, placement
 from dynamiccl.agent.checks.gpu.mps import Mps
-from dynamiccl.agent.checks.gpu.session import rank_env, session_env
+from dynamiccl.agent.checks.sweep.manifest import network
 from dynamiccl.envs.nccl.steps.nvml import Gpu, visible
 from paths import TOOLS
 
@@ -37,41 +39,29 @@ def test_cuda_visible_devices_is_respected(named, left):
 
 
 def test_ranks_that_share_a_gpu_are_told_how():
-    assert placement(8, 1, (2, 29, 7)) == placement(1, 4, (2, 29, 7)) == "apart"
-    assert placement(1, 1, (2, 29, 7)) == "hosts" and placement(1, 1, (2, 30, 3)) == "shared"
-    machines = {way: Machine("a GPU", 2, way, {}) for way in ("apart", "hosts", "shared")}
+    assert placement(8, (2, 29, 7)) == "apart"
+    assert placement(1, (2, 29, 7)) == "hosts" and placement(1, (2, 30, 3)) == "shared"
+    machines = {way: Machine("a GPU", 2, way, "2.29.7") for way in ("apart", "hosts", "shared")}
     assert machines["hosts"].env()["NCCL_SOCKET_IFNAME"] == "lo"
     assert machines["shared"].env()["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
-    assert all(machine.n_ranks * machine.raised <= 96 for machine in machines.values())
+    assert not any("CHANNELS" in name or "CTAS" in name for one in machines.values() for name in one.env())
     says = (
         'import os; os.write(1, f\'{os.environ.get("NCCL_HOSTID")} {os.environ["LOCAL_RANK"]}\\n\'.encode())'
     )
     command = machines["hosts"].ranks([sys.executable, "-c", says])  # in one piece: ranks share the output
     done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=100)
     assert sorted(done.stdout.splitlines()) == ["rank-0 0", "rank-1 1"], done.stderr
-    assert [rank_env(machines["hosts"], local).get("NCCL_HOSTID") for local in (0, 1)] == ["rank-0", "rank-1"]
-    assert "NCCL_HOSTID" not in rank_env(machines["shared"], 0)
 
 
-def test_nodes_are_read_from_torchruns_variables():
-    assert Nodes.of({}) == Nodes()
-    env = {
-        "WORLD_SIZE": "16",
-        "LOCAL_WORLD_SIZE": "8",
-        "GROUP_RANK": "1",
-        "MASTER_ADDR": "a",
-        "MASTER_PORT": "1",
-    }
-    assert Nodes.of(env) == Nodes(1, 2, "a", 1)
-    with pytest.raises(ValueError, match="torchrun --nnodes"):
-        Nodes.of({"WORLD_SIZE": "2"})
-
-
-def test_ranks_of_a_session_meet_at_a_store_of_their_own():
-    """Before: each rank was told that torchrun serves the store, so nobody served the one of the check."""
-    base = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7", "NCCL_NET": "z"}
-    env = session_env("none", Machine("a GPU", 1, "apart", {}), None, base)
-    assert env["NCCL_NET"] == "z" and not any(name.startswith("TORCHELASTIC_") for name in env)
+def test_the_release_is_the_loaded_librarys_own_answer(tmp_path, monkeypatch):
+    """Before: a library on LD_PRELOAD under a name without numbers was noted as the release of the package."""
+    source = "int ncclGetVersion(int *version) { *version = 23007; return 0; }"
+    library = tmp_path / "libnccl.so.2"
+    subprocess.run(["gcc", "-shared", "-x", "c", "-", "-o", library], input=source, text=True, check=True)
+    says = "from dynamiccl.agent.checks.sweep.rank import nccl_version; print(nccl_version())"
+    env = ENV | {"LD_PRELOAD": str(library)}
+    done = subprocess.run([sys.executable, "-c", says], env=env, capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip() == "2.30.7", done.stderr
 
 
 FAKE_MPS = """#!{python}
@@ -149,22 +139,31 @@ def test_the_network_is_named_by_its_class_alone(tmp_path):
 STUB = """#!/bin/sh
 case "$*" in
 *pip*) exit 0 ;;
-*) mkdir -p results/one && echo row > results/one/sweep.csv && echo "commit $DYNAMICCL_COMMIT $*" && exit 1 ;;
+*"--out"*) out=$(echo "$*" | sed 's/.*--out //; s/ .*//'); mkdir -p "$out/one" && echo row > "$out/one/rows.csv"
+    echo "commit $DYNAMICCL_COMMIT $*"; case "$*" in *hang*) exec sleep 60 ;; *) exit 1 ;; esac ;;
 esac
 """
 
 
-def test_the_script_for_a_machine_without_a_registry_brings_all_home(tmp_path):
-    """Its results as one archive, whatever the check's status, which is its own."""
+@pytest.mark.parametrize("words", [["--races"], ["hang"]])
+def test_the_script_for_a_machine_without_a_registry_leaves_rows_as_they_come(tmp_path, words):
+    """Before: a call that was killed at its limit brought nothing home, since all was packed at the end."""
     python, out = tmp_path / "python3", tmp_path / "out"
     python.write_text(STUB)
     python.chmod(0o755)
     (tmp_path / "commit").write_text("0bb17c4babb9\n")
     env = ENV | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WHEELS": str(tmp_path), "OUT": str(out)}
-    command = ["sh", str(TOOLS / "gpu_machine.sh"), "run", "--minutes", "5"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1, done.stderr
-    assert "commit 0bb17c4babb9 -m dynamiccl.agent.cli lab gpu-check --out results --minutes 5" in done.stdout
-    assert {path.name for path in out.iterdir()} == {"gpu-check.tar.gz", "page.txt", "said.txt"}
-    with tarfile.open(out / "gpu-check.tar.gz") as archive:
-        assert "./one/sweep.csv" in archive.getnames()
+    command = ["sh", str(TOOLS / "gpu_machine.sh"), "run", *words]
+    running = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    if words == ["hang"]:
+        end = time.monotonic() + 20
+        while not (out / "results" / "one" / "rows.csv").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        os.killpg(running.pid, signal.SIGKILL)
+    said = running.communicate(timeout=60)[0]
+    assert (out / "results" / "one" / "rows.csv").read_text() == "row\n"
+    if words != ["hang"]:
+        assert running.returncode == 1
+        assert f"commit 0bb17c4babb9 -m dynamiccl.agent.cli lab gpu-check --out {out}/results --races" in said
+        with tarfile.open(out / "gpu-check.tar.gz") as archive:
+            assert "./one/rows.csv" in archive.getnames()
