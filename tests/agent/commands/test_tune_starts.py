@@ -25,7 +25,7 @@ from untouched_run import write_untouched
     ("arguments", "word"),
     [
         (["--cluster", "dgx-h1000"], "dgx-h100"),
-        (["--stage", "4"], "--stage: must be at least 0 and at most 3, not 4"),
+        (["--stage", "4"], "'--stage': 4 is not in the range 0<=x<=3"),
         (["--policy", "alchemy"], "lstm"),
         (["--steps", "50"], "too few"),
         (["--", "no-such-program", "train.py"], "no such program"),
@@ -36,8 +36,8 @@ from untouched_run import write_untouched
         (["--untouched", "x"], "--untouched is for --headroom"),
         (["--headroom", "24", "--untouched", "/nonexistent"], "no trace"),
         (["--cluster", "dgx-h100-2x8", "--compute-scale", "-1"], "above 0"),
-        (["--attach", ""], "--attach: must not be empty"),  # before: the built-in job began to train
-        (["--cluster", ""], "--cluster: must not be empty"),
+        (["--attach", ""], "'--attach': must not be empty"),  # before: the built-in job began to train
+        (["--cluster", ""], "'--cluster': must not be empty"),
         (["--"], "no command stands after --"),
         (["true", "--seed", "3"], "'true' is no option: a job's command stands after --, and"),
         (["--attach", "x", "--cluster", "dgx-h100-2x8"], "for the start of a job"),
