@@ -231,19 +231,18 @@ def _job(command: Sequence[str]) -> Sequence[str]:
 def _words(command: str, options: Mapping[str, Any]) -> list[str]:
     """Options as a command line has them. None stands for an option that is not given, and so does False, but for a
     flag that is on by default."""
-    from .cli import Parser
+    from .cli import COMMANDS
 
-    parser, words = Parser(command), list[str]()
-    known, kinds = parser.options, parser.kinds
+    found = {name: param for param in COMMANDS.named(command).params for name in param.opts}
+    words = list[str]()
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
-        if flag not in known:
+        if flag not in found:
             raise TypeError(f"{command}() has no option {name!r}: dynamiccl {command} --help lists them")
-        denied = "--no-" + flag.removeprefix("--")
         if value is True:
             words.append(flag)
-        elif value is False and denied in known and kinds.get(name) is bool:
-            words.append(denied)
-        elif value is not None and value is not False:
+        elif value is False:
+            words += found[flag].secondary_opts
+        elif value is not None:
             words += [flag, str(value)]
     return words

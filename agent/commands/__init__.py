@@ -1,19 +1,24 @@
 """One file per command of ``dynamiccl``, with its options and help text. Other packages do the work.
 
-``agent/cli.py`` makes the parser and the help from a command's parameters.
-``n: Annotated[int, Option(help="How many.")] = 3`` is ``--n 3`` on the command line, a ``bool`` is a flag.
-A :class:`Call` holds the whole command line.
+A command is a function under :func:`command`, and one :func:`option` or :func:`argument` for each parameter, as click
+has them; its docstring is the help. A job's command is a :func:`job`. ``agent/cli.py`` lists the commands.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import pwd
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+from click.core import ParameterSource, augment_usage_errors
+
+from ...traces.here import docstring
 
 if TYPE_CHECKING:
     from ...envs.nccl.untouched import Untouched as UntouchedTable
@@ -21,77 +26,203 @@ if TYPE_CHECKING:
     from ...traces.records import Table
 
 
-class Argument(NamedTuple):
-    """A positional argument. Without a default it is required."""
+class _Given(click.Parameter):
+    """What a script's empty variable leaves is no value."""
 
-    help: str
-    metavar: str | None = None
-
-
-class Option(NamedTuple):
-    """A named option. ``name``: if it differs from the parameter's; ``min``, ``max``: limits of its number."""
-
-    help: str
-    name: str | None = None
-    min: float | None = None
-    max: float | None = None
-    metavar: str | None = None
-    group: str = "Options"
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """As click's."""
+        if "" in (value if isinstance(value, list | tuple) else [value]):
+            raise click.BadParameter("must not be empty: leave it out", ctx, self)
+        return super().type_cast_value(ctx, value)
 
 
-class Call(NamedTuple):
-    """All values of a command's parameters, the names of those that the command line gave, and the site's options."""
+class _Argument(_Given, click.Argument):
+    """With a line in the help, which older releases of click do not have."""
 
-    values: dict[str, Any]
-    given: frozenset[str]
-    of_site: Mapping[str, Any]
+    group = "Arguments"
+
+    def __init__(self, *declared: Any, help: str, **how: Any) -> None:
+        super().__init__(*declared, **how)
+        self.help = help
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        """As click's."""
+        return self.human_readable_name, self.help or ""
 
 
+class _Job(_Argument):
+    """A job's command. It stands after ``--``."""
+
+
+class _Option(_Given, click.Option):
+    """In a group of the help."""
+
+    def __init__(self, *declared: Any, group: str = "Options", **how: Any) -> None:
+        super().__init__(*declared, **how)
+        self.group = group
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """As click's. Where a script's variable was empty and without quotes, the next option follows."""
+        for text in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(text, str) and text.startswith("--"):
+                raise click.BadParameter(f"needs a value, and {text} is an option", ctx, self)
+        return super().type_cast_value(ctx, value)
+
+
+class Number(click.FloatRange):
+    """A number within limits. click lets "nan" pass all of them."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click's."""
+        found = super().convert(value, param, ctx)
+        if found != found:
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return found
+
+
+class Command(click.Command):
+    """Its help has its options in groups. If it has a job's command, that stands after ``--``, and nothing else does: a
+    job without ``--`` would lose each option that has a name of ours."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click's."""
+        has_job = any(isinstance(param, _Job) for param in self.params)
+        own = args[: args.index("--")] if has_job and "--" in args else args
+        its = args[len(own) + 1 :]
+        with augment_usage_errors(ctx):
+            left = super().parse_args(ctx, own)
+        if not has_job or ctx.resilient_parsing:  # the latter: a press of Tab
+            return left
+        if ctx.params["command"]:
+            ctx.fail(
+                f"{ctx.params['command'][0]!r} is no option: a job's command stands after --, and an option is "
+                "repeated for each value"
+            )
+        if len(own) < len(args) and not its:
+            ctx.fail("no command stands after --")
+        ctx.params["command"] = its or None
+        return left
+
+    def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Nothing: they stand among the options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As click's, in groups."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in self.get_params(ctx):
+            if record := param.get_help_record(ctx):
+                groups.setdefault(getattr(param, "group", "Options"), []).append(record)
+        for title, records in groups.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+class Group(click.Group):
+    """Commands, each in a module of its name in ``package``, which is imported when the command is named.
+
+    ``sections``: title in the help -> names.
+    """
+
+    def __init__(self, name: str, package: str, sections: Mapping[str, Sequence[str]], **how: Any) -> None:
+        names = [name for section in sections.values() for name in section]
+        # click lists these, and knows names that are spelled nearly so.
+        super().__init__(name, dict.fromkeys(names, click.Command(None)), no_args_is_help=False, **how)
+        self.package, self.sections = package, sections
+
+    def get_command(self, ctx: click.Context | None, cmd_name: str) -> click.Command | None:
+        """As click's."""
+        return self.named(cmd_name) if cmd_name in self.commands else None
+
+    def named(self, name: str) -> click.Command:
+        """The command of this name."""
+        name = name.replace("-", "_")
+        found: click.Command = getattr(importlib.import_module(f"{self.package}.{name}"), name)
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As click's, in sections, each with the whole first sentence of its help."""
+        for title, names in self.sections.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, self.named(name).get_short_help_str(1000)) for name in names])
+
+
+def command(function: Callable[..., None]) -> click.Command:
+    """Decorator of a command's function."""
+    return click.command(cls=Command, help=docstring(function))(function)
+
+
+def option(*names: str, **how: Any) -> Callable[[Any], Any]:
+    """Decorator: ``--n`` is the parameter ``n``. ``group``: title in the help; the rest as click's ``option``."""
+    return click.option(*names, cls=_Option, **how)
+
+
+def argument(name: str, **how: Any) -> Callable[[Any], Any]:
+    """Decorator: a positional argument with ``help``; the rest as click's ``argument``."""
+    return click.argument(name, cls=_Argument, **how)
+
+
+def job(text: str) -> Callable[[Any], Any]:
+    """Decorator: a job's command, as the parameter ``command``: its words, or None. ``text``: its line in the help."""
+    return click.argument("command", nargs=-1, metavar="[-- COMMAND...]", cls=_Job, help=text)
+
+
+def given(ctx: click.Context) -> frozenset[str]:
+    """The names of the parameters that the command line gave."""
+    by_user = ParameterSource.COMMANDLINE
+    return frozenset(name for name in ctx.params if ctx.get_parameter_source(name) is by_user)
+
+
+#: A path as a parameter's type. The command itself says what it finds there.
+PATH = click.Path(readable=False, path_type=Path)
+#: The same as text: a run has several kinds of folders.
+RUN = click.Path(readable=False)
 #: Groups of options in the help; they follow the other options.
 EMULATION, SEARCH, OUTPUT = "Without GPUs", "The search", "Results"
 
-Headroom = Annotated[
-    int | None,
-    Option(
-        min=1,
-        max=64,
-        help="Make NCCL prepare this many channels (NCCL_MIN_NCHANNELS), so that a table may use up to as many. NCCL "
-        "allocates memory for them. A table cannot use more channels than the communicator has. Calls that no table "
-        "decides keep NCCL's own count. Not with CUDA graphs.",
-    ),
-]
-Untouched = Annotated[
-    Path | None,
-    Option(
-        metavar="RUN",
-        help="With --headroom, which needs it: results of an earlier run of this job without that option. NCCL's own "
-        "channel counts are read from it. All nodes must be able to read it.",
-    ),
-]
+HEADROOM = option(
+    "--headroom",
+    type=click.IntRange(1, 64),
+    help="Make NCCL prepare this many channels (NCCL_MIN_NCHANNELS), so that a table may use up to as many. NCCL "
+    "allocates memory for them. A table cannot use more channels than the communicator has. Calls that no table "
+    "decides keep NCCL's own count. Not with CUDA graphs.",
+)
+UNTOUCHED = option(
+    "--untouched",
+    type=PATH,
+    metavar="RUN",
+    help="With --headroom, which needs it: results of an earlier run of this job without that option. NCCL's own "
+    "channel counts are read from it. All nodes must be able to read it.",
+)
+FORCE = option(
+    "--force", is_flag=True, help="Start even if `dynamiccl doctor` finds something that must be changed."
+)
+OR_UNTUNED = option(
+    "--or-untuned",
+    is_flag=True,
+    help="If this cannot start, print why and run COMMAND untuned. Default: COMMAND does not start, and the exit "
+    "status is 2.",
+)
+JSON = option("--json", is_flag=True, help="Print JSON instead of text.")
 # An emulated cluster for a job without GPUs; see :func:`emulation`.
-EmulatedCluster = Annotated[
-    str | None,
-    Option(
-        name="--cluster", group=EMULATION, help="Emulate this cluster: the name of a preset, or a .toml file."
-    ),
-]
-BytesScale = Annotated[
-    float | None,
-    Option(group=EMULATION, help="Each byte of the job counts as this many emulated bytes. Default: 360."),
-]
-ComputeScale = Annotated[
-    float | None, Option(group=EMULATION, help="Each operation of the job counts as this many. Default: 400.")
-]
-
-Force = Annotated[bool, Option(help="Start even if `dynamiccl doctor` finds something that must be changed.")]
-OrUntuned = Annotated[
-    bool,
-    Option(
-        help="If this cannot start, print why and run COMMAND untuned. Default: COMMAND does not start, and the exit "
-        "status is 2."
-    ),
-]
-Json = Annotated[bool, Option(name="--json", help="Print JSON instead of text.")]
+CLUSTER = option(
+    "--cluster",
+    group=EMULATION,
+    metavar="NAME",
+    help="Emulate this cluster: the name of a preset, or a .toml file.",
+)
+BYTES_SCALE = option(
+    "--bytes-scale",
+    type=float,
+    group=EMULATION,
+    help="Each byte of the job counts as this many emulated bytes. Default: 360.",
+)
+COMPUTE_SCALE = option(
+    "--compute-scale",
+    type=float,
+    group=EMULATION,
+    help="Each operation of the job counts as this many. Default: 400.",
+)
 
 
 class Refused(SystemExit):
@@ -143,6 +274,8 @@ def check_site(said: Mapping[str, Any]) -> None:
     from ..integrations.loggers import check_logger
     from ..policies.choosing import check_chooser
 
+    if "attach" in said:
+        raise ValueError("--attach is for the command line")
     if "headroom" in said or "untouched" in said:
         raise ValueError("--headroom and --untouched are for the command line: they are of one job")
     if "search_slots" in said:

@@ -4,43 +4,48 @@ from __future__ import annotations
 
 import json as json_module
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from . import Argument, Json, Option, refusing, results
+from . import JSON, PATH, argument, command, option, refusing, results
 
 if TYPE_CHECKING:
     from ..advice.outlook import Outlook
     from ..report.summary import RunSummary
 
 
+@command
+@argument(
+    "recording",
+    type=PATH,
+    nargs=-1,
+    required=True,
+    metavar="RECORDING...",
+    help="Folder of a run, or files of another tool (one per rank), or their folder. Two folders are compared.",
+)
+@option("--cluster", help="Cluster of the recording: a preset such as dgx-h100-2x8, or a .toml file.")
+@option(
+    "--nccl", help="NCCL release of --cluster, e.g. 2.28.9. Default: from the recording, else the cluster."
+)
+@option(
+    "--out",
+    type=PATH,
+    help="Write the table to this file, for `dynamiccl apply`. A line says if there is none to write.",
+)
+@option(
+    "--ranks-per-node",
+    type=int,
+    help="Ranks per node, where the recording does not say it. Default: the cluster's.",
+)
+@JSON
 def advise(
-    recording: Annotated[
-        list[Path],
-        Argument(
-            metavar="RECORDING...",
-            help="Folder of a run, or files of another tool (one per rank), or their folder. Two folders are compared.",
-        ),
-    ],
-    cluster: Annotated[
-        str | None, Option(help="Cluster of the recording: a preset such as dgx-h100-2x8, or a .toml file.")
-    ] = None,
-    nccl: Annotated[
-        str | None,
-        Option(help="NCCL release of --cluster, e.g. 2.28.9. Default: from the recording, else the cluster."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        Option(
-            help="Write the table to this file, for `dynamiccl apply`. A line says if there is none to write."
-        ),
-    ] = None,
-    ranks_per_node: Annotated[
-        int | None,
-        Option(help="Ranks per node, where the recording does not say it. Default: the cluster's."),
-    ] = None,
-    json: Json = False,
+    recording: Sequence[Path],
+    cluster: str | None,
+    nccl: str | None,
+    out: Path | None,
+    ranks_per_node: int | None,
+    json: bool,
 ) -> None:
     """Predict whether a recorded job is worth a tuning run, and which table to try first.
 

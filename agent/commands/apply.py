@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from . import (
-    Argument,
-    BytesScale,
-    ComputeScale,
-    EmulatedCluster,
-    Force,
-    Headroom,
-    Option,
-    OrUntuned,
+    BYTES_SCALE,
+    CLUSTER,
+    COMPUTE_SCALE,
+    FORCE,
+    HEADROOM,
+    OR_UNTUNED,
+    PATH,
+    argument,
     cannot_start,
+    command,
     emulation_here,
     fail,
+    job,
+    option,
     refuse_scales,
     refuse_traps,
     refusing,
@@ -32,18 +35,26 @@ if TYPE_CHECKING:
     from ...traces.records import Table
 
 
+@command
+@argument("table", type=PATH, help="File with a table, or the folder of a run that kept one.")
+@job("The job, after --. Any program that uses NCCL.")
+@option("--gate/--no-gate", default=True, help="Wait until all ranks agree. --no-gate: see above.")
+@HEADROOM
+@FORCE
+@OR_UNTUNED
+@CLUSTER
+@BYTES_SCALE
+@COMPUTE_SCALE
 def apply(
-    table: Annotated[Path, Argument(help="File with a table, or the folder of a run that kept one.")],
-    command: Annotated[
-        list[str] | None, Argument(help="The job, after --. Any program that uses NCCL.")
-    ] = None,
-    gate: Annotated[bool, Option(help="Wait until all ranks agree. --no-gate: see above.")] = True,
-    headroom: Headroom = None,
-    force: Force = False,
-    or_untuned: OrUntuned = False,
-    cluster: EmulatedCluster = None,
-    bytes_scale: BytesScale = None,
-    compute_scale: ComputeScale = None,
+    table: Path,
+    command: list[str] | None,
+    gate: bool,
+    headroom: int | None,
+    force: bool,
+    or_untuned: bool,
+    cluster: str | None,
+    bytes_scale: float | None,
+    compute_scale: float | None,
 ) -> None:
     """Run COMMAND under a fixed TABLE. NCCL decides all collectives that the table does not name.
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json as json_module
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from ...traces.outside import read_json, shown
-from . import Json, Option, fail, one_thread, refusing
+from . import JSON, PATH, Number, command, fail, one_thread, option, refusing
 
 if TYPE_CHECKING:
     from ..bench.board import Board
@@ -19,34 +21,46 @@ if TYPE_CHECKING:
 PLAY_S = (1.2, 3.0)
 
 
+@command
+@option(
+    "--policy",
+    multiple=True,
+    help="A known policy, MODULE:NAME, FILE.npz of lab train, FILE.zip (RecurrentPPO, MaskablePPO, PPO or "
+    "A2C), or a folder. Repeat it for more. Default: all known.",
+)
+@option("--suite", default="standard", help="standard, held-out, unseen, or the JSON file of a suite.")
+@option("--world", multiple=True, help="Only the suite's jobs of this world. Repeat it for more.")
+@option(
+    "--jobs",
+    type=click.IntRange(0),
+    default=0,
+    help="Number of jobs, spread over the suite; 0: as --filed or --submission, else all.",
+)
+@option("--out", type=PATH, default=Path("runs/bench"), help="Folder for submissions and the leaderboard.")
+@option(
+    "--processes", type=click.IntRange(1), default=2, help="Processes that play; the results are the same."
+)
+@option("--backend", default="local", help="local (this machine) or ray (a Ray cluster).")
+@option("--limit", type=Number(1), default=1800.0, help="Maximum seconds of wall time for 20 jobs.")
+@option("--filed", is_flag=True, help="Add the results on file (envs/results).")
+@option(
+    "--check", type=click.IntRange(0), default=0, help="Jobs of --filed or --submission to repeat; 0: all."
+)
+@option("--submission", type=PATH, multiple=True, help="Add this submission file. Repeat it for more.")
+@JSON
 def bench(
-    policy: Annotated[
-        list[str] | None,
-        Option(
-            help="A known policy, MODULE:NAME, FILE.npz of lab train, FILE.zip (RecurrentPPO, MaskablePPO, PPO or "
-            "A2C), or a folder. Repeat it for more. Default: all known."
-        ),
-    ] = None,
-    suite: Annotated[
-        str, Option(help="standard, held-out, unseen, or the JSON file of a suite.")
-    ] = "standard",
-    world: Annotated[
-        list[str] | None, Option(help="Only the suite's jobs of this world. Repeat it for more.")
-    ] = None,
-    jobs: Annotated[
-        int,
-        Option(min=0, help="Number of jobs, spread over the suite; 0: as --filed or --submission, else all."),
-    ] = 0,
-    out: Annotated[Path, Option(help="Folder for submissions and the leaderboard.")] = Path("runs/bench"),
-    processes: Annotated[int, Option(min=1, help="Processes that play; the results are the same.")] = 2,
-    backend: Annotated[str, Option(help="local (this machine) or ray (a Ray cluster).")] = "local",
-    limit: Annotated[float, Option(min=1, help="Maximum seconds of wall time for 20 jobs.")] = 1800.0,
-    filed: Annotated[bool, Option(help="Add the results on file (envs/results).")] = False,
-    check: Annotated[int, Option(min=0, help="Jobs of --filed or --submission to repeat; 0: all.")] = 0,
-    submission: Annotated[
-        list[Path] | None, Option(help="Add this submission file. Repeat it for more.")
-    ] = None,
-    json: Json = False,
+    policy: Sequence[str],
+    suite: str,
+    world: Sequence[str],
+    jobs: int,
+    out: Path,
+    processes: int,
+    backend: str,
+    limit: float,
+    filed: bool,
+    check: int,
+    submission: Sequence[Path],
+    json: bool,
 ) -> None:
     """Compare policies on a suite of whole simulated jobs. Each job is tuned as by `dynamiccl tune --policy X`.
 

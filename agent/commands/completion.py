@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
-from typing import Annotated
+import click
+from click.shell_completion import get_completion_class
 
-from ...traces.here import pip_install, program
-from . import Argument, fail
-
-SHELLS = ("bash", "zsh", "tcsh")
+from . import argument, command
 
 
-def completion(shell: Annotated[str, Argument(help="bash, zsh or tcsh.")]) -> None:
+@command
+@argument("shell", type=click.Choice(["bash", "zsh", "fish"]), help="bash, zsh or fish.")
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
     """Print the completion script of a shell: commands, options and files at the press of Tab.
 
     \b
-    eval "$(dynamiccl completion bash)"              # in ~/.bashrc
-    dynamiccl completion zsh > ~/.zfunc/_dynamiccl   # in a folder of $fpath
+    eval "$(dynamiccl completion bash)"    # in ~/.bashrc
+    eval "$(dynamiccl completion zsh)"     # in ~/.zshrc
+    dynamiccl completion fish | source     # in ~/.config/fish/config.fish
     """
-    if shell not in SHELLS:
-        fail(f"no completion for {shell!r}: give {', '.join(SHELLS)}")
-    if importlib.util.find_spec("shtab") is None:
-        fail(f"completion needs shtab: {pip_install('tuner')}")
-    # A program of its own: it asks every command for its options, and no command knows the others.
-    os.execv(sys.executable, [*program("dynamiccl.agent.completion"), shell])
+    made = get_completion_class(shell)
+    assert made is not None
+    print(made(ctx.find_root().command, {}, "dynamiccl", "_DYNAMICCL_COMPLETE").source())

@@ -7,23 +7,28 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+
+import click
 
 from ...traces.here import pip_install, program
-from . import OUTPUT, Json, Option, fail
+from . import JSON, OUTPUT, PATH, command, fail, option
 
 #: What the demo's job is made of, and the extra that brings it.
 _NEEDS, _EXTRA = ("torch", "pandas", "rich"), "train,plot"
 
 
-def demo(
-    steps: Annotated[int, Option(min=100, help="Optimizer steps of the job.")] = 600,
-    out: Annotated[Path, Option(group=OUTPUT, help="Folder; old results in it are replaced.")] = Path(
-        "runs/demo"
-    ),
-    quiet: Annotated[bool, Option(group=OUTPUT, help="Print only the verdict.")] = False,
-    json: Json = False,
-) -> None:
+@command
+@option("--steps", type=click.IntRange(100), default=600, help="Optimizer steps of the job.")
+@option(
+    "--out",
+    type=PATH,
+    default=Path("runs/demo"),
+    group=OUTPUT,
+    help="Folder; old results in it are replaced.",
+)
+@option("--quiet", is_flag=True, group=OUTPUT, help="Print only the verdict.")
+@JSON
+def demo(steps: int, out: Path, quiet: bool, json: bool) -> None:
     """Train the built-in ZeRO-3 job and tune it while it trains. Takes about a minute; needs no GPU and no checkout.
 
     Without two GPUs the job runs on an emulated cluster: its collectives take the time that a model predicts for 2

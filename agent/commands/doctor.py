@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json as json_module
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from ...traces.outside import shown
-from . import Argument, Json, Option, refusing, results
+from . import JSON, PATH, command, job, option, refusing, results
 
 if TYPE_CHECKING:
     from ...traces.files import Trace
@@ -16,17 +17,17 @@ if TYPE_CHECKING:
     from ..checks.doctor import Finding
 
 
-def doctor(
-    command: Annotated[list[str] | None, Argument(help="The job, after --. It is read, not run.")] = None,
-    trace: Annotated[
-        list[Path] | None,
-        Option(
-            help="Also look for a slow rank in this trace, recording or run. Repeat it for the runs of a job's other "
-            "nodes: all ranks are compared."
-        ),
-    ] = None,
-    json: Json = False,
-) -> None:
+@command
+@job("The job, after --. It is read, not run.")
+@option(
+    "--trace",
+    type=PATH,
+    multiple=True,
+    help="Also look for a slow rank in this trace, recording or run. Repeat it for the runs of a job's other "
+    "nodes: all ranks are compared.",
+)
+@JSON
+def doctor(command: list[str] | None, trace: Sequence[Path], json: bool) -> None:
     """Check this machine and environment: can a job be tuned here, and safely?
 
     Each problem is printed with its cure. The exit status is 1 if something must be changed, else 0. Run it in the

@@ -6,20 +6,22 @@ import json as json_module
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+
+import click
 
 from . import (
-    BytesScale,
-    ComputeScale,
-    EmulatedCluster,
-    Force,
-    Headroom,
-    Json,
-    Option,
-    Untouched,
+    BYTES_SCALE,
+    CLUSTER,
+    COMPUTE_SCALE,
+    FORCE,
+    HEADROOM,
+    JSON,
+    UNTOUCHED,
+    command,
     emulation_here,
     fail,
     off_here,
+    option,
     refuse_scales,
     refuse_traps,
     refusing,
@@ -27,16 +29,26 @@ from . import (
 )
 
 
+@command
+@option("--name", help="Name of the run folder. Default: a new one.")
+@HEADROOM
+@UNTOUCHED
+@CLUSTER
+@BYTES_SCALE
+@COMPUTE_SCALE
+@option("--seed", type=click.IntRange(0), default=0, help="Seed of the emulation.")
+@FORCE
+@JSON
 def env(
-    name: Annotated[str | None, Option(help="Name of the run folder. Default: a new one.")] = None,
-    headroom: Headroom = None,
-    untouched: Untouched = None,
-    cluster: EmulatedCluster = None,
-    bytes_scale: BytesScale = None,
-    compute_scale: ComputeScale = None,
-    seed: Annotated[int, Option(min=0, help="Seed of the emulation.")] = 0,
-    force: Force = False,
-    json: Json = False,
+    name: str | None,
+    headroom: int | None,
+    untouched: Path | None,
+    cluster: str | None,
+    bytes_scale: float | None,
+    compute_scale: float | None,
+    seed: int,
+    force: bool,
+    json: bool,
 ) -> None:
     """Print the variables of a job that a tuner can join later, leave, and join again.
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from . import Argument, Call, Json, Option, fail, refusing
+import click
+
+from . import JSON, RUN, Number, argument, command, fail, given, option, refusing
 
 if TYPE_CHECKING:
     from ...zero_workload.formulas import Machine
@@ -27,34 +29,56 @@ GPUS = {"a100": (80, 150), "h100": (80, 400), "h200": (141, 400), "b200": (180, 
 MODES = {"every": "every k-th"}
 
 
+@command
+@argument("run", type=RUN, required=False, help="A run's folder: show its measured figures too.")
+@option("--params", type=Number(1), help="Parameters, e.g. 7e9.")
+@option("--ranks", type=click.IntRange(1), help="Data-parallel ranks.")
+@option(
+    "--layers", type=click.IntRange(0), default=0, help="Transformer layers; 0: those of a published model."
+)
+@option("--width", type=click.IntRange(0), default=0, help="Model width; 0: as the layers.")
+@option("--heads", type=click.IntRange(0), default=0, help="Attention heads; 0: as the layers.")
+@option("--vocab", type=click.IntRange(0), default=0, help="Tokens of the vocabulary; 0: as the layers.")
+@option("--seq", type=click.IntRange(1), default=2048, help="Tokens in a sequence.")
+@option("--batch", type=click.IntRange(1), default=1, help="Sequences per rank and micro-batch.")
+@option("--accumulate", type=click.IntRange(1), default=1, help="Micro-batches in a step.")
+@option("--optimizer", default="adam", help="adam, adan, lion or sgd.")
+@option("--precision", default="mixed", help="mixed (16 bit, fp32 masters) or fp32.")
+@option("--reduce-dtype", help="bf16, fp16 or fp32: dtype in which gradients are reduced.")
+@option("--attention", default="flash", help="flash, or materialised (holds its probabilities).")
+@option("--tensor", type=click.IntRange(1), default=1, help="Ranks that share each matrix.")
+@option("--cluster", help="A preset of `tune`, or a .toml file: its GPU and bandwidth.")
+@option("--memory", type=Number(0.001), default=80.0, help="Memory of a GPU, in GB.")
+@option("--bandwidth", type=Number(0.001), default=100.0, help="Send bandwidth of a rank, in GB/s.")
+@option("--latency", type=Number(0), default=10.0, help="Latency of a collective, in microseconds.")
+@option("--tflops", type=Number(0.001), default=150.0, help="Compute speed of a GPU, in TFLOP/s.")
+@option("--plot", help="Draw memory against traffic into this SVG file.")
+@JSON
+@click.pass_context
 def plan(
-    call: Call,
-    run: Annotated[str | None, Argument(help="A run's folder: show its measured figures too.")] = None,
-    params: Annotated[float | None, Option(min=1, help="Parameters, e.g. 7e9.")] = None,
-    ranks: Annotated[int | None, Option(min=1, help="Data-parallel ranks.")] = None,
-    layers: Annotated[int, Option(min=0, help="Transformer layers; 0: those of a published model.")] = 0,
-    width: Annotated[int, Option(min=0, help="Model width; 0: as the layers.")] = 0,
-    heads: Annotated[int, Option(min=0, help="Attention heads; 0: as the layers.")] = 0,
-    vocab: Annotated[int, Option(min=0, help="Tokens of the vocabulary; 0: as the layers.")] = 0,
-    seq: Annotated[int, Option(min=1, help="Tokens in a sequence.")] = 2048,
-    batch: Annotated[int, Option(min=1, help="Sequences per rank and micro-batch.")] = 1,
-    accumulate: Annotated[int, Option(min=1, help="Micro-batches in a step.")] = 1,
-    optimizer: Annotated[str, Option(help="adam, adan, lion or sgd.")] = "adam",
-    precision: Annotated[str, Option(help="mixed (16 bit, fp32 masters) or fp32.")] = "mixed",
-    reduce_dtype: Annotated[
-        str | None, Option(help="bf16, fp16 or fp32: dtype in which gradients are reduced.")
-    ] = None,
-    attention: Annotated[str, Option(help="flash, or materialised (holds its probabilities).")] = "flash",
-    tensor: Annotated[int, Option(min=1, help="Ranks that share each matrix.")] = 1,
-    cluster: Annotated[
-        str | None, Option(help="A preset of `tune`, or a .toml file: its GPU and bandwidth.")
-    ] = None,
-    memory: Annotated[float, Option(min=0.001, help="Memory of a GPU, in GB.")] = 80.0,
-    bandwidth: Annotated[float, Option(min=0.001, help="Send bandwidth of a rank, in GB/s.")] = 100.0,
-    latency: Annotated[float, Option(min=0, help="Latency of a collective, in microseconds.")] = 10.0,
-    tflops: Annotated[float, Option(min=0.001, help="Compute speed of a GPU, in TFLOP/s.")] = 150.0,
-    plot: Annotated[str | None, Option(help="Draw memory against traffic into this SVG file.")] = None,
-    json: Json = False,
+    ctx: click.Context,
+    run: str | None,
+    params: float | None,
+    ranks: int | None,
+    layers: int,
+    width: int,
+    heads: int,
+    vocab: int,
+    seq: int,
+    batch: int,
+    accumulate: int,
+    optimizer: str,
+    precision: str,
+    reduce_dtype: str | None,
+    attention: str,
+    tensor: int,
+    cluster: str | None,
+    memory: float,
+    bandwidth: float,
+    latency: float,
+    tflops: float,
+    plot: str | None,
+    json: bool,
 ) -> None:
     """Compute memory, traffic and time of ZeRO stages 0 to 3 for a transformer, and advise a stage and recomputation.
 
@@ -70,7 +94,7 @@ def plan(
         measured = _measured(run)
         params = params or measured["params"]
         ranks = ranks or measured["ranks"]
-        of_run = _settings(measured, call)
+        of_run = _settings(measured, ctx)
         layers, width, heads, seq, batch, precision, accumulate, reduce_dtype, attention, vocab = of_run
     if params is None or ranks is None:
         fail("give --params and --ranks, e.g. --params 7e9 --ranks 8")
@@ -80,7 +104,7 @@ def plan(
     shape = formulas.Shape(n, d, h, seq, batch, itemsize, v, attention == "materialised")
     with refusing(ValueError, OverflowError):
         speeds = {"memory": memory, "bandwidth": bandwidth, "tflops": tflops}
-        machine = _machine(speeds, latency, cluster, ranks * tensor, call.given)
+        machine = _machine(speeds, latency, cluster, ranks * tensor, given(ctx))
         reduced = REDUCE[reduce_dtype] if reduce_dtype else None
         told = estimate(params, ranks, shape, machine, optimizer, precision, tensor, accumulate, reduced)
         if measured:
@@ -532,7 +556,7 @@ def _activation_lines(told: dict[str, Any], unit: float, name: str) -> list[str]
     return found
 
 
-def _settings(measured: dict[str, Any], call: Call) -> list[Any]:
+def _settings(measured: dict[str, Any], ctx: click.Context) -> list[Any]:
     """A run's layers, width, heads, seq, batch, precision, micro-batches, dtype of reduction, attention and vocabulary;
     what the command line gives overrides them.
     """
@@ -541,7 +565,8 @@ def _settings(measured: dict[str, Any], call: Call) -> list[Any]:
     of_run |= {"batch": measured["batch"], "precision": _precision(measured["dtype"])}
     of_run |= {"accumulate": measured.get("accumulate", 1), "reduce_dtype": measured.get("reduce_dtype")}
     of_run |= {"attention": "materialised" if model.get("materialised") else "flash", "vocab": 256}
-    settings = call.values | {name: value for name, value in of_run.items() if name not in call.given}
+    by_user = given(ctx)
+    settings = ctx.params | {name: value for name, value in of_run.items() if name not in by_user}
     return [settings[name] for name in of_run]
 
 

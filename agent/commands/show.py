@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json as json_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from . import Argument, Json, Option, refusing, results
+from . import JSON, PATH, argument, command, option, refusing, results
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,19 +22,16 @@ if TYPE_CHECKING:
 MOST_EVENTS = 500_000
 
 
-def show(
-    trace: Annotated[Path, Argument(help="Folder of a run, its trace, or a file or folder of another tool.")],
-    windows: Annotated[
-        bool,
-        Option(
-            help="Also list all windows. A window is a few steps under one table, or under two that alternate."
-        ),
-    ] = False,
-    json: Json = False,
-    whole: Annotated[
-        bool, Option(help="Read all events of a long run, not only its first and last ones.")
-    ] = False,
-) -> None:
+@command
+@argument("trace", type=PATH, help="Folder of a run, its trace, or a file or folder of another tool.")
+@option(
+    "--windows",
+    is_flag=True,
+    help="Also list all windows. A window is a few steps under one table, or under two that alternate.",
+)
+@JSON
+@option("--whole", is_flag=True, help="Read all events of a long run, not only its first and last ones.")
+def show(trace: Path, windows: bool, json: bool, whole: bool) -> None:
     """Show the result of a run and its reasons.
 
     It shows the verdict, the time of each collective, NCCL's estimates, the settings that were tried, and the

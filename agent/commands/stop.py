@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json as json_module
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from . import Argument, Json, Option, become_owner, refusing, run_folder
+from . import JSON, RUN, Number, argument, become_owner, command, option, refusing, run_folder
 
 if TYPE_CHECKING:
     from ..daemon.stopping import Stopped
 
 
-def stop(
-    run: Annotated[
-        str,
-        Argument(help="Results folder (--out), e.g. runs/tune/latest, or the run folder in shared memory."),
-    ],
-    wait: Annotated[float, Option(min=0, help="Seconds to wait until all ranks report the default.")] = 30,
-    json: Json = False,
-) -> None:
+@command
+@argument(
+    "run", type=RUN, help="Results folder (--out), e.g. runs/tune/latest, or the run folder in shared memory."
+)
+@option("--wait", type=Number(0), default=30, help="Seconds to wait until all ranks report the default.")
+@JSON
+def stop(run: str, wait: float, json: bool) -> None:
     """End tuning for good and restore NCCL's default on all ranks. The job continues.
 
     The tuner of the run ends. Without a tuner the table is withdrawn too. Then the command waits until every

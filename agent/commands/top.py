@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json as json_module
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from . import Argument, Json, Option, fail, refusing, results
+from . import JSON, PATH, Number, argument, command, fail, option, refusing, results
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,17 +22,13 @@ SPARKS = 16
 _AGREE = {"OPEN": "yes", "WAITING": "not yet", "LOSING": "not all", "SHUT": "no", "CLOSED": "no more"}
 
 
-def top(
-    runs: Annotated[
-        list[Path] | None, Argument(metavar="RUN...", help="Runs, or folders of runs. Default: runs/tune.")
-    ] = None,
-    once: Annotated[bool, Option(help="Print once and end. Always so on a pipe.")] = False,
-    json: Json = False,
-    every: Annotated[float, Option(min=0.2, help="Seconds between updates.")] = 2.0,
-    metrics: Annotated[
-        Path | None, Option(help="Also write a textfile for node_exporter (NAME.prom).")
-    ] = None,
-) -> None:
+@command
+@argument("runs", type=PATH, nargs=-1, metavar="RUN...", help="Runs, or folders of runs. Default: runs/tune.")
+@option("--once", is_flag=True, help="Print once and end. Always so on a pipe.")
+@JSON
+@option("--every", type=Number(0.2), default=2.0, help="Seconds between updates.")
+@option("--metrics", type=PATH, help="Also write a textfile for node_exporter (NAME.prom).")
+def top(runs: Sequence[Path], once: bool, json: bool, every: float, metrics: Path | None) -> None:
     """List runs with their step, phase, current table, gain, cost of the search, agreement and lost records.
 
     "over the run" draws the step times of the run from 0, as the last report had them; the tuner writes a report every

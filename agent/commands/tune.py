@@ -4,37 +4,47 @@ from __future__ import annotations
 
 import contextlib
 import json as json_module
+import math
 import os
 import shlex
 import shutil
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
 
 from ...envs.live.job_ends import FEWEST_STEPS
 from ...traces.here import program
 from . import (
+    BYTES_SCALE,
+    CLUSTER,
+    COMPUTE_SCALE,
+    FORCE,
+    HEADROOM,
+    OR_UNTUNED,
     OUTPUT,
+    PATH,
+    RUN,
     SEARCH,
-    Argument,
-    BytesScale,
-    Call,
-    ComputeScale,
-    EmulatedCluster,
-    Force,
-    Headroom,
-    Option,
-    OrUntuned,
-    Untouched,
+    UNTOUCHED,
+    Number,
     become_owner,
+    check_site,
+    command,
     emulation_here,
     fail,
+    given,
+    job,
+    option,
     refuse_scales,
     refuse_traps,
     refusing,
     run_alone_if_off,
     run_folder,
+    start_untuned,
     untouched_from,
     untuned_if_refused,
 )
@@ -48,129 +58,123 @@ if TYPE_CHECKING:
 #: an idle core the tuner must start, keep its trials alive, and finish within the minute that the launcher waits.
 NICE = 5
 OWN = "The built-in job, without COMMAND"
+#: A site's options of `tune`. The user's own options override their values.
+SITE_OPTIONS = "DYNAMICCL_TUNE_OPTIONS"
 
 
-def tune(
-    call: Call,
-    command: Annotated[
-        list[str] | None, Argument(help="The job, after --. Default: the built-in ZeRO job.")
-    ] = None,
-    stage: Annotated[int, Option(min=0, max=3, group=OWN, help="ZeRO stage, 0 to 3.")] = 3,
-    steps: Annotated[int, Option(group=OWN, help=f"Optimizer steps, at least {FEWEST_STEPS}.")] = 1000,
-    ranks: Annotated[
-        int | None, Option(group=OWN, help="Processes. Default: one per GPU; 2 without GPUs.")
-    ] = None,
-    policy: Annotated[
-        str,
-        Option(
-            group=SEARCH,
-            help="lstm, expected-improvement, sweep, ..., FILE.npz, FILE.zip, MODULE:NAME or a folder.",
-        ),
-    ] = "lstm",
-    budget: Annotated[
-        float,
-        Option(
-            min=0,
-            group=SEARCH,
-            help="Maximum cost, as a share of the job's time. A job of fewer than 4,000 steps counts as 4,000. "
-            "0: only watch.",
-        ),
-    ] = 0.05,
-    search_slots: Annotated[
-        str | None,
-        Option(
-            metavar="N:FOLDER",
-            group=SEARCH,
-            help="At most N of the tuners that name this FOLDER search at a time; one more only watches its job. On a "
-            "file system without locks all of them search.",
-        ),
-    ] = None,
-    once: Annotated[
-        bool, Option(group=SEARCH, help="Stop at the verdict: no later trials, no monitoring.")
-    ] = False,
-    bitwise: Annotated[
-        bool, Option(group=SEARCH, help="Tune only all_gather, so that sums keep their order.")
-    ] = False,
-    windows: Annotated[
-        int | None,
-        Option(
-            min=1,
-            group=SEARCH,
-            help="Maximum number of exploring windows. Default: 12, or two per slot if that is more; "
-            "policies of your own: 20, or three per slot.",
-        ),
-    ] = None,
-    verify: Annotated[
-        int,
-        Option(
-            min=2,
-            group=SEARCH,
-            help="Pairs of windows after which a comparison ends if no gain is likely. With alternating steps a pair "
-            "counts as 5 to 10 steps, so 10 pairs are 50 to 100 steps.",
-        ),
-    ] = 10,
-    window_steps: Annotated[
-        int | None,
-        Option(
-            min=1,
-            group=SEARCH,
-            help="Steps per window where tables cannot alternate. Default: 5 to 10, by the noise.",
-        ),
-    ] = None,
-    headroom: Headroom = None,
-    untouched: Untouched = None,
-    attach: Annotated[
-        str | None,
-        Option(
-            metavar="RUN", help="Join a running job: started with `dynamiccl env`, or a run without tuner."
-        ),
-    ] = None,
-    again: Annotated[bool, Option(help="With --attach: start again after `dynamiccl stop`.")] = False,
-    kill_after: Annotated[
-        float | None,
-        Option(
-            min=0,
-            help="Kill all processes of the job if it has not ended this many seconds after a signal to end.",
-        ),
-    ] = None,
-    force: Force = False,
-    or_untuned: OrUntuned = False,
-    seed: Annotated[int, Option(min=0, help="Seed of the built-in job, the emulation and the policy.")] = 0,
-    out: Annotated[
-        Path | None,
-        Option(
-            group=OUTPUT,
-            help="Folder; old results in it are replaced. Default: a new folder in runs/tune, named after the Slurm "
-            "job or the time; runs/tune/latest leads to the newest.",
-        ),
-    ] = None,
-    no_job_log: Annotated[
-        bool, Option(group=OUTPUT, help="Do not copy the output of COMMAND to job.log in this folder.")
-    ] = False,
-    json: Annotated[
-        bool, Option(group=OUTPUT, help="Print the summary as JSON to stdout, and all else to stderr.")
-    ] = False,
-    quiet: Annotated[bool, Option(group=OUTPUT, help="Print only the verdict.")] = False,
-    memory: Annotated[
-        str | None,
-        Option(
-            metavar="URL",
-            group=OUTPUT,
-            help="Folder or URL (s3://... too) where tables are kept for the next run.",
-        ),
-    ] = None,
-    no_memory: Annotated[bool, Option(group=OUTPUT, help="Use no stored table, and store none.")] = False,
-    log_to: Annotated[
-        str | None,
-        Option(
-            group=OUTPUT,
-            help="Also log to tensorboard (OUT/tensorboard), wandb or mlflow. Needs that package.",
-        ),
-    ] = None,
-    cluster: EmulatedCluster = None,
-    bytes_scale: BytesScale = None,
-    compute_scale: ComputeScale = None,
-) -> None:
+class Call(NamedTuple):
+    """The values of all options, the names of those that the user gave, and the site's options."""
+
+    values: dict[str, Any]
+    given: frozenset[str]
+    of_site: Mapping[str, Any]
+
+
+@command
+@job("The job, after --. Default: the built-in ZeRO job.")
+@option("--stage", type=click.IntRange(0, 3), default=3, group=OWN, help="ZeRO stage, 0 to 3.")
+@option("--steps", type=int, default=1000, group=OWN, help=f"Optimizer steps, at least {FEWEST_STEPS}.")
+@option("--ranks", type=int, group=OWN, help="Processes. Default: one per GPU; 2 without GPUs.")
+@option(
+    "--policy",
+    default="lstm",
+    group=SEARCH,
+    help="lstm, expected-improvement, sweep, ..., FILE.npz, FILE.zip, MODULE:NAME or a folder.",
+)
+@option(
+    "--budget",
+    type=Number(0),
+    default=0.05,
+    group=SEARCH,
+    help="Maximum cost, as a share of the job's time. A job of fewer than 4,000 steps counts as 4,000. "
+    "0: only watch.",
+)
+@option(
+    "--search-slots",
+    metavar="N:FOLDER",
+    group=SEARCH,
+    help="At most N of the tuners that name this FOLDER search at a time; one more only watches its job. On a "
+    "file system without locks all of them search.",
+)
+@option("--once", is_flag=True, group=SEARCH, help="Stop at the verdict: no later trials, no monitoring.")
+@option("--bitwise", is_flag=True, group=SEARCH, help="Tune only all_gather, so that sums keep their order.")
+@option(
+    "--windows",
+    type=click.IntRange(1),
+    group=SEARCH,
+    help="Maximum number of exploring windows. Default: 12, or two per slot if that is more; "
+    "policies of your own: 20, or three per slot.",
+)
+@option(
+    "--verify",
+    type=click.IntRange(2),
+    default=10,
+    group=SEARCH,
+    help="Pairs of windows after which a comparison ends if no gain is likely. With alternating steps a pair "
+    "counts as 5 to 10 steps, so 10 pairs are 50 to 100 steps.",
+)
+@option(
+    "--window-steps",
+    type=click.IntRange(1),
+    group=SEARCH,
+    help="Steps per window where tables cannot alternate. Default: 5 to 10, by the noise.",
+)
+@HEADROOM
+@UNTOUCHED
+@option(
+    "--attach",
+    type=RUN,
+    metavar="RUN",
+    help="Join a running job: started with `dynamiccl env`, or a run without tuner.",
+)
+@option("--again", is_flag=True, help="With --attach: start again after `dynamiccl stop`.")
+@option(
+    "--kill-after",
+    type=Number(0),
+    help="Kill all processes of the job if it has not ended this many seconds after a signal to end.",
+)
+@FORCE
+@OR_UNTUNED
+@option(
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    help="Seed of the built-in job, the emulation and the policy.",
+)
+@option(
+    "--out",
+    type=PATH,
+    group=OUTPUT,
+    help="Folder; old results in it are replaced. Default: a new folder in runs/tune, named after the Slurm "
+    "job or the time; runs/tune/latest leads to the newest.",
+)
+@option(
+    "--no-job-log",
+    is_flag=True,
+    group=OUTPUT,
+    help="Do not copy the output of COMMAND to job.log in this folder.",
+)
+@option(
+    "--json", is_flag=True, group=OUTPUT, help="Print the summary as JSON to stdout, and all else to stderr."
+)
+@option("--quiet", is_flag=True, group=OUTPUT, help="Print only the verdict.")
+@option(
+    "--memory",
+    metavar="URL",
+    group=OUTPUT,
+    help="Folder or URL (s3://... too) where tables are kept for the next run.",
+)
+@option("--no-memory", is_flag=True, group=OUTPUT, help="Use no stored table, and store none.")
+@option(
+    "--log-to",
+    group=OUTPUT,
+    help="Also log to tensorboard (OUT/tensorboard), wandb or mlflow. Needs that package.",
+)
+@CLUSTER
+@BYTES_SCALE
+@COMPUTE_SCALE
+@click.pass_context
+def tune(ctx: click.Context, **_: Any) -> None:
     """Tune a training job while it trains.
 
     A table has one setting (algorithm, protocol, channel count) for each kind and size of all-gather and
@@ -204,19 +208,66 @@ def tune(
     dynamiccl tune --attach runs/tune/latest   # a new tuner for a running job
     """
     # Import nothing large: the job waits for these imports. The tuner imports the rest while the job starts.
+    call = _call(ctx)
+    asked = call.values
+    command, headroom, json = asked["command"], asked["headroom"], asked["json"]
     _check(call)
     run_alone_if_off(command, headroom, json)
-    if attach:
-        if headroom or untouched:
+    if asked["attach"]:
+        if headroom or asked["untouched"]:
             fail(
                 "the job already has its communicators: give --headroom and --untouched to `dynamiccl env` before the "
                 "job starts"
             )
-        _attach(call, attach, again)
+        _attach(call, asked["attach"], asked["again"])
         return
     _check_program(command)
-    with untuned_if_refused(command if or_untuned else None, headroom, json):
-        _start(call.values)
+    with untuned_if_refused(command if asked["or_untuned"] else None, headroom, json):
+        _start(asked)
+
+
+def _call(ctx: click.Context) -> Call:
+    """The user's options within what the site's allow. For the others the site's count, then the defaults.
+
+    A tuner that joins a run gets the site's apart: those that the run was started with count before them.
+    """
+    try:
+        of_site = _of_site()
+    except ValueError as error:
+        start_untuned(ctx.params, f"{SITE_OPTIONS} has a mistake: {' '.join(str(error).split())}")
+    said = _within_site({name: ctx.params[name] for name in given(ctx)}, of_site)
+    instead = {} if "attach" in said else of_site
+    return Call({**ctx.params, **instead, **said}, frozenset(said), of_site)
+
+
+def _of_site() -> dict[str, Any]:
+    """The options that the site gives. Raises ValueError for a mistake in them."""
+    text = os.environ.get(SITE_OPTIONS, "")
+    if not text:
+        return {}
+    try:
+        ctx = tune.make_context(SITE_OPTIONS, shlex.split(text), help_option_names=[])
+    except click.UsageError as error:
+        raise ValueError(error.format_message().rstrip(".")) from None
+    if ctx.params["command"]:
+        raise ValueError("it contains a command")
+    found = {name: ctx.params[name] for name in given(ctx)}
+    check_site(found)
+    return found
+
+
+def _within_site(said: dict[str, Any], of_site: Mapping[str, Any]) -> dict[str, Any]:
+    """What the user said, with at most the site's budget and the site's slots: no user takes more of a cluster than
+    the site gives."""
+    if said.get("budget", 0) > (most := of_site.get("budget", math.inf)):
+        print(
+            f"warning: --budget {said['budget']:g} is above this site's {most:g}, which holds",
+            file=sys.stderr,
+        )
+        said["budget"] = most
+    if "search_slots" in of_site and said.pop("search_slots", None):
+        print("warning: this site's --search-slots holds", file=sys.stderr)
+    return said
 
 
 def _start(asked: dict[str, Any]) -> None:
@@ -329,15 +380,15 @@ def _serve(call: Call, where: str, again: bool, signals: Signals) -> RunSummary:
         path = run_folder(where)
         become_owner(path)
         run = RunFolder(path)
-        given = {name: call.values[name] for name in call.given}
+        said = {name: call.values[name] for name in call.given}
         has_launcher = Request.read(path, {}).out is not None
         if not has_launcher:  # else its request has the site's options
-            given = {**call.of_site, **given}
-        if "no_memory" in given:
-            given["memory"] = None
+            said = {**call.of_site, **said}
+        if "no_memory" in said:
+            said["memory"] = None
         elif not has_launcher:
-            given.setdefault("memory", default_url())
-        request = Request.read(path, given)
+            said.setdefault("memory", default_url())
+        request = Request.read(path, said)
         show = LiveView(request.budget, request.json or request.quiet, not request.launched)
         daemon = Daemon(request, run, again, show.window, show.say)  # one that is refused is told that alone
         with show:
@@ -372,10 +423,9 @@ def _check(call: Call) -> None:
 
 
 def _check_command(call: Call) -> None:
-    given = {
-        name: call.values[name] for name in call.given
-    }  # a site's scales are for its emulated jobs alone
-    refuse_scales(call.values["cluster"], given.get("bytes_scale"), given.get("compute_scale"))
+    # A site's scales are for its emulated jobs alone.
+    scales = (call.values[name] if name in call.given else None for name in ("bytes_scale", "compute_scale"))
+    refuse_scales(call.values["cluster"], *scales)
     for name in ("stage", "steps", "ranks"):
         if name in call.given:
             fail(f"--{name} is for the built-in job: put it into your COMMAND, or leave the COMMAND out")

@@ -16,7 +16,7 @@ import dynamiccl
 import dynamiccl.agent.api
 import pytest
 from dynamiccl.agent import commands
-from dynamiccl.agent.commands import completion, demo
+from dynamiccl.agent.commands import demo
 from dynamiccl.agent.daemon.request import Request
 from dynamiccl.agent.report import outputs
 from dynamiccl.envs.live.locks import lock
@@ -134,10 +134,8 @@ def test_all_children_are_started_so(started, monkeypatch):
     with pytest.raises(ValueError):
         dynamiccl.advise("recording")
     monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
-    demo.demo(out=Path("out"), steps=100)
+    demo.demo.callback(steps=100, out=Path("out"), quiet=False, json=False)
     assert [words[:4] for words in started] == 5 * [program()] and program()[1] == "-P"
-    completion.completion("bash")
-    assert started[-1] == [*program("dynamiccl.agent.completion"), "bash"]
 
 
 def test_a_flag_that_is_on_by_default_can_be_denied():

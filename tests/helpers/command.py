@@ -7,7 +7,26 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-from dynamiccl.agent.cli import run
+from dynamiccl.agent.cli import COMMANDS, run
+from dynamiccl.agent.commands import Group
+
+
+def named(name):
+    """A command by all its words, as ``lab train``."""
+    found = COMMANDS
+    for word in name.split():
+        found = found.named(word)
+    return found
+
+
+def _names(group, before=""):
+    for name in group.commands:
+        one = group.named(name)
+        yield from _names(one, f"{name} ") if isinstance(one, Group) else (before + name,)
+
+
+#: All commands.
+NAMES = tuple(_names(COMMANDS))
 
 
 def invoke(words):

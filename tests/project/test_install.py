@@ -135,7 +135,13 @@ def test_the_probe_needs_torch_and_numpy_alone(tmp_path):
     assert {
         "dynamiccl.envs.nccl.probe.probe",
         "dynamiccl.envs.sim.emulated.backend",
-    } <= names and not names & set(HEAVY)
+    } <= names and not names & {*HEAVY, "click"}
+
+
+def test_the_package_and_its_python_api_import_no_command_line():
+    """Beside a job it would be one more package that could be missing or old."""
+    names = "import dynamiccl, dynamiccl.agent.api, dynamiccl_autoload, sys; print(*sys.modules)"
+    assert "click" not in python(names).stdout.split()
 
 
 def test_a_command_that_lacks_a_package_names_the_extra():
@@ -171,10 +177,11 @@ def test_the_nodes_of_a_job_have_the_commands_that_they_need_with_numpy_alone(tm
     shutil.rmtree(run)
 
 
-def test_a_jobs_image_gets_numpy_and_no_pin_on_torch():
-    """Before: the trainer's packages, and a range of torch for which pip replaces a vendor's build."""
+def test_a_jobs_image_gets_click_and_numpy_and_no_pin_on_torch():
+    """Before: the trainer's packages, and a range of torch for which pip replaces a vendor's build. click is a few
+    files of Python that need nothing; the command line is made of it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert [word.partition(">")[0] for word in project["dependencies"]] == ["numpy"]
+    assert [word.partition(">")[0] for word in project["dependencies"]] == ["click", "numpy"]
     assert not any(word.startswith("torch") for word in project["optional-dependencies"]["tuner"])
 
 

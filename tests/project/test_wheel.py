@@ -105,7 +105,7 @@ def test_it_works_on_every_python_without_a_compiler(wheels, tmp_path, release):
     brought = {
         line.split("==")[0].lower() for line in call(own, "-m", "pip", "list", "--format=freeze").splitlines()
     }
-    assert brought <= {"dynamiccl", "numpy", "pip", "setuptools"}
+    assert brought <= {"click", "dynamiccl", "numpy", "pip", "setuptools"}
     said = call(own, "-c", LOOKS, PATH=str(tmp_path / "bin"), CC="none", HOME=str(tmp_path)).splitlines()
     assert json.loads(said[0])["DYNAMICCL_PLUGIN"].startswith(str(tmp_path)) and said[1:] == ["numpy"]
     assert "dynamiccl doctor" in call(own, "-m", "dynamiccl", "doctor", "--help")

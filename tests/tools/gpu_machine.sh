@@ -11,7 +11,7 @@ set -eu
 cd "$(dirname "$0")/../.."
 WHEELS="${WHEELS:-build/gpu-machine}"
 PLATFORMS="--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64"
-NEEDED="gymnasium farama-notifications stable-baselines3 sb3-contrib orjson"
+NEEDED="click gymnasium farama-notifications stable-baselines3 sb3-contrib orjson"
 
 case "${1:-}" in
 prepare)

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json as json_module
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-from .. import Argument, EmulatedCluster, Json, Option, emulation, fail, refusing
+from .. import CLUSTER, JSON, PATH, Number, argument, command, emulation, fail, option, refusing
 
 
+@command
+@argument(
+    "folders", type=PATH, nargs=-1, help="Run nothing: show these results, each compared with the others."
+)
+@option("--minutes", type=Number(0.2, 600), help="Run only the sweep, for this many minutes.")
+@option(
+    "--out", type=PATH, help="Parent of the new folder. Default: envs/results on GPUs, else runs/gpu-check."
+)
+@CLUSTER
+@JSON
 def gpu_check(
-    folders: Annotated[
-        list[Path] | None, Argument(help="Run nothing: show these results, each compared with the others.")
-    ] = None,
-    minutes: Annotated[
-        float | None, Option(min=0.2, max=600, help="Run only the sweep, for this many minutes.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        Option(help="Parent of the new folder. Default: envs/results on GPUs, else runs/gpu-check."),
-    ] = None,
-    cluster: EmulatedCluster = None,
-    json: Json = False,
+    folders: Sequence[Path], minutes: float | None, out: Path | None, cluster: str | None, json: bool
 ) -> None:
     """Measure the gain of NCCL's settings on these GPUs, compared with NCCL untouched. It takes 8.5 minutes.
 

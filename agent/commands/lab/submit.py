@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated
 
-from .. import Argument, Json, Option, refusing
+from .. import JSON, PATH, argument, command, option, refusing
 
 
-def submit(
-    results: Annotated[Path, Argument(help="A folder of gpu-check, or of a tuning run.")],
-    out: Annotated[
-        Path | None, Option(help="Folder to make. Default: submission in the current folder.")
-    ] = None,
-    json: Json = False,
-) -> None:
+@command
+@argument("results", type=PATH, help="A folder of gpu-check, or of a tuning run.")
+@option("--out", type=PATH, help="Folder to make. Default: submission in the current folder.")
+@JSON
+def submit(results: Path, out: Path | None, json: bool) -> None:
     """Build a folder of measured times for the project, and print its content. Nothing is uploaded.
 
     It holds times of collectives by setting and size, default step times relative to their median, GPU model,

@@ -1,33 +1,44 @@
 """``dynamiccl lab train``: train the weights of the LSTM policy."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from .. import Json, Option, fail, one_thread, refusing
+import click
+
+from .. import JSON, PATH, command, fail, one_thread, option, refusing
 
 
+@command
+@option(
+    "--turns",
+    type=click.IntRange(1),
+    default=92_160,
+    help="Turns to learn from, over all jobs; whole updates are made.",
+)
+@option(
+    "--runs",
+    type=PATH,
+    multiple=True,
+    help="Continue from the shipped weights on recorded runs (folders of a trace).",
+)
+@option("--seed", type=click.IntRange(0), default=0, help="Seed of the first weights and of the jobs.")
+@option(
+    "--out",
+    type=PATH,
+    default=Path("runs/train/policy.npz"),
+    help="Weights file to write; a .json record goes into the same folder.",
+)
+@option(
+    "--split",
+    is_flag=True,
+    help="Play each of 24 jobs in a process of its own: for many cores. The weights are the same.",
+)
+@option("--resume", is_flag=True, help="Continue from the last checkpoint in the folder of --out.")
+@JSON
 def train(
-    turns: Annotated[
-        int, Option(min=1, help="Turns to learn from, over all jobs; whole updates are made.")
-    ] = 92_160,
-    runs: Annotated[
-        list[Path] | None,
-        Option(help="Continue from the shipped weights on recorded runs (folders of a trace)."),
-    ] = None,
-    seed: Annotated[int, Option(min=0, help="Seed of the first weights and of the jobs.")] = 0,
-    out: Annotated[
-        Path, Option(help="Weights file to write; a .json record goes into the same folder.")
-    ] = Path("runs/train/policy.npz"),
-    split: Annotated[
-        bool,
-        Option(
-            help="Play each of 24 jobs in a process of its own: for many cores. The weights are the same."
-        ),
-    ] = False,
-    resume: Annotated[bool, Option(help="Continue from the last checkpoint in the folder of --out.")] = False,
-    as_json: Json = False,
+    turns: int, runs: Sequence[Path], seed: int, out: Path, split: bool, resume: bool, json: bool
 ) -> None:
     """Train the LSTM policy by RecurrentPPO on whole simulated jobs. The reward is measured step time.
     The shipped weights took 33 minutes of a shared core.
@@ -45,7 +56,7 @@ def train(
     if out.suffix != ".npz":
         fail(f"--out is a .npz file, not {out}")
     learned, judges = [r for i, r in enumerate(runs or ()) if i % 5 < 4], list(runs or ())[4::5]
-    console = terminal(stderr=True, quiet=as_json, highlight=False)
+    console = terminal(stderr=True, quiet=json, highlight=False)
     with refusing(OSError, ValueError, TraceError):
         _check(runs or ())
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +79,7 @@ def train(
     training.run(show)
     record = export(training, out)
     told = gained(LstmPolicy.load(out), judges) if judges else None
-    if as_json:
+    if json:
         print(record.read_text())
         return
     console.print(f"{out}: trained in {training.seconds:.0f} s; judge it by: dynamiccl bench --policy {out}")

@@ -1,76 +1,75 @@
 """``completion`` and ``demo``: the first minutes of a new user."""
 
 import os
-import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+import click
 import pytest
-from command import invoke
-from dynamiccl.agent import completion
-from dynamiccl.agent.cli import NAMES, options_of
+from click.shell_completion import ShellComplete
+from command import COMMANDS, NAMES, invoke, named
 from paths import ROOT
 
 COMPLETES = """
-source "$1"
-COMP_WORDS=(dynamiccl $2)
+eval "$(dynamiccl completion bash)"
+COMP_WORDS=(dynamiccl $1)
 COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-_shtab_dynamiccl
+_dynamiccl_completion dynamiccl
 echo "${COMPREPLY[@]}"
 """
 
 
-def printed(shell):
-    command = [sys.executable, "-m", "dynamiccl.agent.cli", "completion", shell]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-@pytest.fixture(scope="module")
-def script(tmp_path_factory):
-    path = tmp_path_factory.mktemp("completion") / "dynamiccl.bash"
-    path.write_text(printed("bash"))
-    return path
+def offered(typed):
+    *before, last = typed.split(" ")
+    found = ShellComplete(COMMANDS, {}, "dynamiccl", "_DYNAMICCL_COMPLETE").get_completions(before, last)
+    return {item.value if item.type == "plain" else item.type for item in found}
 
 
 @pytest.mark.parametrize(
-    ("typed", "offered"),
+    ("typed", "found"),
     [
         ("to", {"top"}),
         ("lab g", {"gpu-check"}),
         ("tune --clus", {"--cluster"}),
         ("show --win", {"--windows"}),
+        ("show ", {"file"}),
+        ("stop ", {"file"}),
+        ("tune --attach ", {"file"}),
+        ("tune --nonsense x --clus", {"--cluster"}),
+        ("tune train.py -- ", set()),
     ],
 )
-def test_a_press_of_tab_completes(script, typed, offered):
-    bash = ["bash", "-c", COMPLETES, "bash", str(script), typed]
-    done = subprocess.run(bash, capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) == offered
+def test_a_press_of_tab_completes(typed, found):
+    assert offered(typed) == found
+
+
+def test_the_shell_asks_the_program_at_a_press_of_tab():
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    bash = ["bash", "-c", COMPLETES, "bash", "tune --clus"]
+    done = subprocess.run(bash, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "--cluster\n", done.stderr
 
 
 def test_every_parameter_that_is_a_path_completes_files():
     """Before: three of another name did not."""
     for name in NAMES:
-        parser = completion._parser(f"dynamiccl {name}")
-        paths = {key for key, kind in parser.kinds.items() if kind is Path}
-        with_files = {action.dest for action in parser._actions if hasattr(action, "complete")}
-        assert paths <= with_files, name
-        assert with_files - paths <= {"run", "attach"}
+        for param in named(name).params:
+            if param.name in ("out", "run", "attach", "trace", "untouched", "submission", "runs", "metrics"):
+                assert isinstance(param.type, click.Path), (name, param.name)
 
 
-def test_every_command_and_option_is_known(script):
-    text = script.read_text()
-    for name in NAMES:
-        key = re.sub(r"\W", "_", name)
-        found = re.search(rf"_shtab_dynamiccl_{key}_option_strings=\((.*)\)", text)
-        assert found and options_of(name) <= set(found[1].split())
+@pytest.mark.parametrize(
+    ("shell", "begins"), [("zsh", "#compdef dynamiccl"), ("fish", "function _dynamiccl")]
+)
+def test_other_shells_are_served_too(shell, begins):
+    assert invoke(["completion", shell]).stdout.startswith(begins)
 
 
-def test_zsh_is_served_and_other_shells_are_refused():
-    assert printed("zsh").startswith("#compdef dynamiccl")
+def test_shells_without_completion_are_refused():
     refused = invoke(["completion", "fishy"])
-    assert refused.exit_code == 2 and "bash, zsh, tcsh" in refused.stderr
+    assert refused.exit_code == 2 and "'bash', 'zsh', 'fish'" in refused.stderr
 
 
 def test_a_demo_without_torch_names_the_cure(tmp_path):
