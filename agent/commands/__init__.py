@@ -404,6 +404,15 @@ def emulation_here(
     return emulation(told.cluster, told.bytes_scale, told.compute_scale, told.seed)
 
 
+def tell_whose_code(policy: str) -> None:
+    """Say of a policy that is code of its author that this code runs here."""
+    from ...traces.outside import shown
+    from ..policies.choosing import runs_code
+
+    if runs_code(policy):
+        print(f"dynamiccl: policy {shown(policy)} runs its author's code, with your rights", file=sys.stderr)
+
+
 def refuse_scales(cluster: str | None, bytes_scale: float | None, compute_scale: float | None) -> None:
     """Refuse scales where no cluster is given."""
     if not cluster and (bytes_scale is not None or compute_scale is not None):

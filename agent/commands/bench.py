@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...traces.outside import read_json, shown
-from . import JSON, PATH, Number, command, fail, one_thread, option, refusing
+from . import JSON, PATH, Number, command, fail, one_thread, option, refusing, tell_whose_code
 
 if TYPE_CHECKING:
     from ..bench.board import Board
@@ -25,8 +25,8 @@ PLAY_S = (1.2, 3.0)
 @option(
     "--policy",
     multiple=True,
-    help="A known policy, MODULE:NAME, FILE.npz of lab train, FILE.zip (RecurrentPPO, MaskablePPO, PPO or "
-    "A2C), or a folder. Repeat it for more. Default: all known.",
+    help="A known policy, MODULE:NAME, FILE.npz of lab train, FILE.zip of stable-baselines3, or a folder. "
+    "Repeat it for more. Default: all known.",
 )
 @option("--suite", default="standard", help="standard, held-out, unseen, or the JSON file of a suite.")
 @option("--world", multiple=True, help="Only the suite's jobs of this world. Repeat it for more.")
@@ -101,6 +101,8 @@ def bench(
         most = jobs or _jobs_played(given) or None
         board = Board(JobSuite.load(suite), most)
     names = list(dict.fromkeys(policy or (() if given else ENTRANTS)))
+    for name in names:
+        tell_whose_code(name)
     folder = out / _folder_name(suite)
     folder.mkdir(parents=True, exist_ok=True)
     total = len(given) + len(names)

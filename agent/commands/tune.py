@@ -45,6 +45,7 @@ from . import (
     run_alone_if_off,
     run_folder,
     start_untuned,
+    tell_whose_code,
     untouched_from,
     untuned_if_refused,
 )
@@ -291,6 +292,7 @@ def _start(asked: dict[str, Any]) -> None:
         facts |= {"stage": asked["stage"], "n_processes": n_processes}
     with refusing(PluginBuildError, Busy, ValueError, OSError):
         check_chooser(asked["policy"])
+        tell_whose_code(asked["policy"])
         if asked["search_slots"]:
             parsed(asked["search_slots"])
         if asked["log_to"]:
@@ -391,6 +393,8 @@ def _serve(call: Call, where: str, again: bool, signals: Signals) -> RunSummary:
         request = Request.read(path, said)
         show = LiveView(request.budget, request.json or request.quiet, not request.launched)
         daemon = Daemon(request, run, again, show.window, show.say)  # one that is refused is told that alone
+        if "policy" in said:
+            tell_whose_code(request.policy)
         with show:
             summary = daemon.serve(signals)
     if request.json:

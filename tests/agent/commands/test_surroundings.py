@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 import pytest
 from cli_process import run
@@ -44,6 +45,19 @@ def test_options_of_a_site_that_mean_nothing_keep_no_job_from_starting(monkeypat
     monkeypatch.setattr(tune, "_start", lambda asked: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.run(["tune", "--", "true"])
+
+
+@pytest.mark.parametrize(("policy", "is_told"), [("{}", True), ("sweep", False)])
+def test_a_policy_that_runs_its_authors_code_is_told(monkeypatch, tmp_path, capsys, policy, is_told):
+    (tmp_path / "policy.py").write_text("class Policy:\n    def predict(self, *asked): ...\n")
+    monkeypatch.setattr(tune, "_launch", lambda *_: None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    cli.run(
+        ["tune", "--force", "--cluster", "dgx-h100-2x8", "--policy", policy.format(tmp_path), "--", "true"]
+    )
+    sys.modules.pop("policy", None)
+    told = f"policy {tmp_path} runs its author's code" in capsys.readouterr().err
+    assert told == is_told
 
 
 def test_a_job_that_inherits_an_emulated_cluster_is_known_for_one(monkeypatch):

@@ -3,13 +3,11 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import gymnasium
 import numpy as np
 import pytest
-from dynamiccl.agent.policies import own_folder
-from dynamiccl.agent.policies.choosing import make_chooser
+from dynamiccl.agent.policies.choosing import make_chooser, runs_code
 
 OWN = "class Policy:\n    def predict(self, observation, state=None, episode_start=None, deterministic=True): ...\n"
 
@@ -53,6 +51,15 @@ def test_a_file_that_is_no_model_is_refused(tmp_path):
         make_chooser(str(tmp_path / "none.zip"))
 
 
+@pytest.fixture(autouse=True)
+def forgets(monkeypatch):
+    """Python forgets a test's modules and folders."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    for name in ("policy", "beside_a", "beside_b", "wrong_here"):
+        sys.modules.pop(name, None)
+
+
 def test_a_folder_holds_one_policy(tmp_path):
     with pytest.raises(ValueError, match="holds no policy: put one"):
         make_chooser(str(tmp_path))
@@ -63,85 +70,58 @@ def test_a_folder_holds_one_policy(tmp_path):
         make_chooser(str(tmp_path))
 
 
-#: A policy of a folder that says who it is by a module beside it, at the top, where it is made and where it decides.
-BESIDE = (
-    "import beside\n"
-    "class Policy:\n"
-    "    def __init__(self):\n"
-    "        import beside_too\n"
-    "        self.who = [beside.WHO, beside_too.WHO]\n"
-    "    def predict(self, observation, state=None, episode_start=None, deterministic=True):\n"
-    "        import beside, beside_late\n"
-    "        return [*self.who, beside.WHO, beside_late.WHO], state\n"
-)
-NAMES = ("beside", "beside_too", "beside_late")
-
-
 @pytest.fixture
-def folders(tmp_path, monkeypatch):
-    """Folders a and b and the current one, each with a policy and the modules that it needs, all of the same names."""
-    for name in ("a", "b", "here"):
+def folders(tmp_path):
+    """Folders a and b, each with a policy that needs a module beside it."""
+    for name in ("a", "b"):
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "policy.py").write_text(BESIDE)
-        for module in NAMES:
-            (folder / f"{module}.py").write_text(f"WHO = {name!r}\n")
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.syspath_prepend(tmp_path / "here")
-    own_folder.forget()
-    before = sys.meta_path.copy()
-    yield tmp_path
-    own_folder.forget()
-    assert sys.meta_path == before
-    for name in (*NAMES, "policy"):
-        sys.modules.pop(name, None)
+        (folder / "policy.py").write_text(f"import beside_{name}\n{OWN}    who = beside_{name}.WHO\n")
+        (folder / f"beside_{name}.py").write_text(f"WHO = {name!r}\n")
+    return tmp_path
 
 
-def who(policy):
-    return "".join(policy.predict(None)[0])
+def test_a_folder_plays_its_own_policy_and_a_second_one_is_refused(folders):
+    """Before: the one that was loaded first played under another folder's name."""
+    assert make_chooser(str(folders / "a")).who == "a"
+    assert make_chooser(str(folders / "a")).who == "a"
+    with pytest.raises(
+        ValueError, match=r"another module policy .*/a/policy\.py\) than .*b/policy\.py: give it another"
+    ):
+        make_chooser(str(folders / "b"))
 
 
-def test_a_folder_plays_its_own_policy(folders):
-    """Before: the current folder's policy.py, or the one that was loaded first, played under another folder's name."""
-    path = sys.path.copy()
-    for name in ("a", "b", "a"):
-        policy = make_chooser(str(folders / name))
-        assert (
-            who(policy) == 4 * name
-            and Path(sys.modules[type(policy).__module__].__file__).parent.name == name
-        )
-    assert sys.path == path
-    # Nor are a's modules left to those who come after it.
-    policy = make_chooser("policy:Policy")
-    assert [*policy.who, type(policy).__module__] == ["here", "here", "policy"]
-
-
-def test_a_folder_leaves_what_python_had(folders):
-    """Its modules replace neither Python's nor those that others have imported."""
-    import beside
-
+def test_a_folder_leaves_python_its_own_modules(folders):
     (folders / "a" / "wave.py").write_text("raise SystemExit('not this one')\n")
-    (folders / "a" / "policy.py").write_text("import wave\n" + BESIDE)
-    assert make_chooser(str(folders / "a")).who == ["a", "a"]
-    assert sys.modules["beside"] is beside and beside.WHO == "here"
+    (folders / "a" / "policy.py").write_text("import wave\n" + OWN)
+    assert type(make_chooser(str(folders / "a"))).__module__ == "policy"
 
 
-def test_a_folders_policy_may_make_that_of_another(folders):
-    (folders / "a" / "policy.py").write_text(
-        "from dynamiccl.agent.policies.choosing import make_chooser\n"
-        f"class Policy:\n    def __init__(self):\n        self.other = make_chooser({str(folders / 'b')!r})\n"
-        "        import beside\n        self.who = beside.WHO\n    def predict(self): ...\n"
-    )
-    policy = make_chooser(str(folders / "a"))
-    assert (policy.who, policy.other.who) == ("a", ["b", "b"])
+@pytest.mark.parametrize(
+    ("name", "is_code"),
+    [
+        ("lstm", False),
+        ("w.npz", False),
+        ("m.zip", True),
+        ("m:N", True),
+        ("{}/a", True),
+        ("{}/weights", False),
+    ],
+)
+def test_it_is_known_which_policies_run_their_authors_code(folders, name, is_code):
+    (folders / "weights").mkdir()
+    (folders / "weights" / "w.npz").touch()
+    assert runs_code(name.format(folders)) == is_code
 
 
-def test_a_folder_without_the_class_is_refused(folders):
-    (folders / "a" / "policy.py").write_text("import beside_none\n")
-    (folders / "b" / "policy.py").write_text("")
-    for name, why in (("a", "No module named 'beside_none'"), ("b", "no attribute 'Policy'")):
-        with pytest.raises(ValueError, match=f"cannot load class Policy of .*policy.py .*{why}"):
-            make_chooser(str(folders / name))
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [("import beside_none\n", "No module named 'beside_none'"), ("", "no attribute 'Policy'")],
+)
+def test_a_folder_without_the_class_is_refused(folders, code, why):
+    (folders / "a" / "policy.py").write_text(code)
+    with pytest.raises(ValueError, match=f"cannot load policy .*policy.py.*{why}"):
+        make_chooser(str(folders / "a"))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +140,7 @@ def test_a_folder_without_the_class_is_refused(folders):
 def test_an_error_in_the_users_code_is_told_with_its_line(folders, monkeypatch, code, why):
     """Before: a traceback of ours for all but a missing module."""
     (folders / "a" / "policy.py").write_text(code)
-    with pytest.raises(ValueError, match=rf"cannot load class Policy of .*policy\.py \({why}"):
+    with pytest.raises(ValueError, match=rf"cannot load policy .*policy\.py': {why}"):
         make_chooser(str(folders / "a"))
     (folders / "b" / "wrong_here.py").write_text(code)
     monkeypatch.chdir(folders / "b")
@@ -174,9 +154,10 @@ def test_an_error_in_the_users_code_is_told_with_its_line(folders, monkeypatch, 
 
 def test_a_module_that_is_not_the_current_folders_is_refused(folders, monkeypatch):
     """Before: in another folder, the first folder's module of this name played again."""
-    assert make_chooser("policy:Policy").who == ["here", "here"]
+    monkeypatch.chdir(folders / "a")
+    assert make_chooser("policy:Policy").who == "a"
     monkeypatch.chdir(folders / "b")
-    with pytest.raises(ValueError, match=r"another module policy than .*b/policy\.py: give it another name"):
+    with pytest.raises(ValueError, match=r"another module policy .*b/policy\.py: give it another name"):
         make_chooser("policy:Policy")
 
 
@@ -204,23 +185,18 @@ def test_a_model_with_a_class_of_the_current_folder_is_loaded_as_what_it_is(mode
         command = [sys.executable, "-c", program, word]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
-    assert done.stdout == "RecurrentPPO\n"
+    assert done.stdout == "Mine\n"
     (tmp_path / "elsewhere").mkdir()
     command = [sys.executable, "-c", LOAD, "../model.zip"]
     done = subprocess.run(command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, timeout=120)
-    assert "ValueError: ../model.zip has a class of the module my_memory" in done.stderr
+    assert "ValueError: ../model.zip needs the module my_memory" in done.stderr
     assert done.stderr.rstrip().endswith("run the command in the folder of my_memory.py")
     (tmp_path / "my_memory.py").write_text("import einops_of_mine\n" + MINE)
     command = [sys.executable, "-c", LOAD, "model.zip"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    # Before: "run the command in the folder of einops_of_mine.py".
-    assert done.stderr.rstrip().endswith(
-        "model.zip has a class of the module my_memory, which needs einops_of_mine. Python does not find it: "
-        "install this package"
-    )
+    assert "model.zip needs the module einops_of_mine" in done.stderr
 
 
-#: The current folder has a module of the policy, one of the same name as an installed one, and one that hides Python's.
 OWN_LOAD = (
     "import sys\nsys.path.remove('')\nfrom dynamiccl.agent.policies.choosing import make_chooser\n"
     "policy = make_chooser(sys.argv[1])\nimport this_is_installed, wave\n"
@@ -228,36 +204,51 @@ OWN_LOAD = (
 )
 
 
-def test_the_current_folder_hides_no_installed_module_and_has_the_users_policy(tmp_path):
-    """Before: it came first on Python's path, so its files replaced packages and Python's own modules."""
+def test_the_current_folder_hides_no_module_that_python_has(tmp_path):
+    """Before: it came first on Python's path, so its files replaced packages and Python's own modules. A policy in a
+    module whose name another one has is refused: which of them is meant?"""
     here, installed = tmp_path / "here", tmp_path / "installed"
     for folder in (here, installed):
         folder.mkdir()
-        (folder / "this_is_installed.py").write_text("class Policy: ...\n" if folder == installed else OWN)
+        (folder / "this_is_installed.py").write_text(OWN)
     (here / "mine.py").write_text(OWN)
     (here / "wave.py").write_text("raise SystemExit('not this one')\n")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(os.path.abspath, sys.path), str(installed)])}
-    for module, found in (("mine", installed), ("this_is_installed", here)):
+    said = []
+    for module in ("mine", "this_is_installed"):
         command = [sys.executable, "-c", OWN_LOAD, f"{module}:Policy"]
-        done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=120)
-        assert done.stdout.split() == [module, str(found / "this_is_installed.py"), "wave"], done.stderr
+        said.append(subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=120))
+    assert said[0].stdout.split() == ["mine", str(installed / "this_is_installed.py"), "wave"], said[0].stderr
+    assert "another module this_is_installed" in said[1].stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("name", "algorithm"), [("ppo", "PPO"), ("a2c", "A2C"), ("recurrent", "RecurrentPPO")]
-)
-def test_a_model_is_loaded_by_the_algorithm_that_left_it(models, name, algorithm):
-    """Before: A2C was loaded as PPO."""
-    assert type(make_chooser(str(models[0] / f"{name}.zip"))).__name__ == algorithm
+@pytest.mark.parametrize("name", ["ppo", "a2c", "recurrent"])
+def test_a_model_decides_as_the_algorithm_that_left_it(models, name):
+    from sb3_contrib import RecurrentPPO
+    from stable_baselines3 import A2C, PPO
+
+    folder, env = models
+    algorithm = {"ppo": PPO, "a2c": A2C, "recurrent": RecurrentPPO}[name]
+    whole, ours = algorithm.load(folder / name, device="cpu"), make_chooser(str(folder / f"{name}.zip"))
+    states = [None, None]
+    for seed in range(8):
+        observation, _ = env.reset(seed=seed)
+        begins = np.array([seed == 0])
+        found = [
+            m.predict(observation[None], s, begins, True) for m, s in zip((whole, ours), states, strict=True)
+        ]
+        states = [state for _, state in found]
+        assert np.array_equal(found[0][0], found[1][0])
 
 
-def test_a_model_of_an_unknown_algorithm_is_refused_with_the_cure(models, tmp_path):
-    """Before: TRPO was loaded as PPO."""
+def test_models_of_other_algorithms_decide_too(models, tmp_path):
+    """Before: refused. Nothing but its policy is asked."""
     from sb3_contrib import TRPO
     from stable_baselines3 import DQN
 
     TRPO("MlpPolicy", models[1], device="cpu").save(tmp_path / "trpo")
     DQN("MlpPolicy", models[1], device="cpu", buffer_size=2).save(tmp_path / "dqn")
+    observation, _ = models[1].reset(seed=0)
     for name in ("trpo", "dqn"):
-        with pytest.raises(ValueError, match=r"is a model of none of RecurrentPPO, .*: give MODULE:NAME"):
-            make_chooser(str(tmp_path / f"{name}.zip"))
+        action, _ = make_chooser(str(tmp_path / f"{name}.zip")).predict(observation[None], None, None, True)
+        assert models[1].action_space.contains(np.reshape(action, ()).astype(np.int64))
