@@ -109,7 +109,8 @@ class Rank:
         dist.init_process_group(plan.backend, timeout=timedelta(seconds=PEER_S))
         self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=PEER_S))
         self.number, self.size = dist.get_rank(), dist.get_world_size()
-        most = max(cell.n_bytes for cell in plan.cells) // 4 + self.size
+        self._small = Cell("all_gather", 4096 * self.size)
+        most = max(cell.n_bytes for cell in (*plan.cells, self._small)) // 4
         self._whole = (torch.arange(most, device=self.device) % 1000).float()
         self._out = torch.empty_like(self._whole)
         self._generation = 0
@@ -124,8 +125,7 @@ class Rank:
         if self._group is not None:
             dist.destroy_process_group(self._group)
         self._group = dist.new_group(backend=self.plan.backend, timeout=timedelta(seconds=PEER_S))
-        small = Cell("all_gather", 4096 * self.size)
-        self.call(small)
+        self.call(self._small)
         self.finish()
         if self._ring is None and self.plugin.open():
             self._ring = Ring.of_this_process(self.run.path)
