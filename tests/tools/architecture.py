@@ -24,7 +24,7 @@ def shortest(found):
 
 def picture():
     lines = ["```mermaid", "graph TD"]
-    lines += [f'  {r.replace("/", "_")}["{r}/<br/>{what}"]' for r, (what, _) in sorted(STATED.items())]
+    lines += [f'  {r.replace("/", "_")}["{r}/"]' for r in sorted(STATED)]
     lines += [f"  {a.replace('/', '_')} --> {b.replace('/', '_')}" for a, b in shortest(arrows())]
     return "\n".join([*lines, "```"])
 
