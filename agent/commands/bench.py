@@ -97,7 +97,7 @@ def bench(
 
     console = terminal(stderr=True, highlight=False, markup=False)
     with refusing(OSError, ValueError):
-        given = _given(submission or [], suite, filed)
+        given = _given(submission, suite, filed)
         most = jobs or _jobs_played(given) or None
         board = Board(JobSuite.load(suite), most)
     names = list(dict.fromkeys(policy or (() if given else ENTRANTS)))
@@ -137,14 +137,14 @@ def _check_filed(suite: str) -> None:
         )
 
 
-def _check_are_there(policies: list[str] | None, submissions: list[Path] | None) -> None:
+def _check_are_there(policies: Sequence[str], submissions: Sequence[Path]) -> None:
     """Refuse files of policies and of submissions that are not there, before the suite is loaded."""
     from ..policies.choosing import check_is_there
 
     with refusing(ValueError):
-        for name in policies or ():
+        for name in policies:
             check_is_there(name)
-    for path in submissions or ():
+    for path in submissions:
         if not path.is_file():
             fail(f"there is no submission {path}")
 
@@ -167,7 +167,7 @@ def _to_play(names: list[str], n_jobs: int, processes: int) -> str:
     return f"{', '.join(names)} to play: about {seconds(quick)} to {seconds(slow)}"
 
 
-def _given(files: list[Path], suite: str, filed: bool) -> list[Any]:
+def _given(files: Sequence[Path], suite: str, filed: bool) -> list[Any]:
     """The results that join without playing: submission files, then those on file. Raises OSError, ValueError."""
     from ...envs.bench.strata import filed as on_record
 

@@ -77,7 +77,7 @@ def _tell(looked_at: dict[str, str], findings: list[Finding]) -> None:
         print(f"{kind}  {finding.what}\n        -> {finding.cure}")
 
 
-def _read(runs: list[Path]) -> list[Trace]:
+def _read(runs: Sequence[Path]) -> list[Trace]:
     """The traces of these runs or recordings, with the ranks of the job in their events."""
     from ...traces.importers.recording import read_recording
     from ...traces.outside import TraceError

@@ -269,7 +269,8 @@ def _of_trace(run: Path) -> list[tuple[str, int]]:
         )
     events = events[events["asked"] > 0]
     found: list[tuple[str, int]] = []
-    for (func, _), rows in events.groupby(["func", "size_class"]):
+    slots: Any = events.groupby(["func", "size_class"])
+    for (func, _), rows in slots:
         moved = rows.groupby("asked")["n_bytes"].sum()
         found.append((str(func), int(moved.idxmax())))
     return found

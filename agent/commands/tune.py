@@ -175,7 +175,7 @@ class Call(NamedTuple):
 @BYTES_SCALE
 @COMPUTE_SCALE
 @click.pass_context
-def tune(ctx: click.Context, **_: Any) -> None:
+def tune(ctx: click.Context, /, **_: Any) -> None:
     """Tune a training job while it trains.
 
     A table has one setting (algorithm, protocol, channel count) for each kind and size of all-gather and

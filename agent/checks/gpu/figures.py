@@ -161,7 +161,8 @@ def staircase(rows: pd.DataFrame) -> float:
     Waves: ceil(tiles / (SMs - channels)) over ceil(tiles / SMs).
     """
     seen = []
-    for row in rows[rows["sms"].astype(int) > 0].itertuples():
+    told: Any = rows[rows["sms"].astype(int) > 0]
+    for row in told.itertuples():
         channels = int(row.ran.rpartition("/")[2])
         tiles, sms = math.ceil(row.size**2 / TILE), int(row.sms)
         if channels >= sms:

@@ -95,8 +95,9 @@ def judged(rows: pd.DataFrame) -> list[Judged]:
     """All messages of a sweep. Raises ValueError where too few rounds are whole."""
     sound = rows[rows["obeyed"].astype(str) == "True"]
     found = []
-    for (func, n_bytes), of_cell in sound.groupby(["func", "n_bytes"]):
-        logs = np.log(of_cell.pivot_table(index="round", columns="arm", values="us"))
+    cells: Any = sound.groupby(["func", "n_bytes"])
+    for (func, n_bytes), of_cell in cells:
+        logs = of_cell.pivot_table(index="round", columns="arm", values="us").apply(np.log)
         logs = logs.dropna(axis=1, thresh=max(LEAST_ROUNDS, len(logs) - 1)).dropna()
         if len(logs) < LEAST_ROUNDS or not {UNTOUCHED, AGAIN} <= set(logs.columns):
             continue

@@ -80,7 +80,7 @@ def gpu_check(
     raise SystemExit(0 if ok else 1)
 
 
-def _show(folders: list[Path]) -> None:
+def _show(folders: Sequence[Path]) -> None:
     """Print the results of each folder, compared with the others."""
     from ...checks.gpu.figures import Folder, page
 
