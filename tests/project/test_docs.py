@@ -209,7 +209,12 @@ def test_the_deployment_page_has_every_variable_of_ours_and_no_other():
     theirs = set(re.findall(r"\b(?:NCCL|GLOO|TORCH|TORCHELASTIC|SLURM|XDG)_[A-Z_]+[A-Z]\b", page))
     unread = [n for n in theirs if not any(n in text for text in texts)]
     torchruns = ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
-    assert sorted(unread) == ["SLURM_JOB_NODELIST", "SLURM_NNODES", *torchruns]  # in the example
+    assert sorted(unread) == [
+        "SLURM_JOB_NODELIST",
+        "SLURM_NNODES",
+        "SLURM_RESTART_COUNT",
+        *torchruns,
+    ]  # in the example
 
 
 def test_the_page_lists_every_metric_in_its_words():
