@@ -7,7 +7,7 @@ import re
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from ...traces.here import program
 from . import EMULATION, OUTPUT, EmulatedCluster, Json, Option, emulation, fail, refusing, results
@@ -264,7 +264,7 @@ def _of_trace(run: Path) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = []
     for (func, _), rows in events.groupby(["func", "size_class"]):
         moved = rows.groupby("asked")["n_bytes"].sum()
-        found.append((str(func), int(moved.idxmax())))
+        found.append((str(func), cast(int, moved.idxmax())))
     return found
 
 
