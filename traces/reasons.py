@@ -163,6 +163,7 @@ class RunEnds(Reason):
     BEFORE_A_SWITCH = "{ended}, before its ranks switched tables: {why}"
     ONCE = "the verdict is reached: tuning ends here, as --once requests"
     STOPPED = "stopped by `dynamiccl stop`"
+    SEARCHED_AGAIN = "another search began"
     SWITCHED_OFF = "the tuner is switched off here ({why})"
     NOT_STARTED = "dynamiccl cannot start here ({why})"
     INTERRUPTED = "interrupted"

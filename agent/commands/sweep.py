@@ -7,7 +7,7 @@ import re
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -272,7 +272,7 @@ def _of_trace(run: Path) -> list[tuple[str, int]]:
     slots: Any = events.groupby(["func", "size_class"])
     for (func, _), rows in slots:
         moved = rows.groupby("asked")["n_bytes"].sum()
-        found.append((str(func), int(moved.idxmax())))
+        found.append((str(func), cast(int, moved.idxmax())))
     return found
 
 

@@ -56,7 +56,7 @@ class Watch:
 
     def _is_taken_back(self) -> bool:
         if (self._run.path / STOP).exists():  # who made it withdraws the table
-            self._say(RunEnds.STOPPED())
+            self._say(str(RunEnds.STOPPED()))
             return True
         if why := switched_off():
             self._publish(False)

@@ -408,7 +408,7 @@ class Daemon:
         log.info("%s", line)
         self.on_window(line)
         self._results.keep(
-            self._table(), self.outcome.dropped or ""
+            self._table(), self.outcome.dropped
         )  # a search may confirm one long before its verdict
         self._page.keep_up(self._summary)
 

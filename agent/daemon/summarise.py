@@ -109,10 +109,10 @@ class Results:
         summary.write(self.out)
         with contextlib.suppress(TraceError):  # the run folder goes with the job, and may be full
             summary.write(self.run)
-        self.keep(table, summary.dropped or summary.ended or "")
+        self.keep(table, summary.dropped or summary.ended)
         self._next = time.monotonic() + EVERY_S
 
-    def keep(self, table: Table, why: str) -> None:
+    def keep(self, table: Table, why: Why | None) -> None:
         """The table that is confirmed, as `dynamiccl apply` takes it; the one before is set aside if there is none now.
 
         ``why`` there is none. Raises OSError or TraceError.
@@ -123,7 +123,7 @@ class Results:
             text = to_json(table)
             atomically(self.out / TABLE, lambda draft: draft.write_text(text))
         else:
-            set_aside(self.out, why or "another search began")
+            set_aside(self.out, why or RunEnds.SEARCHED_AGAIN())
         self._kept = table
 
     @property

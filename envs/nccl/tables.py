@@ -14,7 +14,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ...traces.header import plain
 from ...traces.outside import atomically, parse_json
+from ...traces.reasons import Why
 from ...traces.records import FUNCS, Decision, Rule, Table
 
 FORMAT = 1
@@ -27,7 +29,7 @@ MAX_TEXT = 4 << 20  # characters of a table's file: the plugin holds 1024 rows
 _KEYS = ("func", "min_bytes", "max_bytes", "algo", "proto", "n_channels", "n_ranks", "n_nodes", "threads")
 
 
-def to_json(table: Table, dropped: str = "") -> str:
+def to_json(table: Table, dropped: Why | None = None) -> str:
     """The text of a table's file; ``dropped``: why its run dropped it."""
     rules = []
     for rule in table.rules:
@@ -35,11 +37,11 @@ def to_json(table: Table, dropped: str = "") -> str:
         row |= {"n_ranks": rule.n_ranks, "n_nodes": rule.n_nodes} if rule.n_ranks else {}
         row |= {"threads": rule.threads} if rule.threads else {}
         rules.append(row | {name: value for name, value in vars(rule.decision).items() if value})
-    why = {"dropped": dropped} if dropped else {}
+    why = {"dropped": plain(dropped)} if dropped else {}
     return json.dumps({"dynamiccl_table": FORMAT, **why, "rules": rules}, indent=1) + "\n"
 
 
-def set_aside(folder: Path, why: str) -> None:
+def set_aside(folder: Path, why: Why) -> None:
     """Rename the table of a folder of results, if it has one, and write into it why it is dropped.
 
     Raises OSError or TraceError.
@@ -55,13 +57,13 @@ def set_aside(folder: Path, why: str) -> None:
     path.unlink(missing_ok=True)
 
 
-def why_dropped(path: Path) -> str:
-    """Why its run dropped the table of this file; '' where the file does not say so, or cannot be read."""
+def why_dropped(path: Path) -> Why | None:
+    """Why its run dropped the table of this file; None where the file does not say so, or cannot be read."""
     with contextlib.suppress(OSError, ValueError), path.open(encoding="utf-8") as file:
         told = parse_json(file.read(MAX_TEXT), MAX_TEXT)
         if isinstance(told, dict):
-            return str(told.get("dropped") or "")
-    return ""
+            return Why.of(told.get("dropped"))
+    return None
 
 
 def load_table(path: Path | str) -> Table:

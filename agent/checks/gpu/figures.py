@@ -26,7 +26,7 @@ from .beside import CONTENTION, KERNELS
 from .check import SCHEMA
 
 README = Path(__file__).resolve().parents[3] / "README.md"
-BEGIN, END = "<!-- gpu figure -->", "<!-- /gpu figure -->"
+BEGIN, END = "<!-- gpu -->", "<!-- /gpu -->"
 #: What two calls have in common if one confirms the gain of the other.
 ALIKE = ("device", "ranks", "placement", "network", "nccl", "environment")
 #: Rows and columns of a tile of a matrix product on Hopper.
@@ -161,15 +161,14 @@ def staircase(rows: pd.DataFrame) -> float:
     Waves: ceil(tiles / (SMs - channels)) over ceil(tiles / SMs).
     """
     seen = []
-    told: Any = rows[rows["sms"].astype(int) > 0]
-    for row in told.itertuples():
-        channels = int(row.ran.rpartition("/")[2])
-        tiles, sms = math.ceil(row.size**2 / TILE), int(row.sms)
-        if channels >= sms:
+    for row in rows.to_dict("records"):
+        channels, sms = int(str(row["ran"]).rpartition("/")[2]), int(row["sms"])
+        if channels >= sms:  # also without a GPU, where it has none
             continue
+        tiles = math.ceil(int(row["size"]) ** 2 / TILE)
         expected = math.ceil(tiles / (sms - channels)) / math.ceil(tiles / sms)
         if expected > 1:
-            seen.append((row.beside_us / row.alone_us - 1) / (expected - 1))
+            seen.append((float(row["beside_us"]) / float(row["alone_us"]) - 1) / (expected - 1))
     return float(np.median(seen)) if seen else math.nan
 
 
@@ -227,7 +226,7 @@ def sentence(folders: Sequence[Folder]) -> str:
     if sure:
         folder, race = max(sure, key=lambda one: one[1].low)
         shared = ", two ranks share one GPU" if folder.run["placement"] != "apart" else ""
-        return f"{folder.run['device']}{shared}: {race} ({folder.path.name})."
+        return f"{folder.run['device']}{shared}: {race}."
     if any(not folder.run.get("emulated") for folder in folders):
         return f"`lab gpu-check` ran on a GPU: of {len(found)} races none may be claimed."
     if found:
