@@ -14,7 +14,7 @@ NOT_PROSE := typography|lexical_illusions|dates_times
 # Each of the many processes that tests start would compile the tree anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs test test-slow test-ci test-random test-timing test-all test-next coverage check format setup bench gpu-check model-check clean
+.PHONY: demo docs pictures test test-slow test-ci test-random test-timing test-all test-next coverage check format setup bench gpu-check model-check clean
 
 demo: setup
 	$(RUN) demo --steps $(DEMO_STEPS)
@@ -138,6 +138,10 @@ $(VENV)/frameworks: pyproject.toml constraints.txt | setup
 		|| echo "accelerate and deepspeed cannot be installed: their tests will be skipped"
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib/python*/site-packages > /dev/null 2>&1 || true
 	touch $@
+
+# The pictures of the pages, each of recorded data. A test fails if they are stale.
+pictures: setup
+	$(BIN)/python tests/tools/make_pictures.py
 
 # The documentation site, in build/docs. A warning is an error.
 docs: $(VENV)/docs

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import Argument, Json, Option, refusing, results
+from . import Argument, Json, Option, fail, refusing, results, sample
 
 if TYPE_CHECKING:
     from ..advice.outlook import Outlook
@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 
 def advise(
     recording: Annotated[
-        list[Path],
+        list[Path] | None,
         Argument(
             metavar="RECORDING...",
             help="Folder of a run, or files of another tool (one per rank), or their folder. Two folders are compared.",
         ),
-    ],
+    ] = None,
+    sample_profile: Annotated[
+        bool, Option(name="--sample", help="Read a profile that comes with this package.")
+    ] = False,
     cluster: Annotated[
         str | None, Option(help="Cluster of the recording: a preset such as dgx-h100-2x8, or a .toml file.")
     ] = None,
@@ -69,6 +72,7 @@ def advise(
     from them.
 
     \b
+    dynamiccl advise --sample
     dynamiccl advise profiles/ --cluster dgx-h100-2x8 --out table.json
     dynamiccl advise rank0.json rank1.json --cluster mine.toml
     dynamiccl advise last-week/ today/
@@ -76,10 +80,12 @@ def advise(
     from ...traces.files import TraceError
     from ...traces.importers.recording import read_recording
 
+    if bool(recording) == sample_profile:
+        fail("give either RECORDING, or --sample")
     with refusing(TraceError, ValueError, OSError):
         if nccl and not cluster:
             raise ValueError("--nccl is the release of a --cluster: give that too, or leave --nccl out")
-        recording = [results(path) for path in recording]
+        recording = [results(path) for path in recording or [sample("profile")]]
         if len(recording) == 2 and all(path.is_dir() for path in recording):
             from ..advice.compare import compare
             from ..advice.texts import show_comparison

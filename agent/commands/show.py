@@ -7,7 +7,7 @@ import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import Argument, Json, Option, refusing, results
+from . import Argument, Json, Option, fail, refusing, results, sample
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,7 +23,12 @@ MOST_EVENTS = 500_000
 
 
 def show(
-    trace: Annotated[Path, Argument(help="Folder of a run, its trace, or a file or folder of another tool.")],
+    trace: Annotated[
+        str | None, Argument(help="Folder of a run, its trace, or a file or folder of another tool.")
+    ] = None,
+    sample_run: Annotated[
+        bool, Option(name="--sample", help="Show a recorded run that comes with this package. Emulated.")
+    ] = False,
     windows: Annotated[
         bool,
         Option(
@@ -45,13 +50,16 @@ def show(
 
     \b
     dynamiccl show runs/tune/latest
+    dynamiccl show --sample
     """
     from ...traces.files import Trace, TraceError
     from ...traces.importers.recording import is_recording, read_recording
     from ..report.summary import RunSummary
 
+    if (trace is None) != sample_run:
+        fail("give either TRACE, the folder of a run, or --sample")
     with refusing(TraceError, OSError):
-        where = results(trace)
+        where = results(trace) if trace else sample("run")
         if is_recording(where):
             read = read_recording([where])
         else:
