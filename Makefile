@@ -14,13 +14,13 @@ NOT_PROSE := typography|lexical_illusions|dates_times
 # Each of the many processes that tests start would compile the tree anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs test test-slow test-ci test-random test-timing test-all test-next coverage check format setup bench gpu-check model-check clean
+.PHONY: demo axe docs pictures test test-slow test-ci test-random test-timing test-all test-next coverage check format setup bench gpu-check model-check clean
 
 demo: setup
 	$(RUN) demo --steps $(DEMO_STEPS)
 
 # What takes seconds, four at a time.
-test: setup $(VENV)/frameworks
+test: setup $(VENV)/frameworks axe
 	$(BIN)/python -m pytest -m "not slow and not timing" -n 4 --dist loadfile --no-loadscope-reorder
 
 # The rest: whole tuned jobs, restarts, killed and frozen processes, wheels on every Python; an hour, and then test-random.
@@ -138,6 +138,15 @@ $(VENV)/frameworks: pyproject.toml constraints.txt | setup
 		|| echo "accelerate and deepspeed cannot be installed: their tests will be skipped"
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib/python*/site-packages > /dev/null 2>&1 || true
 	touch $@
+
+# axe-core, by which the tests look at our pages: where there are npm and Chromium (Debian: apt-get install chromium).
+axe:
+	@if [ ! -d node_modules/axe-core ] && command -v npm > /dev/null && command -v chromium > /dev/null; then \
+		npm install --no-save --no-package-lock --silent axe-core || echo "no axe-core: its tests are skipped"; fi
+
+# The pictures of the pages, each of recorded data. A test fails if they are stale.
+pictures: setup
+	$(BIN)/python tests/tools/make_pictures.py
 
 # The documentation site, in build/docs. A warning is an error.
 docs: $(VENV)/docs

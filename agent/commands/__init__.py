@@ -462,6 +462,15 @@ def untouched_from(headroom: int | None, earlier: Path | None) -> UntouchedTable
         return of_run(results(earlier), headroom)
 
 
+def sample(name: str) -> Path:
+    """Returns the folder of a recording that comes with the package, and says on stderr what it is."""
+    from ..report.summary import read_object
+
+    folder = Path(__file__).parents[1] / "samples" / name
+    print(f"sample: {read_object(folder / 'trace' / 'header.json')['sample']}", file=sys.stderr)
+    return folder
+
+
 def results(where: str | Path) -> Path:
     """Returns a folder of results from its path or a link such as ``runs/tune/latest``, also without symbolic links."""
     from ..report.outputs import followed

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import JSON, PATH, argument, command, option, refusing, results
+from . import JSON, PATH, argument, command, fail, option, refusing, results, sample
 
 if TYPE_CHECKING:
     from ..advice.outlook import Outlook
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     "recording",
     type=PATH,
     nargs=-1,
-    required=True,
     metavar="RECORDING...",
     help="Folder of a run, or files of another tool (one per rank), or their folder. Two folders are compared.",
 )
+@option("--sample", "sample_profile", is_flag=True, help="Read a profile that comes with this package.")
 @option("--cluster", help="Cluster of the recording: a preset such as dgx-h100-2x8, or a .toml file.")
 @option(
     "--nccl", help="NCCL release of --cluster, e.g. 2.28.9. Default: from the recording, else the cluster."
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 @JSON
 def advise(
     recording: Sequence[Path],
+    sample_profile: bool,
     cluster: str | None,
     nccl: str | None,
     out: Path | None,
@@ -74,6 +75,7 @@ def advise(
     from them.
 
     \b
+    dynamiccl advise --sample
     dynamiccl advise profiles/ --cluster dgx-h100-2x8 --out table.json
     dynamiccl advise rank0.json rank1.json --cluster mine.toml
     dynamiccl advise last-week/ today/
@@ -81,10 +83,12 @@ def advise(
     from ...traces.files import TraceError
     from ...traces.importers.recording import read_recording
 
+    if bool(recording) == sample_profile:
+        fail("give either RECORDING, or --sample")
     with refusing(TraceError, ValueError, OSError):
         if nccl and not cluster:
             raise ValueError("--nccl is the release of a --cluster: give that too, or leave --nccl out")
-        recording = [results(path) for path in recording]
+        recording = [results(path) for path in recording or [sample("profile")]]
         if len(recording) == 2 and all(path.is_dir() for path in recording):
             from ..advice.compare import compare
             from ..advice.texts import show_comparison

@@ -7,7 +7,7 @@ import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import JSON, PATH, argument, command, option, refusing, results
+from . import JSON, PATH, argument, command, fail, option, refusing, results, sample
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,7 +23,15 @@ MOST_EVENTS = 500_000
 
 
 @command
-@argument("trace", type=PATH, help="Folder of a run, its trace, or a file or folder of another tool.")
+@argument(
+    "trace",
+    type=PATH,
+    required=False,
+    help="Folder of a run, its trace, or a file or folder of another tool.",
+)
+@option(
+    "--sample", "sample_run", is_flag=True, help="Show a recorded run that comes with this package. Emulated."
+)
 @option(
     "--windows",
     is_flag=True,
@@ -31,7 +39,7 @@ MOST_EVENTS = 500_000
 )
 @JSON
 @option("--whole", is_flag=True, help="Read all events of a long run, not only its first and last ones.")
-def show(trace: Path, windows: bool, json: bool, whole: bool) -> None:
+def show(trace: Path | None, sample_run: bool, windows: bool, json: bool, whole: bool) -> None:
     """Show the result of a run and its reasons.
 
     It shows the verdict, the time of each collective, NCCL's estimates, the settings that were tried, and the
@@ -42,13 +50,16 @@ def show(trace: Path, windows: bool, json: bool, whole: bool) -> None:
 
     \b
     dynamiccl show runs/tune/latest
+    dynamiccl show --sample
     """
     from ...traces.files import Trace, TraceError
     from ...traces.importers.recording import is_recording, read_recording
     from ..report.summary import RunSummary
 
+    if (trace is None) != sample_run:
+        fail("give either TRACE, the folder of a run, or --sample")
     with refusing(TraceError, OSError):
-        where = results(trace)
+        where = results(trace) if trace else sample("run")
         if is_recording(where):
             read = read_recording([where])
         else:

@@ -55,6 +55,14 @@ def wheels(tmp_path_factory):
     return made
 
 
+def test_the_samples_are_in_the_wheel(wheels):
+    """A new user's first commands read them: `dynamiccl advise --sample`, `dynamiccl show --sample`."""
+    samples = [path for path in (ROOT / "agent" / "samples").rglob("*") if path.is_file()]
+    names = {f"dynamiccl/{path.relative_to(ROOT)}" for path in samples}
+    assert names <= set(zipfile.ZipFile(wheels[0]).namelist()) and len(names) > 10
+    assert sum(path.stat().st_size for path in samples) < 300_000
+
+
 def made_with(cc, folder):
     """The wheel that a compiler makes: its name, and the plugin in it."""
     call(sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "-q", "-w", str(folder), CC=cc)

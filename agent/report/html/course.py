@@ -24,6 +24,9 @@ Array = np.ndarray[Any, Any]
 #: Name of a table that no window names.
 _UNNAMED = "a table"
 
+#: The last table, if no step was recorded under it (the run was stopped): its band is this part of the steps wide.
+_UNSEEN = 0.04
+
 #: A table's rows as JSON.
 Rules = frozenset[str]
 
@@ -136,7 +139,12 @@ def _bands(index: Array, generation: Array, tables: Sequence[_Table]) -> list[Ba
         first = int(index[place])
         bands[-1] = replace(before, last=first - 1)
         bands.append(Band(first, int(index[-1]), table.name))
-    return [band for band in bands if band.last >= band.first]
+    bands = [band for band in bands if band.last >= band.first]
+    last = [table for table in tables if not table.is_trial][-1]
+    if last.generation > newest[-1] and last.name != bands[-1].table:
+        end = int(index[-1])
+        bands.append(Band(end + 1, end + max(1, round(_UNSEEN * len(index))), last.name))
+    return bands
 
 
 def _current(bands: Sequence[Band], step: int) -> str:
@@ -168,6 +176,8 @@ def _band_text(course: Course, band: Band) -> str:
     after_start = course.steps >= band.first
     is_usual = after_start & (course.steps <= band.last) & ~course.on_trial
     text = f"steps {band.first} to {band.last}: current table {side(band.table)}"
+    if band.first > course.steps[-1]:
+        return f"after step {course.steps[-1]}: current table {side(band.table)}"
     if not is_usual.any():
         return text
     median = float(np.median(course.ms[is_usual]))

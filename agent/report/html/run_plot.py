@@ -15,7 +15,7 @@ import numpy as np
 
 from ..losses import Losses, binned_losses
 from ..verdict import DEFAULT, OWN, ms, side
-from .course import Band, Course, Mark
+from .course import Course, Mark
 from .points import as_dashes, binned, trial_spans
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ COLOURS = {
     "faint": "#f1f3f4",
     "tuned": "#086460",
     "tuned-soft": "#d5ebe9",
-    "warn-soft": "#fdf1d8",
     "slot-1": "#d98a1f",
 }
-#: Colours of bands: the default's, then the tables' in turn.
-_DEFAULT_BAND, _TABLE_BANDS = "faint", ("tuned-soft", "warn-soft")
-#: Steps above this many times the longest usual one (98 of 100) are drawn at the edge, and told in words.
-_ROOM, _USUAL = 1.25, 98
+#: Colours of bands: NCCL's default, and a kept table, whichever it is. The trials' colour is neither.
+_DEFAULT_BAND, _TABLE_BAND = "faint", "tuned-soft"
+#: Steps above this many times the longest usual one (98 of 100) are drawn at the edge, and told in words. The edge is
+#: this part of the axis: a line there is whole.
+_ROOM, _USUAL, _EDGE = 1.25, 98, 0.985
 #: Height of the strip of trials as a part of the axis, and pixels of one row of labels.
 _STRIP, _ROW = 0.03, 14
 #: Margins in pixels: room for the texts of the axes.
@@ -101,12 +101,12 @@ def draw(course: Course, size: Size, colour: str = "", losses: Losses | None = N
 def _step_times(axes: Axes, course: Course, size: Size) -> None:
     """The panel of step times: bands, the line, the strip of trials, marks."""
     top = _top(course)
-    axes.set_xlim(course.steps[0] - 0.5, course.steps[-1] + 0.5)
+    axes.set_xlim(course.steps[0] - 0.5, course.bands[-1].last + 0.5)
     axes.set_ylim(0, top)
     _style(axes, size)
     _draw_bands(axes, course, size)
     usual = ~course.on_trial
-    shown = np.minimum(course.ms, top)
+    shown = np.minimum(course.ms, _EDGE * top)
     line = binned(course.steps[usual], shown[usual], size.points)
     axes.plot(*line, color=COLOURS["ink"], linewidth=0.7)
     # Where two tables take turns, these are a second band of step times.
@@ -159,22 +159,17 @@ def _style(axes: Axes, size: Size) -> None:
         spine.set_visible(False)
 
 
-def band_colours(bands: list[Band]) -> dict[str, str]:
-    """The name of a colour for each current table."""
-    found = {DEFAULT: _DEFAULT_BAND}
-    for band in bands:
-        place = (len(found) - 1) % len(_TABLE_BANDS)
-        found.setdefault(band.table, _TABLE_BANDS[place])
-    return found
+def band_colour(table: str) -> str:
+    """The name of the colour of a current table."""
+    return _DEFAULT_BAND if table == DEFAULT else _TABLE_BAND
 
 
 def _draw_bands(axes: Axes, course: Course, size: Size) -> None:
     """A band for each current table, with its name where there is room for it."""
-    colours = band_colours(course.bands)
     n_steps = len(course.steps)
     for band in course.bands:
         left, right = band.first - 0.5, band.last + 0.5
-        colour = COLOURS[colours[band.table]]
+        colour = COLOURS[band_colour(band.table)]
         axes.axvspan(left, right, color=colour, linewidth=0)
         room = size.width * (right - left) / n_steps
         name = side(band.table)
@@ -229,9 +224,9 @@ def _said(course: Course) -> str:
 def legend(course: Course, losses: Losses | None = None) -> dict[str, str]:
     """What a colour stands for -> the name of the colour."""
     found = {}
-    for table, colour in band_colours(course.bands).items():
-        name = OWN if table == DEFAULT else f"current table: {side(table)}"
-        found[name] = colour
+    for band in course.bands:
+        name = OWN if band.table == DEFAULT else "a kept table is current"
+        found[name] = band_colour(band.table)
     if course.on_trial.any():
         found["steps on trial under another table"] = "slot-1"
     if losses and losses.held_out:

@@ -51,12 +51,12 @@ def test_the_ranks_take_the_table_together_and_the_last_line_says_how_often_it_w
 
 @pytest.mark.slow
 def test_a_longer_job_is_told_its_step_time_beside_some_default_steps(table):
-    done = run("apply", table, "--", *TORCHRUN, WARM="1", STEPS="150", **SOON)
+    done = run("apply", table, "--", *TORCHRUN, WARM="1", STEPS="1500", **SOON)
     assert done.returncode == 0, done.stderr
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     one, other = (rank["generations"]["plain"] for rank in said)
     assert one == other, "the ranks change tables together"
-    assert one[-1] == 4 and 40 <= sum(channels != 4 for channels in one) < 60, one
+    assert one[0] == one[-1] == 4 and sum(channels != 4 for channels in one) >= 40, one
     assert re.search(
         r"of [\d,]+ calls; a step takes .* under the table, .* default \(40 steps", last_line(done)
     )

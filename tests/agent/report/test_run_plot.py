@@ -72,6 +72,7 @@ def test_bands_switches_verdicts_and_trials_are_those_of_the_run(course):
 
 def test_turns_are_two_bands_of_step_times_and_a_mixed_step_is_no_table():
     trace = long_run(4000)
+    trace.log = [line for line in trace.log if line["kind"] != "table" or line["table"]["generation"] <= 2]
     table = trace.steps["table_generation"].to_numpy().copy()
     table[2500:2600:2] = 0  # the trial of A and the default take turns
     table[2550] = MIXED
@@ -154,6 +155,30 @@ def test_the_plot_is_whole_for_a_run_with_two_verdicts_and_a_withdrawal(course):
         default, table = heights.quantile(0.15), heights.quantile(0.85)
         assert (zero - table) / (zero - default) == pytest.approx(0.8, abs=0.03)
     assert run_plot.beyond(course) == "1 step beyond the axis, the longest 900 ms."
+
+
+def test_kept_tables_have_one_colour_which_is_not_the_trials(course):
+    """Before: every second kept table was tan, as trials nearly are."""
+    assert run_plot.band_colour("A") == run_plot.band_colour("B") != run_plot.band_colour("default")
+    assert len(set(run_plot.legend(course).values())) == 3
+
+
+def test_a_return_to_the_default_that_no_step_was_recorded_under_is_shown():
+    """Before: the plot ended with the kept table where somebody had stopped the run."""
+    trace = long_run(6000)
+    trace.log = [line for line in trace.log if line["kind"] != "table" or line["table"]["generation"] <= 3]
+    course = course_of(trace)
+    assert course.bands[-1] == Band(6000, 6239, "default")
+    assert "after step 5999: current table NCCL's default" in in_words(course)
+
+
+def test_a_step_beyond_the_axis_is_drawn_whole(course):
+    """Before: half of its line was outside the picture."""
+    trace = long_run()
+    trace.steps.loc[2550, "duration_ns"] = int(1e6 * LONG_MS)
+    svg = run_plot.draw(course_of(trace), run_plot.SIZES[0])
+    (path,) = drawn(svg, "slot-1", width=2)
+    assert min(float(y) for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", path)) > run_plot._TOP + 1
 
 
 def test_the_report_of_10_000_steps_is_small_and_says_first_what_changed(tmp_path):
