@@ -22,7 +22,7 @@ class Holds(Enum):
 class Until(Enum):
     """How long nothing is tuned then."""
 
-    ANSWER = "until it is there again: the ranks are asked for ever, ever more seldom"
+    ANSWER = "until it is there again: the ranks are asked without end, ever more seldom"
     MADE_ANEW = "on that communicator, until it is made anew; others are tuned"
     NEXT_TUNER = "until a tuner begins on the job"
     NEXT_LIFE = "until the next life of the job"
