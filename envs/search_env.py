@@ -8,8 +8,10 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from ..traces.reasons import RunEnds
 from ..traces.spaces import decision_of
-from .live.job_ends import JobEnded, Stopped, Withdrawn
+from .live.fail_closed import Holds, row_of
+from .live.job_ends import JobEnded
 from .picture import picture
 from .search import observation
 from .search.belief.prior import Prior
@@ -196,7 +198,7 @@ class SearchEnv(gym.Env[Array, np.int64]):
         try:
             while not search.is_done and (plan := search.plan()) is not None:
                 if not search.steps_left:
-                    raise JobEnded(f"the job has run its {HORIZON:,} steps")
+                    raise JobEnded(RunEnds.ALL_STEPS(count=HORIZON))
                 measured = self.windows.measure(plan)
                 reward += self.reward.of(search.record(plan, measured))
             if search.is_done and self.settles:
@@ -204,7 +206,7 @@ class SearchEnv(gym.Env[Array, np.int64]):
         except JobEnded as error:
             ended = {"ended": str(error)}
             reward += self.reward.cut()
-            if isinstance(error, (Stopped, Withdrawn)):  # the job is to run as if nobody had tuned it
+            if row_of(error.why).holds is Holds.DEFAULT:  # the job is to run as if nobody had tuned it
                 search.withdraw()
         is_done = search.is_done
         self._is_over = is_done or bool(ended)

@@ -16,6 +16,7 @@ import numpy as np
 
 from .here import host, kernel, version_of
 from .outside import readable
+from .reasons import Why
 from .records import Decision, Slot, Table
 
 #: Version of a trace folder's layout. Raise it when a reader of the old layout would go wrong.
@@ -109,6 +110,8 @@ def plain(value: Any) -> Any:
     match value:
         case Decision():
             return str(value)
+        case Why():
+            return value.as_json() | {"text": readable(str(value))}
         case Slot():
             return asdict(value)
         case Table():
@@ -117,10 +120,8 @@ def plain(value: Any) -> Any:
             return {str(k): plain(v) for k, v in value.items()}
         case list() | tuple():
             return [plain(v) for v in value]
-        case np.ndarray():
+        case np.ndarray() | np.generic():
             return plain(value.tolist())
-        case np.generic():
-            return plain(value.item())
         case float() if not math.isfinite(value):
             return None
         case None | bool() | int() | float():

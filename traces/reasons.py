@@ -1,41 +1,157 @@
-"""All reasons that the product gives, by name. The words of each reason stand only here.
+"""All reasons that the product gives, by code. The words of each code stand only here.
 
 Four kinds: a run is over or has lost its table (:class:`RunEnds`), nothing is tuned (:class:`NotTuning`), a row of a
-table is refused (:class:`RowRefused`), the ranks change no table (:class:`NotAgreeing`). A member is a text with gaps.
-Call it with its facts to get the words. Words travel as text, between ranks and into JSON. :func:`names` finds the
-reasons in a text. ``OPERATING.md`` explains each member.
+table is refused (:class:`RowRefused`), the ranks change no table (:class:`NotAgreeing`). A member is a code; its value
+is a text with gaps. Call it with its facts to give the reason: a :class:`Why`, which travels as its code and its facts,
+between ranks and into files. Its words are made where people read them; no program reads words. ``OPERATING.md``
+explains each code.
 
 Standard library only: the probe in a job imports this.
 """
 
 from __future__ import annotations
 
-import re
+import json
+import string
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from functools import cache
 from typing import Any
 
-#: Facts that may contain another reason.
-_INNER = ("ended", "why", "error")
-_NUMBERS = ("rank", "other", "seconds", "status", "tried", "n", "of", "count")
-
 
 class Reason(Enum):
-    """One reason: its text, with gaps for facts."""
+    """A code: its words, with gaps for facts."""
 
-    def __call__(self, **facts: Any) -> str:
-        """Returns the words. Raises KeyError if a fact is missing."""
-        return str(self.value).format(**facts)
+    def __call__(self, **facts: object) -> Why:
+        """Give this reason. Raises KeyError if a fact is missing, or is none of this reason's."""
+        if facts.keys() != self.gaps:
+            raise KeyError(f"{self.code} has the facts {sorted(self.gaps)}, not {sorted(facts)}")
+        return Why(self, {name: _simple(value) for name, value in facts.items()})
 
     @property
-    def title(self) -> str:
-        """Its name in JSON and in the documentation, e.g. ``no-plugin``."""
+    def code(self) -> str:
+        """Its name in files and in the documentation, e.g. ``no-plugin``."""
         return self.name.lower().replace("_", "-")
 
-    def facts(self, text: str) -> dict[str, str] | None:
-        """Returns the facts in ``text``, or None if these are not this reason's words."""
-        found = _pattern(str(self.value)).fullmatch(text)
-        return found.groupdict() if found else None
+    @property
+    def gaps(self) -> frozenset[str]:
+        """The names of its facts."""
+        return _gaps(str(self.value))
+
+
+class Why:
+    """A reason that was given: its code, and its facts by name, one of which may be another reason.
+
+    ``str()`` gives the words for people. Equal codes with equal facts are equal. It is never changed.
+    """
+
+    def __init__(self, reason: Reason, facts: Mapping[str, int | float | str | Why]) -> None:
+        self.reason = reason
+        self.facts = dict(facts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Why) and (self.reason, self.facts) == (other.reason, other.facts)
+
+    def __hash__(self) -> int:
+        return hash((self.reason, *sorted(self.facts)))
+
+    def __str__(self) -> str:
+        return _Words().vformat(str(self.reason.value), (), self.facts)
+
+    def __repr__(self) -> str:
+        return f"<{self.packed()}>"
+
+    def __iter__(self) -> Iterator[Reason]:
+        """The reason, then those within it, the outermost first."""
+        yield self.reason
+        for fact in self.facts.values():
+            if isinstance(fact, Why):
+                yield from fact
+
+    @property
+    def codes(self) -> list[str]:
+        """The codes, the outermost first.
+
+        >>> RunEnds.NEVER_SWITCHED(why=NotAgreeing.NO_PLUGIN(rank=3)).codes
+        ['never-switched', 'no-plugin']
+        """
+        return [one.code for one in self]
+
+    def as_json(self) -> dict[str, Any]:
+        """``{"code": ..., "facts": {...}}``."""
+        facts = {name: fact.as_json() if isinstance(fact, Why) else fact for name, fact in self.facts.items()}
+        return {"code": self.reason.code, "facts": facts}
+
+    def packed(self) -> str:
+        """One line: the code, then the facts as JSON. Its beginning still tells the code."""
+        told = self.as_json()
+        return f"{told['code']} {json.dumps(told['facts'], separators=(',', ':'))}"
+
+    @classmethod
+    def of(cls, found: object) -> Why:
+        """The reason in a JSON value, see :meth:`as_json`. Raises ValueError for another value, or an unknown code."""
+        if not isinstance(found, dict) or not {"code", "facts"} <= found.keys() <= {"code", "facts", "text"}:
+            raise ValueError(f"no reason: {found!r}")
+        code, facts = found["code"], found["facts"]
+        if code not in _by_code() or not isinstance(facts, dict):
+            raise ValueError(f"not a reason that is known here: {code!r}")
+        return cls(_by_code()[code], {str(name): _fact(value) for name, value in facts.items()})
+
+    @classmethod
+    def unpacked(cls, line: str) -> Why | None:
+        """The reason of :meth:`packed`; without facts where the end of the line is missing; None if there is none."""
+        code, _, facts = line.partition(" ")
+        if code not in _by_code():
+            return None
+        try:
+            return cls.of({"code": code, "facts": json.loads(facts)})
+        except ValueError:
+            return cls(_by_code()[code], {})
+
+
+class _Words(string.Formatter):
+    """Fills the gaps; a fact that is not known is a question mark."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        return kwargs.get(field_name, "?"), field_name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec in _FIGURES and isinstance(value, int | float):
+            return _FIGURES[format_spec](value)
+        return format(value, format_spec) if isinstance(value, int | float) else str(value)
+
+
+def ms(value: float) -> str:
+    """Milliseconds with three digits: ``6.16 ms``, ``325 ms``."""
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} ms"
+
+
+def seconds(value: float) -> str:
+    """``0.4 s``, ``30 s``, ``12 min``, ``3.2 h``."""
+    if value < 100:
+        return f"{value:.{1 if value < 10 else 0}f} s"
+    return f"{value / 60:.0f} min" if value < 5940 else f"{value / 3600:.1f} h"
+
+
+def changed(speedup: float) -> str:
+    """A speed-up as a change of the step time: ``12.8 % shorter``."""
+    sign = 1 if speedup >= 1 else -1
+    value = round(100 * sign * (1 - 1 / speedup), 1) + 0.0  # no "-0.0"
+    return f"{value:.1f} % {'shorter' if sign > 0 else 'longer'}"
+
+
+#: Figures in words, by the format of a gap.
+_FIGURES: dict[str, Callable[[float], str]] = {"ms": ms, "seconds": seconds, "changed": changed}
+
+
+def _simple(value: object) -> int | float | str | Why:
+    """A fact as files hold it."""
+    return value if isinstance(value, int | float | str | Why) else str(value)
+
+
+def _fact(value: object) -> int | float | str | Why:
+    """A fact from a file. Raises ValueError."""
+    return value if isinstance(value, int | float | str) else Why.of(value)
 
 
 class RunEnds(Reason):
@@ -43,6 +159,7 @@ class RunEnds(Reason):
 
     JOB_ENDED = "the job has ended"
     JOB_STATUS = "the job ended with status {status}"
+    ALL_STEPS = "the simulated job has run its {count:,} steps"
     BEFORE_A_SWITCH = "{ended}, before its ranks switched tables: {why}"
     ONCE = "the verdict is reached: tuning ends here, as --once requests"
     STOPPED = "stopped by `dynamiccl stop`"
@@ -104,6 +221,7 @@ class NotTuning(Reason):
     NO_PROBE = "no process of the job has loaded the probe yet"
     NO_RING = "no process of the job has a ring, so nothing is heard of it: {why}"
     NO_STEP = "the probe is loaded; no optimizer step yet"
+    NO_STEP_TO_APPLY = "no step of a PyTorch optimizer was seen here; --no-gate is for other programs"
     NO_STEP_OF_RANK_0 = "the first step of rank 0"
     ELSEWHERE = "rank 0 is on another node: the tuner there tunes, and this one only serves the job"
     NO_SWITCH_YET = "the ranks do not switch tables yet: {why}"
@@ -186,28 +304,87 @@ class NotAgreeing(Reason):
     FAULT = "rank {rank}: {error}"
 
 
-VOCABULARY: tuple[type[Reason], ...] = (RunEnds, NotTuning, RowRefused, NotAgreeing)
+class Happened(Reason):
+    """What the tuner does, and what comes of it, in the order of a run."""
+
+    WAITS_FOR_STEPS = "waiting for the job's first steps"
+    GOES_ON = "a table was confirmed before: going on with it"
+    WAITING = "waiting: {why}"
+    NEEDS_NCCL = "{why}: run the job on NCCL, or emulate a cluster by dynamiccl tune --cluster"
+    ONLY_WATCHES = "this tuner only watches (--search-slots {slots}): {why}"
+    NO_SEARCH_SLOT = "as many tuners search already as this site allows"
+    NO_SLOT_FILE = "{path}: {error}"
+    NOT_LOGGED = "not written: {error}"
+    RECALLED = "memory: {why}"
+    ROWS_GONE = "rows dropped, as no such calls are made or tuned here now: {slots}"
+    SLOTS = "{count} kinds of call to tune, {share:.0%} of a step of {step:ms}"
+    CRITICAL = "on the critical path: {slots}"
+    NONE_CRITICAL = "on the critical path: none, the step hides its collectives behind compute"
+    TABLE = "{table} = {rows}"
+    GIVEN_UP = "{table} given up: a step took over {times:g} times as long"
+    BEST = "best so far {table}: one window {speedup:changed} than NCCL's default"
+    COMPARES = "comparison: {table} against {against}"
+    KEPT = "kept {table}: {speedup:changed} than {against} ({low:.1f} to {high:.1f}: {count} {unit})"
+    LOST = "{table} lost: {speedup:changed} than {against} ({low:.1f} to {high:.1f}: {count} {unit})"
+    NOT_DECIDED = (
+        "{table} not decided: {speedup:changed} than {against} ({low:.1f} to {high:.1f}: {count} {unit})"
+    )
+    NOT_COMPARED = "{table} against {against}: no pair of windows"
+    WINDOW_GOES_ON = "the window goes on: {why}"
+    WINDOW_AGAIN = "the window is measured again: {why}"
+    TABLE_ENDED = "its table has ended"
+    TRIAL_ENDED = "its trial has ended"
+    TRIAL_REFUSED = "the ranks refuse it"
+    STEPS_DIFFER = "its steps differ"
+    LONG_STEP = "a step took {seconds:.1f} s"
+    JOB_PAUSED = "the job paused"
+    TRIALS_LEFT = (
+        "trials: up to {count} times {steps} steps under another table; with tune --once there are none"
+    )
+    TRIALS_OVER = "trials over: {count} windows, at the cost of {cost:seconds}"
+    JOB_CHANGED = "the job has changed: measuring NCCL's default again"
+    JOB_IS_BACK = "the job is as it was before a change: its earlier table is used again"
+    TABLE_DROPPED = "back to NCCL's default: {why}"
+    FAILED = "FAILURE: {why}"
+    LOOKS_AGAIN = "looking again for what can be tuned"
+    ENDS_BY_ERROR = "tuning ends: {error}"
+    LEAVES_JOB = "{why}: the job goes on under what was confirmed"
+    NO_REPORT = "the report could not be made ({error}); the rest is whole"
 
 
-def names(text: str) -> list[str]:
-    """Returns the names of the reasons in a text, the outermost first; [] if there is none.
+class Recalled(Reason):
+    """What the memory has for a job's first table."""
 
-    >>> names(RunEnds.NEVER_SWITCHED(why=NotAgreeing.NO_PLUGIN(rank=3)))
-    ['never-switched', 'no-plugin']
-    """
-    found = [one for kind in VOCABULARY for one in kind if one.facts(text) is not None]
-    if not found:
-        return []
-    one = max(
-        found, key=lambda one: len(re.sub(r"\{.*?\}", "", str(one.value)))
-    )  # most of the text is its own
-    facts = one.facts(text) or {}
-    return [one.title, *(title for key in _INNER if key in facts for title in names(facts[key]))]
+    NOTHING_KNOWN = "nothing is known of this cluster yet"
+    NOTHING_ALIKE = "runs before had no slot like these, or its calls took another time"
+    FAILED_BEFORE = "this job failed, {written}: no run up to that one is used"
+    BEGINS_WITH_TABLE = "{rows} of {slots} slots begin with what {job} came to, {written}"
+    BEGINS_WITH_DEFAULT = "NCCL's default is what {job} came to, {written}"
+    UNREADABLE = "the memory {url} cannot be read ({error}): beginning from nothing"
+    PASSED_OVER = "the memory passes over {file}"
+    NOT_LEFT = "the table could not be left in {url}: {error}"
+
+
+VOCABULARY: tuple[type[Reason], ...] = (RunEnds, NotTuning, RowRefused, NotAgreeing, Happened, Recalled)
 
 
 @cache
-def _pattern(template: str) -> re.Pattern[str]:
-    def gap(found: re.Match[str]) -> str:
-        return rf"(?P<{found[1]}>{'[0-9]+' if found[1] in _NUMBERS else '.*?'})"
+def _by_code() -> dict[str, Reason]:
+    return {one.code: one for kind in VOCABULARY for one in kind}
 
-    return re.compile(re.sub(r"\\\{(\w+).*?\\\}", gap, re.escape(template)), re.DOTALL)
+
+@cache
+def _gaps(text: str) -> frozenset[str]:
+    return frozenset(name for _, name, _, _ in string.Formatter().parse(text) if name)
+
+
+def revived(value: Any) -> Any:
+    """A JSON value with its reasons as :class:`Why`; those of another release stay as they are."""
+    if isinstance(value, list):
+        return [revived(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    try:
+        return Why.of(value)
+    except ValueError:
+        return {key: revived(one) for key, one in value.items()}

@@ -213,9 +213,10 @@ class TraceWriter:
         """Append one line to the log, on disk at once.
 
         ``window`` lines describe measuring windows (index, phase, slot, decision, previous, step_ms,
-        default_ms, saving, verdict, reason, generation ...), ``table`` lines a table that was published
-        (``{"table": Table}``): by these the report and ``show`` tell default steps from tuned ones. Slot,
-        Decision and Table may be passed as they are; NaN becomes null.
+        default_ms, verdict, events, generation ...), ``table`` lines a table that was published
+        (``{"table": Table}``): by these the report and ``show`` tell default steps from tuned ones. ``event`` lines
+        tell what happened: ``step``, and ``what`` as code and facts. Slot, Decision, Table and Why may be passed as
+        they are; NaN becomes null.
         """
         line = {"kind": kind, "time": round(time.time(), 3), **entry}
         self._log.write(json.dumps(plain(line), allow_nan=False) + "\n")

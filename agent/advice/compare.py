@@ -173,44 +173,45 @@ def _slots(old: Figures, new: Figures) -> list[dict[str, Any]]:
 
 
 def _cause(told: dict[str, Any], old: Figures) -> str:
-    """What explains the change of the step, in one or two words."""
+    """What explains the change of the step, as a code."""
     change, exposed, calls = told["change_ms"], told["exposed_change_ms"], told["calls_change_ms"]
     if change is None:
-        return "no steps"
+        return "no-steps"
     if abs(change) <= max(2 * told["noise_ms"], LEAST * float(old.step_ms or 0)):
-        return "no change"
+        return "no-change"
     if calls is None:
-        return "not known"
+        return "not-known"
     explained = calls if exposed is None else exposed
     if explained / change < MOST:
-        return "not collectives"
+        return "not-collectives"
     if exposed is not None and calls / exposed < MOST:
-        return "less hidden" if change > 0 else "more hidden"
-    return "collectives" if exposed is not None else "perhaps collectives"
+        return "less-hidden" if change > 0 else "more-hidden"
+    return "collectives" if exposed is not None else "perhaps-collectives"
 
 
 def verdict(told: dict[str, Any]) -> str:
     """Whether collectives explain the change, in one line."""
     cause, change = told["cause"], told["change_ms"]
-    if cause == "no steps":
+    if cause == "no-steps":
         return "a recording has no steps: only calls can be compared"
     before = told["before"]["step_ms"]
     how = "longer" if change > 0 else "shorter"
     step = (
         f"steps became {abs(change) / before:.1%} {how} ({before:.2f} -> {told['after']['step_ms']:.2f} ms)"
     )
-    if cause == "no change":
+    if cause == "no-change":
         return f"no regression: {step}, which is within the noise of {2 * told['noise_ms']:.2f} ms or below {LEAST:.0%}"
-    if cause == "not known":
+    if cause == "not-known":
         return f"{step}; the recordings hold no times of collectives: whether these explain it is not known"
     exposed, calls = told["exposed_change_ms"], told["calls_change_ms"]
     explained = f"{calls if exposed is None else exposed:+.2f} of {change:+.2f} ms"
-    if cause == "not collectives":
+    if cause == "not-collectives":
         compute = told["compute_change_ms"]
         beside = f"; compute changed by {compute:+.2f} ms a step" if compute is not None else ""
         return f"{step}; collectives do not explain it ({explained}){beside}"
-    if cause in ("less hidden", "more hidden"):
-        return f"{step}; not NCCL: collectives take as long, but are {cause} behind compute ({explained})"
+    if cause in ("less-hidden", "more-hidden"):
+        hidden = "less" if cause == "less-hidden" else "more"
+        return f"{step}; not NCCL: collectives take as long, but are {hidden} hidden behind compute ({explained})"
     may = "explain" if cause == "collectives" else "may explain"
     return f"{step}; collectives {may} {explained}: {_largest(told['slots'], math.copysign(1.0, change))}"
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 if TYPE_CHECKING:
     from ...envs.nccl.untouched import Untouched as UntouchedTable
     from ...envs.sim.emulated.settings import Emulated
+    from ...traces.reasons import Why
     from ...traces.records import Table
 
 
@@ -110,8 +111,8 @@ def fail(message: str) -> NoReturn:
     raise Refused(message)
 
 
-def off_here() -> str | None:
-    """That the site has turned the tuner off, as a sentence; None if it has not."""
+def off_here() -> Why | None:
+    """That the site has turned the tuner off; None if it has not."""
     from ...envs.nccl.site_switch import switched_off
     from ...traces.reasons import RunEnds
 
@@ -161,8 +162,8 @@ def start_untuned(said: Mapping[str, Any], why: str) -> NoReturn:
     command = said.get("command")
     if not command:
         fail(f"{why}: ask the operators of this cluster")
-    why = off_here() or RunEnds.NOT_STARTED(why=why)
-    _run_alone(command, said.get("headroom"), why, said.get("json", False))
+    ended = off_here() or RunEnds.NOT_STARTED(why=why)
+    _run_alone(command, said.get("headroom"), ended, said.get("json", False))
 
 
 @contextmanager
@@ -183,7 +184,7 @@ def untuned_if_refused(command: list[str] | None, headroom: int | None, json: bo
         _run_alone(command, headroom, RunEnds.NOT_STARTED(why=why), json)
 
 
-def _run_alone(command: list[str], headroom: int | None, why: str, json: bool) -> NoReturn:
+def _run_alone(command: list[str], headroom: int | None, why: Why, json: bool) -> NoReturn:
     """Become the job. Its ranks keep the channels of --headroom: those on other nodes may be tuned, and if one
     communicator's ranks had different channels, the job would hang."""
     from ...envs.nccl.plugin.build import channels_env
@@ -207,12 +208,13 @@ def cannot_start(command: list[str], error: OSError) -> NoReturn:
     raise SystemExit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def _print_no_result(ended: str) -> None:
+def _print_no_result(ended: Why) -> None:
     import json as json_module
 
+    from ...traces.header import plain
     from ..report.summary import RunSummary
 
-    print(json_module.dumps(vars(RunSummary(ended=ended)), indent=2), flush=True)
+    print(json_module.dumps(plain(vars(RunSummary(ended=ended))), indent=2), flush=True)
     os.dup2(2, 1)
 
 

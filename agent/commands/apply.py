@@ -148,15 +148,17 @@ def _together(table: Table, command: list[str], environment: dict[str, str], run
 def _outcome(run: RunFolder) -> str:
     """Returns how many calls on this node used the table, or why none did."""
     from ...envs.nccl.run_folder import WORD
-    from ...traces.reasons import NotTuning
+    from ...traces.reasons import NotTuning, Why
 
     calls = [ring.calls() for ring in run.rings()]
     asked, used = (sum(numbers) for numbers in zip(*calls, strict=True)) if calls else (0, 0)
     told = f"the table was used in {used:,} of {asked:,} calls"
     if used:
         return told
+    why = None
     try:
-        why = (run.path / WORD).read_text()  # the ranks' last word, on the node of rank 0
+        why = Why.unpacked((run.path / WORD).read_text())  # the ranks' last word, on the node of rank 0
     except OSError:
-        why = "no step of a PyTorch optimizer was seen here; --no-gate is for other programs" if asked else ""
+        if asked:
+            why = NotTuning.NO_STEP_TO_APPLY()
     return f"{told}: {why or NotTuning.NOT_LOADED()}"

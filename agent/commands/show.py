@@ -72,6 +72,7 @@ def tell(trace: Trace, summary: RunSummary) -> dict[str, Any]:
     from ...traces.queries.lives import last_life
     from ...traces.queries.stage import looks_like
     from ...traces.queries.steps import told_steps
+    from ..report.verdict import EVENT
     from ..report.why import chains
 
     life = last_life(trace)
@@ -86,9 +87,8 @@ def tell(trace: Trace, summary: RunSummary) -> dict[str, Any]:
         "n_events": len(trace.events),
         "records_lost": trace.header.get("records_lost", 0),
         "slots": [_slot(c, which.rules) for c in costs.to_dict("records")],
-        "windows": [
-            {k: v for k, v in line.items() if k != "kind"} for line in trace.log if line["kind"] == "window"
-        ],
+        "windows": _of_kind(trace, "window"),
+        "events": _of_kind(trace, EVENT),
         "tables": len(trace.tables) - 1,
         "summary": vars(summary),
         "consistency": summary.consistency,
@@ -98,6 +98,11 @@ def tell(trace: Trace, summary: RunSummary) -> dict[str, Any]:
         story["why"] = chains(trace, summary)
     told: dict[str, Any] = plain(story)
     return told
+
+
+def _of_kind(trace: Trace, kind: str) -> list[dict[str, Any]]:
+    """The lines of a trace's log of this kind, without its name."""
+    return [{k: v for k, v in line.items() if k != "kind"} for line in trace.log if line["kind"] == kind]
 
 
 def _slot(cost: dict[Any, Any], rules: frozenset[RuleKey]) -> dict[str, Any]:
@@ -137,10 +142,10 @@ def _pressure(steps: pd.DataFrame) -> dict[str, float] | None:
 
 
 def _print(story: dict[str, Any], summary: RunSummary, windows: bool) -> None:
-    from ...traces.queries.exposed import critical_lines
+    from ...traces.queries.exposed import critical
     from ..report.runs import beside_rank_0
     from ..report.terminal import say, wide_terminal
-    from ..report.texts import consistency_text, nothing_decided, result_lines, window_parts
+    from ..report.texts import consistency_text, nothing_decided, result_lines
     from ..report.why import lines
 
     console = wide_terminal()
@@ -156,14 +161,26 @@ def _print(story: dict[str, Any], summary: RunSummary, windows: bool) -> None:
     if story["slots"]:
         _print_costs(console, story["slots"])
     if not summary.exposed:  # a run has named them with its results
-        say(console, "\n".join(critical_lines(story["why"])))
+        say(console, "\n".join(map(str, critical(story["why"]))))
     for chain in story["why"]:
         say(console, "\n".join(lines(chain, summary)))
-    for line in story["windows"] if windows else ():
-        say(console, "  ".join(window_parts(line)))
+    if windows:
+        _print_course(console, story)
     if summary.consistency:
         bad = summary.consistency["mismatches"]
         say(console, consistency_text(summary.consistency), "bold red" if bad else "")
+
+
+def _print_course(console: Console, story: dict[str, Any]) -> None:
+    """All windows, and what happened between them."""
+    from ...traces.reasons import revived
+    from ..report.terminal import say
+    from ..report.texts import window_parts
+
+    course = [*story["windows"], *story["events"]]
+    for line in sorted(course, key=lambda line: float(line.get("time") or 0)):
+        parts = [f"step {line['step']}", str(revived(line["what"]))] if "what" in line else window_parts(line)
+        say(console, "  ".join(parts))
 
 
 def _print_costs(console: Console, slots: list[dict[str, Any]]) -> None:

@@ -320,6 +320,7 @@ def _serve(call: Call, where: str, again: bool, signals: Signals) -> RunSummary:
     from ...envs.live.locks import Busy
     from ...envs.nccl.shm import RunFolder
     from ...traces.files import TraceError
+    from ...traces.header import plain
     from ..daemon.console import LiveView, show_summary
     from ..daemon.daemon import Daemon
     from ..daemon.request import Request
@@ -343,7 +344,7 @@ def _serve(call: Call, where: str, again: bool, signals: Signals) -> RunSummary:
         with show:
             summary = daemon.serve(signals)
     if request.json:
-        print(json_module.dumps(vars(summary), indent=2))
+        print(json_module.dumps(plain(vars(summary)), indent=2))
     else:
         show.console.quiet = False
         show_summary(show.console, summary, request.quiet)
@@ -403,11 +404,11 @@ def _exit_code(summary: RunSummary) -> int:
     from ...traces.reasons import RunEnds
 
     by_signal = {
-        RunEnds.INTERRUPTED(): 130,
-        RunEnds.TERMINATED(): 143,
+        RunEnds.INTERRUPTED: 130,
+        RunEnds.TERMINATED: 143,
     }  # as a shell says it: 128 + SIGINT, + SIGTERM
-    if summary.ended in by_signal:
-        return by_signal[summary.ended]
+    if summary.ended and summary.ended.reason in by_signal:
+        return by_signal[summary.ended.reason]
     if summary.failure:
         return 1
     return 0 if summary.is_decided or summary.dropped else 2

@@ -11,6 +11,7 @@ import numpy as np
 from ...envs.search.comparison import Comparison, TimedWindow
 from ...envs.search.search import Search
 from ...envs.search.state import Account, Milestones
+from ...traces.reasons import Happened, Why
 from ...traces.records import Decision, Decisions, Slot
 from ..report.summary import RunSummary
 from ..report.verdict import DEFAULT, rows_text
@@ -68,11 +69,11 @@ class TableNames:
             self.rows[letter] = rows
         return self._letters[key]
 
-    def describe(self, *names: str) -> list[str]:
+    def describe(self, *names: str) -> list[Why]:
         """One line for each of these tables that was not described before."""
         new = [name for name in names if name in self.rows and name not in self._described]
         self._described.update(new)
-        return [f"{name} = {rows_text(self.table(name))}" for name in new]
+        return [Happened.TABLE(table=name, rows=rows_text(self.table(name))) for name in new]
 
     def table(self, name: str) -> list[dict[str, Any]]:
         """The rows of a table."""

@@ -22,6 +22,7 @@ from rich.text import Text
 from ...envs.bench.strata import steps_to_verdict
 from ...envs.live.job_ends import FEWEST_STEPS
 from ...envs.sim.emulated.settings import Emulated
+from ...traces.reasons import NotTuning, RunEnds
 from ..policies.choosing import DEFAULT as POLICY
 from ..report.summary import RunSummary
 from ..report.terminal import BARS, terminal
@@ -29,13 +30,14 @@ from ..report.texts import consistency_text, emulation_text, result_lines
 from ..report.verdict import DEFAULT, OWN, PHASES, change, ms, seconds, side, verdict
 from .tuner import WindowLine
 
-#: Cures for a run without result, by the name of its reason.
+#: Cures for a run without result, by its reason.
 _CURES = {
-    "other-backend": "Run the job on NCCL, or try it on the emulated cluster: dynamiccl tune --cluster dgx-h100-2x8",
-    "nothing": "DDP reduces gradients by all_reduce, which no table changes. Shard the model to make it tunable: FSDP2 "
-    "(fully_shard), DeepSpeed ZeRO, or FSDP of Accelerate or Lightning.",
-    "too-few-steps": f"Give the job at least {FEWEST_STEPS} steps: fewer seldom reach a verdict.",
-    "no-step": "A step is a step of a PyTorch optimizer. A job without one, such as inference, is not tuned.",
+    NotTuning.OTHER_BACKEND: "Run the job on NCCL, or try it on the emulated cluster: "
+    "dynamiccl tune --cluster dgx-h100-2x8",
+    NotTuning.NOTHING: "DDP reduces gradients by all_reduce, which no table changes. Shard the model to make it "
+    "tunable: FSDP2 (fully_shard), DeepSpeed ZeRO, or FSDP of Accelerate or Lightning.",
+    NotTuning.TOO_FEW_STEPS: f"Give the job at least {FEWEST_STEPS} steps: fewer seldom reach a verdict.",
+    NotTuning.NO_STEP: "A step is a step of a PyTorch optimizer. A job without one, such as inference, is not tuned.",
 }
 #: Columns of a line without a terminal, and seconds between its progress lines.
 WIDTH, EVERY_S = 80, 60.0
@@ -216,8 +218,8 @@ def _evidence(s: RunSummary) -> list[tuple[str, str]]:
         told.append((emulation_text(vars(s)), "yellow"))
     told += [(text, "") for text in result_lines(s)[1:]]
     if s.memory and s.memory.get("jobs"):
-        told.append((f"memory: {s.memory['text']}", ""))
-    told += [(text, "yellow") for text in s.not_obeyed]
+        told.append((f"memory: {s.memory['why']}", ""))
+    told += [(str(why), "yellow") for why in s.not_obeyed]
     if s.records_lost:
         told.append((f"{s.records_lost} records were lost: the tuner could not keep up", "yellow"))
     told.append((consistency_text(s.consistency), ""))
@@ -246,9 +248,14 @@ def _cures(s: RunSummary) -> list[str]:
             if in_vain
             else []
         )
-    ended = s.reasons.get("ended", [])
-    if ended == ["job-status"] and s.job_status == 0 and (s.windows or s.decisions):
+    return _cures_of_end(s)
+
+
+def _cures_of_end(s: RunSummary) -> list[str]:
+    """Advice for a run that ended before its verdict."""
+    ended = list(s.ended or ())
+    if ended == [RunEnds.JOB_STATUS] and s.job_status == 0 and (s.windows or s.decisions):
         return [
             f"The job was too short for a verdict: give it at least {FEWEST_STEPS} steps. {Expected().told(0.05)}"
         ]
-    return [_CURES[name] for name in ended if name in _CURES]
+    return [_CURES[reason] for reason in ended if reason in _CURES]

@@ -13,8 +13,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
+from ...envs.live.fail_closed import Holds, Until, row_of
 from ...envs.live.job import Job
-from ...envs.live.job_ends import Closed, JobEnded, Stopped, Withdrawn
+from ...envs.live.job_ends import Closed, JobEnded
 from ...envs.live.locks import Busy, is_locked, lock
 from ...envs.live.windows import LiveWindows
 from ...envs.nccl.run_folder import LAUNCHER, STOP, TUNER
@@ -23,13 +24,13 @@ from ...envs.nccl.tables import TABLE
 from ...envs.search.config import SearchConfig
 from ...traces.header import masked
 from ...traces.outside import TraceError, readable
-from ...traces.reasons import RunEnds, names
+from ...traces.reasons import Happened, RunEnds, Why
 from ...traces.records import TUNED_FUNCS, Decision, Slot, Table
 from ...traces.writer import TraceWriter
 from ..policies.choosing import make_chooser
 from ..report.outputs import claim, link, refuse_others, run_of, task_folder
 from ..report.summary import RunSummary, read_object
-from ..report.verdict import VERDICT, seconds, verdict
+from ..report.verdict import EVENT, VERDICT, verdict, verdict_facts
 from .account import Costs, Stand
 from .following import start_follower
 from .log import LOG, log, open_log
@@ -82,7 +83,7 @@ class Daemon:
         windows = LiveWindows(self.job, funcs=("all_gather",) if request.bitwise else TUNED_FUNCS)
         self.tuner = Tuner(windows, policy, config_of(request), self._tell, self._recall)
         self.outcome = self.tuner.outcome
-        self._closed = ""  # why the ranks change no tables, while they do not
+        self._closed: Why | None = None  # the ranks change no tables, while they do not
         self._results, self._page = Results(self.out, run.path), ReportPage(self.out)
         if request.log_to:
             start_follower(self.out, request.log_to)
@@ -103,11 +104,11 @@ class Daemon:
             return
         try:
             self._slot = take(slots)
-            why = "as many tuners search already as this site allows"
+            why = Happened.NO_SEARCH_SLOT()
         except OSError as error:
-            why = f"{error.filename}: {error.strerror}"
+            why = Happened.NO_SLOT_FILE(path=error.filename, error=error.strerror)
         if self._slot is None:
-            self._warn(f"this tuner only watches (--search-slots {slots}): {why}")
+            self._warn(Happened.ONLY_WATCHES(slots=slots, why=why))
             self.request = replace(self.request, budget=0.0)
             self.tuner.config = config_of(self.request)
 
@@ -158,7 +159,7 @@ class Daemon:
                     self._serve(writer, signals)
             except (OSError, TraceError) as error:
                 self.outcome.ended = self.outcome.ended or RunEnds.CANNOT_WRITE(error=error)
-                self._warn(f"tuning ends: {error}")
+                self._warn(Happened.ENDS_BY_ERROR(error=error))
             finally:
                 self.job.end_trace()
             summary = self._summarise(signals)
@@ -172,7 +173,7 @@ class Daemon:
         try:
             stack.callback(open_log(self.out))
         except OSError as error:
-            self._warn(f"not written: {error}")
+            self._warn(Happened.NOT_LOGGED(error=error))
         log.info("a tuner begins, process %d: policy %s, run %s", os.getpid(), request.policy, self.run.path)
         log.info("job: %s", request.job or "joined")
 
@@ -180,14 +181,13 @@ class Daemon:
         job = self.job
         try:
             signals.begin()
-            told = "a table was confirmed before: going on with it"
-            self._say(told if job.confirmed else "waiting for the job's first steps")
+            self._say(Happened.GOES_ON() if job.confirmed else Happened.WAITS_FOR_STEPS())
             if self._tune():
                 self._watch()
             signals.are_heard = False
-        except KeyboardInterrupt as reason:
-            self.outcome.ended = str(reason) or RunEnds.INTERRUPTED()
-            self._say(f"{self.outcome.ended}: the job goes on under what was confirmed")
+        except KeyboardInterrupt as interrupt:
+            self.outcome.ended = ended = interrupt.args[0] if interrupt.args else RunEnds.INTERRUPTED()
+            self._say(Happened.LEAVES_JOB(why=ended))
         finally:
             signals.are_heard = False
             if (self.run.path / STOP).exists() and job.is_alive():
@@ -208,7 +208,7 @@ class Daemon:
         if self.memory is None or not self.request.budget:  # without a budget nothing is tried
             return {}
         table = self.memory.recall(facts, windows.profiles)
-        self._say(f"memory: {self.memory.text}")
+        self._say(Happened.RECALLED(why=self.memory.why))
         return table
 
     def _tune(self) -> bool:
@@ -228,10 +228,9 @@ class Daemon:
         job.thin = True
         try:
             job.check()
-        except (Stopped, Withdrawn) as reason:  # before the table is published or stored once more
-            return self._obey(reason)
-        except Closed:
-            pass  # the watch says why
+        except Closed as reason:
+            if row_of(reason.why).holds is Holds.DEFAULT:  # before the table is published or stored once more
+                return self._obey(reason)
         job.confirm(job.confirmed)
         self._page.draw_soon(self._leave())
         return True
@@ -239,27 +238,24 @@ class Daemon:
     def _resume(self) -> None:
         """Go on with the table that was confirmed before. Raises JobEnded."""
         if gone := self.tuner.resume(self.job.confirmed):
-            self._say(
-                f"rows dropped, as no such calls are made or tuned here now: {', '.join(map(str, gone))}"
-            )
+            self._say(Happened.ROWS_GONE(slots=", ".join(map(str, gone))))
 
     def _say_verdict(self) -> None:
         """The verdict, as it stands in the summary, and what is done from there on."""
         summary, search = self._summary(), self.tuner.search
         if summary.steps_to_verdict is not None:
-            self._say(f"verdict after {summary.steps_to_verdict} steps: {verdict(summary)}")
+            self._say_text(f"verdict after {summary.steps_to_verdict} steps: {verdict(summary)}")
             self._log_verdict(summary.steps_to_verdict, summary)
         elif self.outcome.ended and not is_asked_for(self.outcome.ended):
             self._say(self.outcome.ended)
         if search is not None and search.is_over and not search.is_done and not self.request.once:
             n_steps = search.state.noise.window_steps
-            what = f"up to {search.trials_left} times {n_steps} steps under another table"
-            self._say(f"trials: {what}; with tune --once there are none")
+            self._say(Happened.TRIALS_LEFT(count=search.trials_left, steps=n_steps))
 
     def _log_verdict(self, step: int, summary: RunSummary) -> None:
         """Mark a verdict in the trace: the plot of the run shows it."""
         assert self.job.writer is not None
-        self.job.writer.log(VERDICT, {"step": step, "text": verdict(summary)})
+        self.job.writer.log(VERDICT, {"step": step, **verdict_facts(summary)})
 
     def _watch(self) -> None:
         """Until the job ends: the search keeps watch, takes a table back, and begins anew where the job has changed."""
@@ -277,10 +273,10 @@ class Daemon:
                 job.rest()
                 job.check()
                 if self._closed:  # ranks that were started again have agreed anew
-                    ended, self._closed, over = self._closed, "", tuner.search is None
+                    ended, self._closed, over = self._closed, None, tuner.search is None
                     self.outcome.ended = None if self.outcome.ended == ended else self.outcome.ended
                 if tuner.looks_again():
-                    self._say("looking again for what can be tuned")
+                    self._say(Happened.LOOKS_AGAIN())
                     if not self._tune():
                         return
                     over = tuner.search is None
@@ -292,26 +288,19 @@ class Daemon:
                 return
 
     def _obey(self, reason: Closed) -> bool:
-        """Withdraw the table if ``reason`` asks for it. Whether the tuner goes on."""
-        if isinstance(reason, Stopped):
-            self._drop(str(reason))
+        """Do what the table of events says (:mod:`envs.live.fail_closed`). Whether the tuner goes on."""
+        row = row_of(reason.why)
+        if row.until is Until.ASKED:
+            self._drop(reason.why)
             return False
-        if isinstance(reason, Withdrawn):
-            if not self.outcome.failure:
-                self.outcome.failure = str(reason)
-                self._drop(str(reason), "FAILURE: ")
-                self._leave()
-            self.job.audit.is_told = True
-            return True
-        if "other-plans" in names(str(reason)) and not self.outcome.failure:
-            self.outcome.failure = str(reason)  # the ranks have gone back to NCCL's default for good
-            self._mark_dropped(str(reason))
-            self.job.confirmed = {}
+        if row.holds is Holds.DEFAULT and not self.outcome.failure:
+            self.outcome.failure = reason.why
+            self._drop(reason.why, is_failure=True)
             self._leave()
-        # Else the ranks themselves have gone back to what was confirmed.
-        if not self._closed and str(reason) != self.outcome.ended:  # else the search has said it
-            self._say(str(reason))
-        self._closed = str(reason)
+        elif not self._closed and reason.why not in (self.outcome.failure, self.outcome.ended):
+            self._say(reason.why)  # else it was said
+        self.job.audit.is_told = self.job.audit.mismatches > 0
+        self._closed = reason.why
         return True
 
     def _keep_up(self) -> None:
@@ -348,17 +337,17 @@ class Daemon:
     def _say_changes(self, before: Stand, now: Stand) -> None:
         costs = self.tuner.costs
         if now.marks.reopened > before.marks.reopened:
-            self._say("the job has changed: measuring NCCL's default again")
+            self._say(Happened.JOB_CHANGED())
         if now.marks.returned > before.marks.returned:
-            self._say("the job is as it was before a change: its earlier table is used again")
+            self._say(Happened.JOB_IS_BACK())
         if now.is_over and not before.is_over:
             summary = self._summary()
-            self._say(f"verdict after the change: {verdict(summary)}")
+            self._say_text(f"verdict after the change: {verdict(summary)}")
             self._log_verdict(self.job.last_step, summary)
         if now.is_done and not before.is_done:
-            self._say(f"trials over: {costs.trials} windows, at the cost of {seconds(costs.trials_ms / 1e3)}")
+            self._say(Happened.TRIALS_OVER(count=costs.trials, cost=costs.trials_ms / 1e3))
         if before.kept and not now.kept and self.outcome.dropped:
-            self._say(f"back to NCCL's default: {self.outcome.dropped}")
+            self._say(Happened.TABLE_DROPPED(why=self.outcome.dropped))
 
     def _leave(self) -> RunSummary:
         """Write down what the run has come to, and return it: from here the job may run for weeks, and the tuner may be
@@ -384,24 +373,34 @@ class Daemon:
             memory.facts = memory.facts or facts_of(self.tuner.windows, self.request)
             memory.leave(self.tuner)
 
-    def _mark_dropped(self, why: str) -> None:
+    def _mark_dropped(self, why: Why) -> None:
         if self.outcome.kept:
             self.outcome.dropped = why
         self.outcome.kept = False
         self.outcome.ended = self.outcome.ended or why
 
-    def _drop(self, why: str, mark: str = "") -> None:
+    def _drop(self, why: Why, is_failure: bool = False) -> None:
         self._mark_dropped(why)
         self.job.confirm({})
-        self._say(mark + why, logging.ERROR if mark else logging.INFO)
+        if is_failure:
+            self._say(Happened.FAILED(why=why), logging.ERROR)
+        else:
+            self._say(why)
 
-    def _say(self, text: str, level: int = logging.INFO) -> None:
-        """To the log, and to who watches."""
+    def _say(self, what: Why, level: int = logging.INFO) -> None:
+        """To the log of what happened, and to who watches."""
+        if self.job.writer is not None:
+            # A full disk costs the line, and the trace may be closed.
+            with contextlib.suppress(OSError, TraceError, ValueError):
+                self.job.writer.log(EVENT, {"step": self.job.last_step, "what": what})
+        self._say_text(str(what), level)
+
+    def _say_text(self, text: str, level: int = logging.INFO) -> None:
         log.log(level, "%s", text)
         self.on_phase(text)
 
-    def _warn(self, text: str) -> None:
-        self._say(text, logging.WARNING)
+    def _warn(self, what: Why) -> None:
+        self._say(what, logging.WARNING)
 
     def _tell(self, line: WindowLine) -> None:
         assert self.job.writer is not None
@@ -420,7 +419,7 @@ class Daemon:
             why = why or error_of(lambda: self._page.draw_last(summary))
             signals.are_heard = False
         if why:
-            self._warn(f"the report could not be made ({why}); the rest is whole")
+            self._warn(Happened.NO_REPORT(error=why))
         return summary
 
     def _summary(self) -> RunSummary:

@@ -28,6 +28,7 @@ from ...envs.nccl.steps.nvml import gpus
 from ...traces.header import masked, plain
 from ...traces.outside import parse_json
 from ...traces.queries.slots import SlotProfile
+from ...traces.reasons import Recalled, Why
 from ...traces.records import AUTO, Decision, Slot, decision_from
 from ..report.outputs import full_url
 from .request import Request
@@ -137,11 +138,11 @@ class Store:
 class Memory:
     """The memory at ``url`` as one run uses it; ``say`` hears what fails. Nothing here stops the run."""
 
-    def __init__(self, url: str, job: str, say: Callable[[str], None]) -> None:
+    def __init__(self, url: str, job: str, say: Callable[[Why], None]) -> None:
         self.url, self.job, self._say = url, masked(job), say
         self.facts: dict[str, str] = {}
         self.runs: list[dict[str, Any]] = []
-        self.text = "nothing is known of this cluster yet"
+        self.why = Recalled.NOTHING_KNOWN()
         self._left: dict[str, Any] = {}  # what was written last
         self._name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:12]}.json"
 
@@ -152,12 +153,12 @@ class Memory:
         try:
             self.runs, passed = in_time(lambda: Store(self.url).read(key_of(facts)))
         except Exception as error:  # whatever a file system or an object store can raise
-            self._say(f"the memory {self.url} cannot be read ({error}): beginning from nothing")
+            self._say(Recalled.UNREADABLE(url=self.url, error=error))
             return {}
-        for text in passed:
-            self._say(f"the memory passes over {text}")
+        for file in passed:
+            self._say(Recalled.PASSED_OVER(file=file))
         if self.runs:
-            self.text = "runs before had no slot like these, or its calls took another time"
+            self.why = Recalled.NOTHING_ALIKE()
         return self._best_of_runs(mine)
 
     def _best_of_runs(self, mine: Sequence[Kept]) -> dict[Slot, Decision]:
@@ -166,7 +167,7 @@ class Memory:
         withdrawn: list[Kept] = []  # slots of failed runs of other jobs: earlier runs may have the same table
         for run in self.runs:
             if run["failed"] and run["job"] == self.job:
-                self.text = f"this job failed, {run['written']}: no run up to that one is used"
+                self.why = Recalled.FAILED_BEFORE(written=run["written"])
                 break
             if run["failed"]:
                 withdrawn += run["slots"]
@@ -175,8 +176,7 @@ class Memory:
             found = {m.slot: kept.decision for m in left for kept in run["slots"] if kept.is_again(m)}
             if len(found) > len(table):
                 table = found
-                begins = _begins_with(found, len(mine))
-                self.text = f"{begins} {run['job']} came to, {run['written']}"
+                self.why = _begins_with(found, len(mine), run)
         return table
 
     def leave(self, tuner: Tuner) -> None:
@@ -201,18 +201,21 @@ class Memory:
             in_time(lambda: Store(self.url).write(key_of(self.facts), self._name, told | {"written": now}))
             self._left = told
         except Exception as error:
-            self._say(f"the table could not be left in {self.url}: {error}")
+            self._say(Recalled.NOT_LEFT(url=self.url, error=error))
 
     def told(self) -> dict[str, Any]:
         """For the summary."""
         key = key_of(self.facts) if self.facts else None
-        return {"url": self.url, "cluster": key, "jobs": len(self.runs), "text": self.text}
+        return {"url": self.url, "cluster": key, "jobs": len(self.runs), "why": self.why}
 
 
-def _begins_with(table: Mapping[Slot, Decision], n_slots: int) -> str:
-    """How much of a job begins with a table of before, as the first words of a sentence."""
+def _begins_with(table: Mapping[Slot, Decision], n_slots: int, run: Mapping[str, Any]) -> Why:
+    """How much of a job begins with a table of before."""
     n_rows = sum(not decision.is_auto for decision in table.values())
-    return f"{n_rows} of {n_slots} slots begin with what" if n_rows else "NCCL's default is what"
+    facts = {"job": run["job"], "written": run["written"]}
+    if n_rows:
+        return Recalled.BEGINS_WITH_TABLE(rows=n_rows, slots=n_slots, **facts)
+    return Recalled.BEGINS_WITH_DEFAULT(**facts)
 
 
 def in_time(work: Callable[[], Any], seconds: float = WAIT_S) -> Any:

@@ -14,7 +14,7 @@ from ...envs.search.comparison import Comparison, SequentialTest, detectable_gai
 from ...envs.search.config import ABORT, ALPHA
 from ...envs.search.search import Search
 from ...traces.queries.slots import SlotProfile
-from ...traces.reasons import RowRefused, RunEnds, names
+from ...traces.reasons import RowRefused, RunEnds, Why
 from ...traces.records import Decision, Slot
 from ...traces.spaces import decision_of
 from ..report.summary import RunSummary
@@ -38,9 +38,9 @@ class Outcome:
         self.n_comparisons = 0  # of the search that were told
         self._n_dropped = 0  # tables of the search that were dropped, and are told or history
         # Rows that NCCL did not follow, and what it did.
-        self._disobeyed: dict[tuple[Slot, Decision], str] = {}
+        self._disobeyed: dict[tuple[Slot, Decision], Why] = {}
 
-    def begin_anew(self, dropped: str | None) -> None:
+    def begin_anew(self, dropped: Why | None) -> None:
         """Another search begins, under the default. ``dropped``: why the table that was kept holds no more."""
         self.n_comparisons = self._n_dropped = 0
         self.summary.kept = False
@@ -50,9 +50,8 @@ class Outcome:
 
     def disobeyed(self, row: Disobeyed) -> None:
         """NCCL did not follow a row."""
-        text = str(row)
-        self._disobeyed[row.slot, row.decision] = text
-        self.summary.not_obeyed.append(text)
+        self._disobeyed[row.slot, row.decision] = row.why
+        self.summary.not_obeyed.append(row.why)
 
     def sides(self, comparison: Comparison) -> tuple[str, str]:
         """The letters of its table and of its reference."""
@@ -151,9 +150,8 @@ class Outcome:
         too_slow = RowRefused.TOO_SLOW(decision=decision, slot=slot, times=ABORT)
         key = slot, decision
         why = self._disobeyed.get(key, too_slow)
-        reason = next(iter(names(why)), None)
         row = _named(slot)
-        row |= {"decision": str(decision), "reason": reason, "why": why}
+        row |= {"decision": str(decision), "why": why}
         return row
 
     def _decision(self, i: int, profile: SlotProfile, search: Search) -> dict[str, Any]:
@@ -163,12 +161,13 @@ class Outcome:
         guard = search.state.guard
         windows = guard.windows[i, 1:]
         tried = int((windows > 0).sum())
-        why = ""
-        if decision.is_auto:
-            found = RowRefused.NOT_BETTER if tried else RowRefused.NOT_TRIED
-            why = found(own=profile.own, tried=tried)
+        why = None
+        if decision.is_auto and tried:
+            why = RowRefused.NOT_BETTER(own=profile.own, tried=tried)
+        elif decision.is_auto:
+            why = RowRefused.NOT_TRIED(own=profile.own)
         row = row_of(profile.slot, decision)
-        return row | {"own": profile.own, "tried": tried, "reason": why}
+        return row | {"own": profile.own, "tried": tried, "why": why}
 
     def _verdict(self, search: Search) -> dict[str, Any]:
         """The fields _VERDICT: the table against the default, and the default against itself. Intervals hold however

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ...envs.live.locks import holder, is_locked
 from ...envs.nccl.run_folder import NCCL, PLANS, STATUS, STOP, TUNER
-from ...traces.reasons import NotTuning, RunEnds
+from ...traces.reasons import NotTuning, RunEnds, Why
 
 if TYPE_CHECKING:  # a tuner that starts hears signals before it imports anything large
     from ...envs.live.job import Job
@@ -89,7 +89,7 @@ def _withdrawn(job: Job, folder: RunFolder, had_tuner: bool, end: float) -> Stop
         _withdraw(job, folder)
     in_force, why = _await_reports(job, folder, end)
     left = (holder(run / TUNER) or 0) if is_stuck and is_locked(run / TUNER) else None
-    return Stopped(had_tuner, job.is_alive(), in_force, tuner_left=left, why=why)
+    return Stopped(had_tuner, job.is_alive(), in_force, tuner_left=left, why=str(why or ""))
 
 
 def _await_tuner(run: Path, until: float) -> None:
@@ -161,7 +161,7 @@ def _tries_a_table(folder: RunFolder) -> bool:
     return False
 
 
-def _await_reports(job: Job, folder: RunFolder, end: float) -> tuple[bool, str]:
+def _await_reports(job: Job, folder: RunFolder, end: float) -> tuple[bool, Why | None]:
     """Whether all living communicators report the default before ``end`` (monotonic seconds), and why not.
 
     Rank 0 compares what the ranks report, and leaves its finding in the run folder. A table that a tuner publishes once
@@ -179,7 +179,7 @@ def _await_reports(job: Job, folder: RunFolder, end: float) -> tuple[bool, str]:
         time.sleep(_EVERY_S)
 
 
-def _reported(job: Job, run: Path, generation: int) -> tuple[bool, str]:
+def _reported(job: Job, run: Path, generation: int) -> tuple[bool, Why | None]:
     """What rank 0 has found since it saw the table of ``generation``, which is empty and to stay, and why not.
 
     Without a word of it the ranks have not begun to agree, and it would see that table first.
@@ -188,7 +188,8 @@ def _reported(job: Job, run: Path, generation: int) -> tuple[bool, str]:
 
     try:
         word = read_json(run / PLANS)
-        seen, why, is_last = int(word["generation"]), str(word["why"]), bool(word["is_last"])
+        seen, told, is_last = int(word["generation"]), word["why"], bool(word["is_last"])
+        why = None if told is None else Why.of(told)
     except FileNotFoundError:
         return not (job.heard.has_switched or job.untouched), job.no_switch()
     except (OSError, ValueError, KeyError, TypeError):  # damaged

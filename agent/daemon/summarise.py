@@ -15,9 +15,10 @@ from typing import Any
 
 from ...envs.live.job import Job
 from ...envs.nccl.tables import TABLE, to_json
+from ...traces.header import plain
 from ...traces.here import program
 from ...traces.outside import TraceError, atomically
-from ...traces.reasons import RunEnds, names
+from ...traces.reasons import RunEnds, Why
 from ...traces.records import Table
 from ..report.outputs import logged
 from ..report.summary import RunSummary
@@ -35,13 +36,7 @@ def summarise(request: Request, found: RunSummary, outcome: RunSummary, job: Job
     """The summary so far. ``found``: what the search gave, of an earlier tuner of the run where there was one;
     ``outcome``: how this one's stands."""
     facts = _asked(request) | _seen(request, job)
-    agreement = {"state": job.state[0].name, "text": job.state[1]} if job.state else {}
-    no_gain = RunEnds.NO_GAIN() if found.is_decided and not outcome.kept else ""
-    texts = {
-        "ended": outcome.ended,
-        "no_table": outcome.dropped or no_gain,
-        "agreement": agreement.get("text", ""),
-    }
+    no_gain = RunEnds.NO_GAIN() if found.is_decided and not outcome.kept else None
     return replace(
         found,
         **facts,
@@ -51,10 +46,10 @@ def summarise(request: Request, found: RunSummary, outcome: RunSummary, job: Job
         dropped=outcome.dropped,
         not_obeyed=outcome.not_obeyed,
         refused=outcome.refused,
-        agreement=agreement or None,
+        no_table=outcome.dropped or no_gain,
+        agreement={"state": job.state[0].name, "why": job.state[1]} if job.state else None,
         ended=outcome.ended,
         failure=outcome.failure,
-        reasons={key: names(text or "") for key, text in texts.items()},
     )
 
 
@@ -149,7 +144,7 @@ class ReportPage:
         words = [*before, *program("dynamiccl.agent.report.html.report"), str(self.out), str(REPORT_EVENTS)]
         quiet = subprocess.DEVNULL
         with tempfile.TemporaryFile("w+") as file:  # a pipe could make the tuner wait for its reader
-            file.write(json.dumps(vars(summary)))
+            file.write(json.dumps(plain(vars(summary))))
             file.seek(0)
             process = subprocess.Popen(words, stdin=file, stdout=quiet, stderr=errors, text=True)
         self._process = process
@@ -180,9 +175,9 @@ class ReportPage:
         return said.strip().rpartition("\n")[2] or f"its process ended with {last.returncode}"
 
 
-def is_asked_for(ended: str) -> bool:
+def is_asked_for(ended: Why) -> bool:
     """Whether somebody ended tuning from outside: then the table that was kept by then is told at the end."""
-    return ended == RunEnds.STOPPED() or RunEnds.SWITCHED_OFF.facts(ended) is not None
+    return ended.reason in (RunEnds.STOPPED, RunEnds.SWITCHED_OFF)
 
 
 def error_of(work: Callable[[], str | None]) -> str:

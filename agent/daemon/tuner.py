@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...envs.live.job import Window
-from ...envs.live.job_ends import JobEnded, OtherJob
+from ...envs.live.job_ends import JobEnded, NothingToTune, OtherJob
 from ...envs.live.obedience import Disobeyed
 from ...envs.live.turns import Turns
 from ...envs.live.windows import LiveWindows
@@ -25,12 +25,12 @@ from ...envs.search.config import ABORT, BUDGET_STEPS, SearchConfig
 from ...envs.search.interfaces import PHASES, REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan, Policy
 from ...envs.search.search import Search
 from ...envs.search.state import Account
-from ...traces.queries.exposed import critical_lines
+from ...traces.queries.exposed import critical
+from ...traces.reasons import Happened, Why
 from ...traces.records import AUTO, Decision, Decisions, Slot
 from ...traces.spaces import config_of
 from ..report.summary import RunSummary
-from ..report.verdict import OWN, change, ms, rows_text, side
-from ..report.verdict import outcome as outcome_text
+from ..report.verdict import MEASURED, OWN, ms, outcome, rows_text, side
 from .account import Costs, TableNames, comparison_row, row_of
 from .outcome import Outcome
 
@@ -44,7 +44,7 @@ LOOK_AGAIN = 50
 class WindowLine:
     """One window as people read it and as the trace keeps it. Times are ms; tables go by their letters.
 
-    ``default_ms`` is the last window under NCCL's own choice; ``events``: what came of this window, a line each.
+    ``default_ms`` is the last window under NCCL's own choice; ``events``: what came of this window.
     """
 
     index: int
@@ -54,8 +54,8 @@ class WindowLine:
     decision: str  # the table in words
     step_ms: float
     default_ms: float
-    verdict: str  # measured, few calls or given up
-    events: tuple[str, ...]
+    verdict: str  # measured, few-calls or given-up
+    events: tuple[Why, ...]
     best: tuple[str, float] | None  # of single windows of the search: the letter, its time over the default's
     cost_s: float
     budget_s: float
@@ -65,7 +65,7 @@ class WindowLine:
 
     def __str__(self) -> str:
         text = f"window {self.index}  {self.phase}  {side(self.table)} {ms(self.step_ms)}, {OWN} {ms(self.default_ms)}"
-        return "; ".join([f"{text}  {self.verdict}", *self.events])
+        return "; ".join([f"{text}  {MEASURED.get(self.verdict, self.verdict)}", *map(str, self.events)])
 
 
 class LookAgain:
@@ -142,7 +142,7 @@ class Tuner:
             while self.search is not None and not self.search.is_over:
                 self.step()
         except JobEnded as error:
-            self.outcome.ended = self.outcome.ended or str(error)
+            self.outcome.ended = self.outcome.ended or error.why
         finally:  # also if the tuner is interrupted: the table that was adopted stays
             self._conclude()
         return self.outcome
@@ -188,7 +188,7 @@ class Tuner:
         try:
             seen = self.windows.measure(plan)
         except OtherJob as reason:
-            self._begin_anew(str(reason))
+            self._begin_anew(reason.why)
             return
         self.costs.windows += not was_over
         lost = search.lost
@@ -200,7 +200,7 @@ class Tuner:
         if was_over or search.marks.reopened or is_other:
             self._conclude()
 
-    def _begin_anew(self, why: str) -> None:
+    def _begin_anew(self, why: Why) -> None:
         """Over a job that is another than the one known: from the default on. Raises JobEnded."""
         kept = self.outcome.kept
         self.windows.confirm(np.zeros(len(self.windows.profiles), np.int64))
@@ -215,10 +215,8 @@ class Tuner:
         try:
             job, default = self.windows.begin()
             self.outcome.ended = None
-        except (
-            ValueError
-        ) as error:  # not for good: first steps are long, and a job may begin with another part
-            self.outcome.ended = str(error)
+        except NothingToTune as error:
+            self.outcome.ended = error.why
             self._look_again.put_off(self.windows.job.last_step)
             return
         except JobEnded:  # not for good either: ranks that are started again may agree
@@ -278,10 +276,10 @@ class Tuner:
         step_ms = self._default_ms = self._window.step_ms
         profiles = self.windows.profiles
         share = sum(p.share for p in profiles)
-        found = f"{len(profiles)} kinds of call to tune, {share:.0%} of a step of {ms(step_ms)}"
+        found = Happened.SLOTS(count=len(profiles), share=share, step=step_ms)
         windows = self.windows
         untried = [*windows.left_alone, *windows.withheld]
-        notes = [found, *critical_lines(self.result.exposed()), *untried] if profiles else []
+        notes = [found, *critical(self.result.exposed()), *untried] if profiles else []
         self._line("profile", {}, step_ms, "measured", notes)
 
     def _tell(self, plan: Plan, search: Search) -> None:
@@ -299,44 +297,42 @@ class Tuner:
         is_job = plan.configs.any() or not search.confirmed.any()
         if plan.kind == WATCH and is_job and not events and not search.is_trying:
             return  # nothing but the job as it runs
-        verdict = "given up" if last.is_aborted else "few calls" if plan.one_of else "measured"
+        verdict = "given-up" if last.is_aborted else "few-calls" if plan.one_of else "measured"
         self._line(PHASES[plan.kind], table, last.ms, verdict, events)
 
-    def _window_events(self, plan: Plan, search: Search, letter: str) -> list[str]:
+    def _window_events(self, plan: Plan, search: Search, letter: str) -> list[Why]:
         last = search.last
         assert last is not None
         if last.is_aborted:
-            text = f"{letter} given up: a step took over {ABORT:g} times as long"
-            return [*self.names.describe(letter), text]
+            return [*self.names.describe(letter), Happened.GIVEN_UP(table=letter, times=ABORT)]
         if plan.kind not in (SEARCH, TABLE, REFERENCE) or plan.one_of:  # few calls do not show steps
             return []
         ratio = last.ms / self._default_ms
         if not self.costs.better(letter, ratio, search.state.noise.of_window):
             return []
-        text = f"best so far {letter}: one window {change(1 / ratio)} than {OWN}"
-        return [*self.names.describe(letter), text]
+        return [*self.names.describe(letter), Happened.BEST(table=letter, speedup=1 / ratio)]
 
-    def _comparison_events(self, search: Search) -> list[str]:
+    def _comparison_events(self, search: Search) -> list[Why]:
         """Comparisons that began or were decided. Of trials only those are told that were adopted."""
-        events = list[str]()
+        events = list[Why]()
         known = self.result.n_comparisons
         for comparison in search.comparisons[known:]:
             self._open.append(comparison)
             table, against = self.result.sides(comparison)
             if not comparison.is_trial:
                 events += self.names.describe(table, against)
-                events.append(f"comparison: {table} against {side(against)}")
+                events.append(Happened.COMPARES(table=table, against=side(against)))
         self.result.n_comparisons = len(search.comparisons)
         for comparison in self._open:
             table, against = self.result.sides(comparison)
             is_told = comparison.outcome == ADOPTED or not comparison.is_trial
             if comparison.outcome in (ADOPTED, REJECTED) and is_told:
                 events += self.names.describe(table)
-                events.append(outcome_text(comparison_row(comparison, table, against)))
+                events.append(outcome(comparison_row(comparison, table, against)))
         self._open = [one for one in self._open if one.outcome == OPEN]
         return events
 
-    def _line(self, phase: str, table: Decisions, step_ms: float, verdict: str, events: list[str]) -> None:
+    def _line(self, phase: str, table: Decisions, step_ms: float, verdict: str, events: list[Why]) -> None:
         """Tell the last window."""
         window, costs = self._window, self.costs
         assert window is not None

@@ -15,8 +15,8 @@ from typing import Any
 
 from ...envs.live.locks import is_locked
 from ...envs.nccl.run_folder import TUNER
+from ...traces.header import plain
 from ...traces.outside import atomically, parse_json, readable
-from ...traces.reasons import names
 from ...traces.records import decided
 from .outputs import ROOT, run_of
 from .summary import RunSummary, read_object
@@ -99,7 +99,7 @@ def state(out: Path) -> dict[str, Any]:
     ``tuner_died``, ``step``, ``step_ms``, ``step_times_ms`` (medians over the run), ``phase``, ``window`` (number) of
     the last window, ``in_force`` (letter of the current table, or default), ``decisions`` (rows that set something),
     ``kept``, ``verdict`` (words), ``gain`` (share of the step), ``gain_ci95``, ``cost_s``, ``budget_s``, ``agreement``
-    (OPEN: the ranks switch), ``agreement_text``, ``records_lost``, ``mismatches``, ``why`` (it is over), ``reasons``.
+    (OPEN: the ranks switch), ``agreement_why``, ``records_lost``, ``mismatches``, ``why`` (it is over).
     """
     header, summary = read_object(out / "trace" / "header.json"), RunSummary.read(out)
     last = _last_window(out)
@@ -130,11 +130,10 @@ def state(out: Path) -> dict[str, Any]:
         "cost_s": _known(newest.get("cost_s"), summary.cost_s, last.get("cost_s")),
         "budget_s": _known(newest.get("budget_s"), summary.budget_s, last.get("budget_s")),
         "agreement": agreement.get("state"),
-        "agreement_text": agreement.get("text"),
+        "agreement_why": plain(agreement.get("why")),
         "records_lost": _most(summary.records_lost, header.get("records_lost")) or 0,
         "mismatches": summary.consistency.get("mismatches", 0),
-        "why": why,
-        "reasons": names(str(why or "")),
+        "why": plain(why),
     }
 
 

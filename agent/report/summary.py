@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from ...traces.header import plain
 from ...traces.outside import read_json, write_whole
+from ...traces.reasons import Why, revived
 
 if TYPE_CHECKING:  # `top` reads summaries, and needs no tables
     from ...traces.files import Trace
 
 _FILE = "summary.json"
+#: Fields that are a reason: what another release wrote there is left out.
+_WHYS = ("ended", "dropped", "no_table", "failure")
 
 
 @dataclass
@@ -125,27 +128,27 @@ class OfEnd:
     #: a kept table is current
     kept: bool | None = None
     #: why a kept table was dropped
-    dropped: str | None = None
+    dropped: Why | None = None
+    #: why no table is current at the end
+    no_table: Why | None = None
     #: rows that NCCL did not follow
-    not_obeyed: list[str] = field(default_factory=list)
+    not_obeyed: list[Why] = field(default_factory=list)
     #: settings that are not tried again, each with the reason
     refused: list[dict[str, Any]] = field(default_factory=list)
-    #: state and text of the ranks' agreement
-    agreement: dict[str, str] | None = None
+    #: ``state`` of the ranks' agreement, and ``why`` they change no table
+    agreement: dict[str, Any] | None = None
     #: calls_checked, mismatches, ranks_elsewhere (of one communicator, on other hosts: not compared)
     consistency: dict[str, int] = field(default_factory=dict)
     #: records that the rings lost
     records_lost: int | None = None
-    #: why tuning is over, in words
-    ended: str | None = None
-    #: names of the reasons in the texts of this object
-    reasons: dict[str, list[str]] = field(default_factory=dict)
+    #: why tuning is over
+    ended: Why | None = None
     #: exit status of the job
     job_status: int | None = None
     #: where the table is stored, and what an earlier run left
     memory: dict[str, Any] | None = None
     #: a fault that withdrew the table
-    failure: str | None = None
+    failure: Why | None = None
 
 
 @dataclass
@@ -178,7 +181,10 @@ class RunSummary(OfFiles, OfEnd, OfSearch, OfCosts, OfVerdict, OfJob):
     def of(cls, found: Mapping[str, Any]) -> RunSummary:
         """What a JSON object tells, of this release or another: other keys are left out."""
         known = (f.name for f in fields(cls))
-        return cls(**{name: found[name] for name in known if found.get(name) is not None})
+        values = {name: revived(found[name]) for name in known if found.get(name) is not None}
+        return cls(
+            **{name: value for name, value in values.items() if name not in _WHYS or isinstance(value, Why)}
+        )
 
     @classmethod
     def read(cls, *folders: Path) -> RunSummary:

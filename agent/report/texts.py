@@ -8,9 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from ...traces.queries.exposed import critical_lines
+from ...traces.queries.exposed import critical
+from ...traces.reasons import revived
 from .summary import RunSummary
-from .verdict import OWN, PHASES, ms, outcome, own_of, rows_text, seconds, side, verdict
+from .verdict import MEASURED, OWN, PHASES, ms, outcome, own_of, rows_text, seconds, side, verdict
 
 #: Heads of :func:`cost_rows`; the columns in NUMBERS are aligned to the right.
 COSTS = (
@@ -65,15 +66,17 @@ def window_parts(line: Mapping[str, Any]) -> list[str]:
         parts.append(side(table))
     if step is not None:
         parts.append(ms(step) + (f", {OWN} {ms(default)}" if default and phase != "profile" else ""))
-    return [str(part) for part in [*parts, line.get("verdict"), *(line.get("events") or ())] if part]
+    measured = MEASURED.get(str(line.get("verdict")), line.get("verdict"))
+    return [str(part) for part in [*parts, measured, *revived(line.get("events") or [])] if part]
 
 
 def nothing_decided(summary: RunSummary, header: Mapping[str, Any]) -> str:
     """Why a trace has no decisions."""
     if "source" in header:
         return "a recording of another tool: nothing was tuned in it"
-    known = summary.ended or (f"{OWN} stays" if summary.is_decided else "")
-    return known or "the run goes on, or was cut off before its verdict"
+    if summary.ended:
+        return str(summary.ended)
+    return f"{OWN} stays" if summary.is_decided else "the run goes on, or was cut off before its verdict"
 
 
 def measured(s: RunSummary) -> str:
@@ -106,13 +109,13 @@ def _ratio(s: RunSummary) -> str:
 def result_lines(summary: RunSummary) -> list[str]:
     """The verdict first, then its step times, all comparisons, and the rows of each table."""
     shown = [c for c in summary.comparisons if c["outcome"] == "kept" or not c["trial"]]
-    outcomes = map(partial(outcome, own=own_of(summary)), shown)
+    outcomes = map(str, map(partial(outcome, own=own_of(summary)), shown))
     found = [verdict(summary), measured(summary), _ratio(summary), *outcomes]
     if summary.trials:
         found.append(
             f"trials after the verdict: {summary.trials} windows, cost {seconds(summary.trials_cost_s or 0)}"
         )
-    found += critical_lines(summary.exposed)
+    found += map(str, critical(summary.exposed))
     named = {letter for c in shown for letter in (c["table"], c["against"])}
     found += [f"{name} = {rows_text(rows)}" for name, rows in summary.tables.items() if name in named]
     return [line for line in found if line]

@@ -6,19 +6,27 @@ All figures come from the summary. A comparison always names its two sides; tabl
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
+from ...traces.reasons import Happened, Why, changed
+from ...traces.reasons import ms as ms
+from ...traces.reasons import seconds as seconds
 from ...traces.records import decided, format_range
-from .summary import RunSummary
+from .summary import OfVerdict, RunSummary
 
 #: The default instead of a table's letter: in files, and for people.
 DEFAULT, OWN = "default", "NCCL's default"
 #: The same in a run with --headroom: the default has the channels of a run without it.
 UNTOUCHED = "NCCL untouched"
-#: Kind of the line in a trace's log that the tuner writes at each verdict, with its ``step`` and ``text``.
+#: Kind of the line in a trace's log that the tuner writes at each verdict: its ``step``, and :func:`verdict_facts`.
 VERDICT = "verdict"
+#: Kind of the lines that tell what happened: ``step``, and ``what`` (a reason with its facts).
+EVENT = "event"
 #: Phase of a window in the log -> its name for people.
 PHASES = {"verify": "comparison", "refine": "trial"}
+#: How a window was measured -> the same for people.
+MEASURED = {"few-calls": "few calls", "given-up": "given up"}
 
 
 def side(letter: str | None, own: str = OWN) -> str:
@@ -31,40 +39,29 @@ def own_of(s: RunSummary) -> str:
     return UNTOUCHED if s.headroom else OWN
 
 
-def ms(value: float) -> str:
-    """Milliseconds with three digits: ``6.16 ms``, ``325 ms``."""
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} ms"
-
-
-def seconds(value: float) -> str:
-    """``0.4 s``, ``30 s``, ``12 min``, ``3.2 h``."""
-    if value < 100:
-        return f"{value:.{1 if value < 10 else 0}f} s"
-    return f"{value / 60:.0f} min" if value < 5940 else f"{value / 3600:.1f} h"
-
-
 def change(speedup: float, ends: Sequence[float] | None = None, note: str = "", than: str = "") -> str:
     """A speed-up as a change of the step time: ``12.8 % shorter than A (1.6 to 22.8: note)``."""
-    sign = 1 if speedup >= 1 else -1
-    value, *bounds = (round(100 * sign * (1 - 1 / x), 1) + 0.0 for x in (speedup, *(ends or ())))  # no "-0.0"
+    bounds = _percent(speedup, ends or ())
     inside = [*([f"{min(bounds):.1f} to {max(bounds):.1f}"] if bounds else []), *([note] if note else [])]
-    text = f"{value:.1f} % {'shorter' if sign > 0 else 'longer'}{than}"
+    text = f"{changed(speedup)}{than}"
     return f"{text} ({': '.join(inside)})" if inside else text
 
 
-def outcome(c: Mapping[str, Any], own: str = OWN) -> str:
-    """The result of one comparison of the summary, in one line; ``own``: the default's name."""
-    table, against = side(c["table"], own), side(c["against"], own)
+def _percent(speedup: float, ends: Sequence[float]) -> list[float]:
+    """The ends of a speed-up's interval as changes of the step time in its direction, in percent."""
+    sign = 1 if speedup >= 1 else -1
+    return [round(100 * sign * (1 - 1 / x), 1) + 0.0 for x in ends]
+
+
+def outcome(c: Mapping[str, Any], own: str = OWN) -> Why:
+    """The result of one comparison of the summary; ``own``: the default's name."""
+    sides = {"table": side(c["table"], own), "against": side(c["against"], own)}
     if c["speedup"] is None:
-        return f"{table} against {against}: no pair of windows"
-    word = {"kept": f"kept {table}", "lost": f"{table} lost"}.get(c["outcome"], f"{table} not decided")
-    return f"{word}: {change(c['speedup'], c['speedup_ci95'], _evidence(c), than=f' than {against}')}"
-
-
-def _evidence(c: Mapping[str, Any]) -> str:
-    """What a comparison has measured."""
-    n = c["pairs"]
-    return f"{n} {'alternation' if c.get('by_turns') else 'pair'}{'s' * (n > 1)}"
+        return Happened.NOT_COMPARED(**sides)
+    ends, n = _percent(c["speedup"], c["speedup_ci95"]), c["pairs"]
+    unit = f"{'alternation' if c.get('by_turns') else 'pair'}{'s' * (n > 1)}"
+    happened = {"kept": Happened.KEPT, "lost": Happened.LOST}.get(c["outcome"], Happened.NOT_DECIDED)
+    return happened(**sides, speedup=c["speedup"], low=min(ends), high=max(ends), count=n, unit=unit)
 
 
 def cost(s: RunSummary) -> str:
@@ -73,6 +70,12 @@ def cost(s: RunSummary) -> str:
         return ""
     paid = f", repaid after {s.repaid_after:,} steps" if s.repaid_after is not None else ""
     return f"found at the cost of {seconds(s.cost_s)}{paid}" if s.cost_s > 0 else "found at no cost"
+
+
+def verdict_facts(s: RunSummary) -> dict[str, Any]:
+    """The verdict as a line of the log holds it."""
+    names = ("kept", "in_force", *(one.name for one in fields(OfVerdict)))
+    return {name: getattr(s, name) for name in names}
 
 
 def verdict(s: RunSummary) -> str:

@@ -64,7 +64,7 @@ def _chain(p: SlotProfile, trace: Trace, summary: RunSummary) -> dict[str, Any]:
         "alone": _alone(summary, p),
         "refused": refused,
         "decided": decision,
-        "reason": mine.get("reason") if mine else nothing_decided(summary, trace.header),
+        "reason": str(mine.get("why") or "") if mine else nothing_decided(summary, trace.header),
         "in_force": in_force,
         "table": summary.in_force if in_force else None,
     }

@@ -15,7 +15,7 @@ import pandas as pd
 
 from ...traces.here import configured
 from ...traces.queries.slots import SlotProfile, of_class
-from ...traces.reasons import RowRefused
+from ...traces.reasons import RowRefused, Why
 from ...traces.records import PAIRS, Slot
 from ...traces.spaces import N_CHANNELS, N_PAIRS
 from ..nccl_model.gpu_memory import of_first_use
@@ -28,7 +28,7 @@ KEPT_FREE = 1 << 30
 
 def take_out(
     profiles: Sequence[SlotProfile], masks: Sequence[Array], events: pd.DataFrame, free: int
-) -> list[str]:
+) -> list[Why]:
     """Takes out of ``masks``, (1, N_CONFIGS) bool for each slot, the algorithms that there is no memory for.
 
     Args:
@@ -38,11 +38,11 @@ def take_out(
         free: bytes on the fullest GPU; 0 if the job does not tell, and then nothing is taken out.
 
     Returns:
-        One text for each algorithm and class of communicators.
+        One reason for each algorithm and class of communicators.
     """
-    texts: list[str] = []
+    whys: list[Why] = []
     if not free:
-        return texts
+        return whys
     settings = configured()
     left: float = min(free / 2, free - KEPT_FREE)
     has_room: dict[tuple[int, int, str], bool] = {}
@@ -62,9 +62,9 @@ def take_out(
                     left -= needs
                 else:
                     facts = {"of": slot.n_ranks, "needs": needs / 2**30, "free": free / 2**30}
-                    texts.append(RowRefused.NO_MEMORY(algo=algo, **facts))
+                    whys.append(RowRefused.NO_MEMORY(algo=algo, **facts))
             by_pair[pair] &= has_room[key]
-    return texts
+    return whys
 
 
 def _not_connected(events: pd.DataFrame, slot: Slot, algo: str) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...traces.assemble import EVENT_COLUMNS, WAIT_COLUMNS, empty, joined
-from ...traces.reasons import NotTuning, names
+from ...traces.reasons import Happened, NotAgreeing, NotTuning, Why
 from ...traces.records import Decision, Decisions, Slot, Table
 from ..nccl.shm import RunFolder
 from ..search.interfaces import QUAD
@@ -81,7 +81,7 @@ class Job(Reader):
         run: RunFolder,
         process: subprocess.Popen[bytes] | None = None,
         writer: TraceWriter | None = None,
-        on_state: Callable[[str], None] = lambda text: None,
+        on_state: Callable[[Why], None] = lambda what: None,
     ) -> None:
         super().__init__(run, process)
         self.writer: TraceWriter | None = None
@@ -99,7 +99,7 @@ class Job(Reader):
         self.rhythm = Rhythm()
         # Published last, where no trial. With --headroom nothing is untouched until the first table has said so.
         self._to_stay: dict[Slot, Decision] | None = None if self.generation or run.untouched else {}
-        self._told = ""
+        self._told: Why | None = None
         self._taken = time.monotonic()
         self._events: deque[pd.DataFrame] = deque()
 
@@ -109,10 +109,9 @@ class Job(Reader):
         super().poll()
         if is_first and self.writer:
             self.writer.begin(self.sources.coverage(self.assembler))
-        if self.state is not None and self.state != before and "other-backend" in names(self.state[1]):
-            self._say(
-                f"{self.state[1]}: run the job on NCCL, or emulate a cluster by dynamiccl tune --cluster"
-            )
+        why = self.state[1] if self.state is not None and self.state != before else None
+        if why is not None and why.reason is NotTuning.OTHER_BACKEND:
+            self._say(Happened.NEEDS_NCCL(why=why))
         if time.monotonic() - self._taken > TAKE_S:
             self.take()
 
@@ -258,8 +257,8 @@ class Job(Reader):
 
     def _say_again(self, counted: dict[int, float], cut: Cut) -> None:
         """What becomes of a window that was cut short."""
-        what = "goes on" if counted else "is measured again"
-        self._say(f"the window {what}: {cut.what}")
+        happened = Happened.WINDOW_GOES_ON if counted else Happened.WINDOW_AGAIN
+        self._say(happened(why=cut.why))
 
     def _look_for_pauses(self, n_steps: int, discard: int) -> None:
         """Whether the job pauses under the confirmed table too. Raises JobEnded."""
@@ -335,7 +334,7 @@ class Job(Reader):
             if cut := self._run(lease, give_up_ms):
                 lease.is_fatal = cut.is_fatal
                 # The normal course of a job that evaluates now and then: for the log, no alarm on a terminal.
-                log.debug("the alternating steps are measured again: %s", cut.what)
+                log.debug("the alternating steps are measured again: %s", cut.why)
             lease.is_given_up = lease.newest_ms > give_up_ms
             leases.append(lease)
             wanted, waited = wanted - lease.n_kept, lease.waited
@@ -376,11 +375,12 @@ class Job(Reader):
             if not alive:
                 raise JobEnded(self.ended())
             if self.heard.refused == attempt.generation:
-                return Cut(self.heard.why, is_fatal="fatal-trial" in names(self.heard.why))
+                why = self.heard.why or Happened.TRIAL_REFUSED()
+                return Cut(why, is_fatal=why.reason is NotAgreeing.FATAL_TRIAL)
             if (cut := self._wait(attempt, began, last)) is not None:
                 return cut
             time.sleep(POLL_S * (5 if self.thin else 1))
-        self._told = ""
+        self._told = None
         return None
 
     def _wait(self, attempt: Attempt | Lease, began: float, last: float) -> Cut | None:
@@ -390,7 +390,7 @@ class Job(Reader):
         silent_s = now - last
         is_told = bool(self.no_switch()) and now - began > 2
         if not attempt.seen and (silent_s > 2 or is_told or self.losing()):
-            self._say(f"waiting: {self.waits_for()}")
+            self._say(Happened.WAITING(why=self.waits_for()))
         if silent_s <= self.rhythm.silence_s:
             return None
         self._say(NotTuning.PAUSED(seconds=silent_s))
@@ -402,9 +402,9 @@ class Job(Reader):
                 raise JobEnded(self.ended())
             time.sleep(POLL_S * 5)
         took_ms = 1e3 * (time.monotonic() - last) if attempt.seen else 0.0  # else not this table's doing
-        return Cut("the job paused", self.last_step, took_ms)
+        return Cut(Happened.JOB_PAUSED(), self.last_step, took_ms)
 
-    def _say(self, text: str) -> None:
-        if text != self._told:
-            self._told = text
-            self.on_state(text)
+    def _say(self, what: Why) -> None:
+        if what != self._told:
+            self._told = what
+            self.on_state(what)

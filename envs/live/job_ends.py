@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ...traces.reasons import Why
+
 #: Fewer steps than these seldom reach a verdict: such a job is told so, here and at the command line.
 FEWEST_STEPS = 100
 
@@ -9,19 +11,22 @@ FEWEST_STEPS = 100
 class JobEnded(Exception):
     """There is nothing more to tune: the job is over (its exit status is in ``Job.status``), or see the subclasses."""
 
+    def __init__(self, why: Why) -> None:
+        super().__init__(why)
+        self.why = why
+
 
 class Closed(JobEnded):
-    """The job goes on, and its ranks change no table any more; the message says why."""
-
-
-class Stopped(Closed):
-    """``dynamiccl stop`` was called."""
-
-
-class Withdrawn(Closed):
-    """Ranks ran one collective two ways: a failure. The table is taken back where this is the node of rank 0, whose
-    probe reads it; elsewhere the message says who has to do that."""
+    """The job goes on, and nothing of it is tuned: fail_closed.py says what holds then."""
 
 
 class OtherJob(JobEnded):
-    """What was known of the job holds no more, as the message says: a search over it has to begin anew."""
+    """What was known of the job holds no more, as ``why`` says: a search over it has to begin anew."""
+
+
+class NothingToTune(ValueError):
+    """Not for good: first steps are long, and a job may begin with another part."""
+
+    def __init__(self, why: Why) -> None:
+        super().__init__(why)
+        self.why = why

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...traces.assemble import Communicator, hash_of
-from ...traces.reasons import RowRefused
+from ...traces.reasons import RowRefused, Why
 from ...traces.records import (
     ALGOS,
     COLL_DTYPE,
@@ -131,7 +131,9 @@ class Disobeyed:
     decision: Decision
     ran: str  # what it ran mostly; "": it is not tried, since the ranks have ended in its trial
 
-    def __str__(self) -> str:
+    @property
+    def why(self) -> Why:
+        """It is not tried again."""
         if not self.ran:
             return RowRefused.FATAL(decision=self.decision, slot=self.slot)
         return RowRefused.NOT_OBEYED(ran=self.ran, decision=self.decision, slot=self.slot)

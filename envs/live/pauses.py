@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ...traces.reasons import Happened, Why
+
 #: So many steps in a row under another table, and the table of a window has ended. A communicator that is used in few
 #: steps comes to a new table later than the others: such a step alone is left out.
 ODD_STEPS = 3
@@ -23,7 +25,7 @@ _OFTEN = 0.8  # a fifth of the steps that are longer are the job's rhythm
 class Cut:
     """Why a try at a window was cut short, and the step in which it was; ``took_ms`` 0: the job did not pause."""
 
-    what: str
+    why: Why
     step: int = 0
     took_ms: float = 0.0
     is_fatal: bool = False  # the ranks have ended in a trial of these rows: they do not run again
@@ -81,10 +83,10 @@ class Attempt:
         if int(step["trial" if self.is_few else "generation"]) != self.generation:
             self.odd += 1
             was_there = self.seen or (self.is_trial and passed_s > UNSEEN_S)
-            return Cut("its table has ended") if self.odd >= ODD_STEPS and was_there else None
+            return Cut(Happened.TABLE_ENDED()) if self.odd >= ODD_STEPS and was_there else None
         self.seen, self.odd = self.seen + 1, 0
         if is_pause:
-            return Cut(f"a step took {took / 1e3:.1f} s", int(step["step"]), took)
+            return Cut(Happened.LONG_STEP(seconds=took / 1e3), int(step["step"]), took)
         if self.seen > self.discard and not self.is_whole:
             self.counted[int(step["step"])] = self.newest_ms = took
         return None

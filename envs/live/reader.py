@@ -14,14 +14,14 @@ import numpy as np
 
 from ...traces.assemble import Assembler, as_records
 from ...traces.outside import TraceError
-from ...traces.reasons import NotAgreeing, NotTuning, RunEnds
+from ...traces.reasons import NotAgreeing, NotTuning, RunEnds, Why
 from ...traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState
 from ...traces.segments import Coverage
 from ..nccl.rings import Ring
 from ..nccl.run_folder import LAUNCHER, SAID, STATUS, STOP, WORD
 from ..nccl.shm import RunFolder
 from ..nccl.site_switch import switched_off
-from .job_ends import FEWEST_STEPS, Closed, Stopped, Withdrawn
+from .job_ends import FEWEST_STEPS, Closed
 from .locks import is_locked
 from .obedience import CallAudit, Obedience
 from .sources import Source, Sources
@@ -40,7 +40,7 @@ class HeardOfTurns:
 
     steady: set[int] = field(default_factory=set)  # all ranks have kept their rhythm in its turns
     refused: int = -1  # the last one whose turns were refused; 0 is no table
-    why: str = ""
+    why: Why | None = None
     has_switched: bool = False  # one of its steps has ended under a table, which may have been the default
 
 
@@ -56,7 +56,7 @@ class Reader:
         self.lost: dict[str, int] = {}  # records that each ring dropped because nobody read them in time
         self.last_step = 0
         self.ranks: set[int] = set()  # of those whose steps were seen
-        self.state: tuple[AgreementState, str] | None = (
+        self.state: tuple[AgreementState, Why | None] | None = (
             None  # of the ranks' agreement, as rank 0 said it last
         )
         self.heard = HeardOfTurns()
@@ -131,13 +131,13 @@ class Reader:
             self._read(records, source)
         return len(records) > 0
 
-    def _last_state(self, ring: Ring) -> tuple[AgreementState, str] | None:
+    def _last_state(self, ring: Ring) -> tuple[AgreementState, Why | None] | None:
         """As a ring's process, if it lives, left it in the run folder: its record is gone where the ring went round."""
         with contextlib.suppress(OSError, ValueError):
             life, code = map(int, (self.run.path / SAID).read_text().split())
             if life == ring.life and ring.is_alive():
                 state = AgreementState(code)
-                return state, self._word()
+                return state, _why(self._word())
         return None
 
     def _is_over(self, ring: Ring) -> bool:
@@ -168,9 +168,10 @@ class Reader:
             begun = raw.decode("utf-8", "ignore")
             word = self._word()
             text = word if word.startswith(begun) else begun
-            self.state = AgreementState(int(row["code"])), text
-            self._hear(self.state[0], text, int(row["generation"]))
-            log.info("the ranks' agreement is %s: %s", self.state[0].name, text)
+            why = _why(text)
+            self.state = AgreementState(int(row["code"])), why
+            self._hear(self.state[0], why, int(row["generation"]))
+            log.info("the ranks' agreement is %s: %s", self.state[0].name, why or "")
         steps = rows[rows["kind"] == STEP].view(STEP_DTYPE)
         if len(steps):
             source.stepped_at = source.stepped_at or time.monotonic()
@@ -182,10 +183,10 @@ class Reader:
             self.last_step = int(steps["step"][-1])
             self.heard.has_switched |= bool(steps["generation"].any())
 
-    def _hear(self, state: AgreementState, text: str, generation: int) -> None:
+    def _hear(self, state: AgreementState, why: Why | None, generation: int) -> None:
         """Of turns."""
         if state == AgreementState.NO_TURNS:
-            self.heard.refused, self.heard.why = generation, text
+            self.heard.refused, self.heard.why = generation, why
         elif state == AgreementState.OPEN and generation:
             self.heard.steady.add(generation)
 
@@ -200,23 +201,23 @@ class Reader:
         fresh, self._fresh = self._fresh, []
         return fresh
 
-    def no_switch(self) -> str:
-        """Why the ranks, or some of them, change no tables at present; '' where they do, or have not said."""
+    def no_switch(self) -> Why | None:
+        """Why the ranks, or some of them, change no tables at present; None where they do, or have not said."""
         waits = AgreementState.WAITING, AgreementState.LOSING
-        return self.state[1] if self.state and self.state[0] in waits else ""
+        return self.state[1] if self.state and self.state[0] in waits else None
 
-    def losing(self) -> str:
-        """Why not all ranks can follow rank 0, at present or ever, as it says; '' where they can, or all run the
+    def losing(self) -> Why | None:
+        """Why not all ranks can follow rank 0, at present or ever, as it says; None where they can, or all run the
         default."""
-        state, why = self.state or (None, "")
-        is_kept = state == AgreementState.CLOSED and NotAgreeing.TABLE_STAYS.facts(why) is not None
-        return why if is_kept or state == AgreementState.LOSING else ""
+        state, why = self.state or (None, None)
+        is_kept = state == AgreementState.CLOSED and why is not None and why.reason is NotAgreeing.TABLE_STAYS
+        return why if is_kept or state == AgreementState.LOSING else None
 
-    def waits_for(self) -> str:
-        """What stands between the job and a step under our table, in words."""
+    def waits_for(self) -> Why:
+        """What stands between the job and a step under our table."""
         if not self.run.rings():
-            why = next(iter(self.run.refused.values()), "")
-            return NotTuning.NO_RING(why=why) if why else NotTuning.NO_PROBE()
+            fault = next(iter(self.run.refused.values()), "")
+            return NotTuning.NO_RING(why=fault) if fault else NotTuning.NO_PROBE()
         if not self.ranks:
             return NotTuning.NO_STEP()
         if 0 not in self._ranks_now():
@@ -255,32 +256,39 @@ class Reader:
         return not ranks or 0 in ranks
 
     def check(self) -> None:
-        """Raise what ends tuning while the job goes on: Withdrawn, Stopped, Closed."""
-        two_ways = ""
+        """Raise Closed if something ends tuning while the job goes on."""
+        two_ways = None
         if self.audit.mismatches:
             # A table is withdrawn in the file that the probe of rank 0 reads. Ours is read by nobody where it is not.
             reason = RunEnds.TWO_WAYS if self._has_rank_0() else RunEnds.TWO_WAYS_STILL
             two_ways = reason(example=self.audit.example)
         if two_ways and not self.audit.is_told:
-            raise Withdrawn(two_ways)
+            raise Closed(two_ways)
         if (self.run.path / STOP).exists():
-            raise Stopped(RunEnds.STOPPED())
-        if why := switched_off():
-            raise Stopped(RunEnds.SWITCHED_OFF(why=why))
+            raise Closed(RunEnds.STOPPED())
+        if where := switched_off():
+            raise Closed(RunEnds.SWITCHED_OFF(why=where))
         if two_ways:
-            raise Withdrawn(two_ways)
-        state, why = self.state or (None, "")
+            raise Closed(two_ways)
+        state, why = self.state or (None, None)
         if state == AgreementState.SHUT:
             raise Closed(RunEnds.NEVER_SWITCHED(why=why))
         if state == AgreementState.CLOSED:
             raise Closed(RunEnds.NO_MORE_SWITCHES(why=why))
 
-    def ended(self) -> str:
+    def ended(self) -> Why:
         """That the job is over, and why nothing came of it."""
         ended = RunEnds.JOB_ENDED() if self.status is None else RunEnds.JOB_STATUS(status=self.status)
         if self.heard.has_switched:  # whatever held up the last table
             return ended
-        why = self.no_switch() or ("" if self.ranks else self.waits_for())
+        why = self.no_switch() or (None if self.ranks else self.waits_for())
         if why == NotTuning.NOT_ALL_THERE() and self.assembler.comms and self._few_steps():
             why = NotTuning.TOO_FEW_STEPS(count=self.last_step)
         return RunEnds.BEFORE_A_SWITCH(ended=ended, why=why) if why else ended
+
+
+def _why(text: str) -> Why | None:
+    """The reason in a word of the ranks' agreement; one of another release as a fault of rank 0's."""
+    if not text:
+        return None
+    return Why.unpacked(text) or NotAgreeing.FAULT(rank=0, error=text)

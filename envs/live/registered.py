@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from ...traces.queries.slots import SlotProfile, of_class
-from ...traces.reasons import RowRefused
+from ...traces.reasons import RowRefused, Why
 from ...traces.records import PAIRS, Decision, Slot
 from ...traces.spaces import N_CHANNELS, N_PAIRS
 
@@ -32,22 +32,21 @@ class Guard:
         self._events = events
         self.slots = set[Slot]()  # in which Simple would newly follow LL
 
-    def look(self, assembler: Any) -> list[str]:
-        """What has become dangerous since the last look: a text for each slot."""
+    def look(self, assembler: Any) -> list[Why]:
+        """What has become dangerous since the last look: a reason for each slot."""
         registered = set[int]()
         for key, offer in assembler.offers.items():
             if offer.is_registered:
                 registered.add(key[0])
-        texts = []
+        whys = []
         for profile in self._profiles:
             slot = profile.slot
             if slot in self.slots or profile.proto == "simple":
                 continue
             if self._follows_ll(slot, registered, assembler):
                 self.slots.add(slot)
-                text = RowRefused.AFTER_LL(slot=slot)
-                texts.append(text)
-        return texts
+                whys.append(RowRefused.AFTER_LL(slot=slot))
+        return whys
 
     def _follows_ll(self, slot: Slot, registered: set[int], assembler: Any) -> bool:
         """Whether calls of the slot's class run LL over nodes, and a communicator of the class has registered buffers.

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ...traces.reasons import Happened
 from ...traces.records import FLAG_WHOLE
 from .obedience import Disobeyed
 from .pauses import ODD_STEPS, UNSEEN_S, Cut, Rhythm
@@ -92,7 +93,7 @@ class Lease:
         if int(step["trial"]) != self.generation:
             self.waited += self.seen == 0
             is_over = self.seen > 0 or passed_s > UNSEEN_S
-            return Cut("its trial has ended") if is_over else None
+            return Cut(Happened.TRIAL_ENDED()) if is_over else None
         self.seen += 1
         arm = int(int(step["generation"]) == self.generation)
         if is_pause or not int(step["flags"]) & FLAG_WHOLE:
@@ -103,7 +104,7 @@ class Lease:
         if arm == TRIAL and self.seen > self.discard:
             self.newest_ms = took
         self.odd = self.odd + 1 if arm == NOBODY else 0
-        return Cut("its steps differ") if self.odd >= ODD_STEPS else None
+        return Cut(Happened.STEPS_DIFFER()) if self.odd >= ODD_STEPS else None
 
     @property
     def is_whole(self) -> bool:

@@ -16,7 +16,7 @@ from ...traces import spaces
 from ...traces.assemble import COMPUTE_COLUMNS, empty
 from ...traces.queries.exposed import exposed_parts
 from ...traces.queries.slots import SLOT_KEYS, SlotProfile, find_slots, outside_the_offer, with_sizes
-from ...traces.reasons import NotTuning, names
+from ...traces.reasons import NotTuning, Why
 from ...traces.records import TUNED_FUNCS, Decision, Slot
 from ..nccl.untouched import Untouched
 from ..nccl_model.arms import distinct
@@ -24,7 +24,7 @@ from ..search.interfaces import PROFILE, UNTIMED, Measured, Plan, warm_up_famili
 from ..search.interfaces import Job as TunedJob
 from .gpu_memory import take_out
 from .job import Window
-from .job_ends import OtherJob
+from .job_ends import NothingToTune, OtherJob
 from .obedience import Disobeyed
 from .registered import Guard
 from .turns import Turns
@@ -51,13 +51,13 @@ class LiveWindows:
         self.funcs = tuple(funcs)
         self.on_window = on_window
         self.on_disobeyed: Callable[[Disobeyed], object] = lambda row: None
-        self.left_alone: list[str] = []  # why no table may touch a slot
+        self.left_alone: list[Why] = []  # why no table may touch a slot
         self._refused: set[tuple[Slot, Decision]] = set()
         self.profiles: list[SlotProfile] = []
         self.profile_events = pd.DataFrame()
         self._guard = Guard([], self.profile_events)
         self._untouched: Untouched | None = getattr(job, "untouched", None)
-        self.withheld: list[str] = []  # which settings of the slots are not tried, and why
+        self.withheld: list[Why] = []  # which settings of the slots are not tried, and why
         self.exposed: dict[Slot, float] = {}  # part of each slot's time; empty: the job does not tell
         self._before_ms = 0.0  # a step under the table before
         self._last_step = 0  # of the last window, and what was billed with it
@@ -65,7 +65,7 @@ class LiveWindows:
     def begin(self, skip: int = 3) -> tuple[TunedJob, Measured]:
         """Run default steps (the first ``skip`` of the job do not count) and find the slots.
 
-        Raises ValueError when there is none to tune.
+        Raises NothingToTune when there is none.
         """
         job = self.job
         before = job.last_step
@@ -81,10 +81,10 @@ class LiveWindows:
                 self.profiles.append(profile)
         self.on_window(plan, window)
         if self._untouched and (why := fault(self._untouched, self.profile_events)):
-            raise ValueError(NotTuning.NOT_UNTOUCHED(why=why))
+            raise NothingToTune(NotTuning.NOT_UNTOUCHED(why=why))
         if not self.profiles:
             shares = [p.share for p in found]
-            raise ValueError(self.nothing(shares))
+            raise NothingToTune(self.nothing(shares))
         told = self._told()
         n_slots = len(self.profiles)
         all_obeyed = np.ones(n_slots, bool)
@@ -133,15 +133,15 @@ class LiveWindows:
             families=warm_up_families(own_pairs),
         )
 
-    def _withhold(self, masks: list[Array]) -> list[str]:
+    def _withhold(self, masks: list[Array]) -> list[Why]:
         """Takes out of the slots' masks, (1, N_CONFIGS) each, what could harm this job; says what."""
         found = self.profiles
         events = self.profile_events
         job = self.job
         self._guard = Guard(found, events)
-        texts = self._guard.look(job.assembler)
+        whys = self._guard.look(job.assembler)
         self._guard.close(masks)
-        return texts + take_out(found, masks, events, job.memory_free)
+        return whys + take_out(found, masks, events, job.memory_free)
 
     def may_run(self, slot: Slot, decision: Decision) -> bool:
         """Whether a row of a table from before is one of a slot of this job, and not dangerous here."""
@@ -161,10 +161,8 @@ class LiveWindows:
     def measure(self, plan: Plan) -> Measured:
         """See ``windows.Windows``. Raises :class:`OtherJob` before anything runs, if a setting has become dangerous."""
         job = self.job
-        texts = self._guard.look(job.assembler)
-        if texts:
-            why = "; ".join(texts)
-            raise OtherJob(why)
+        if whys := self._guard.look(job.assembler):
+            raise OtherJob(whys[0])
         is_few = plan.one_of > 0
         is_timed = plan.kind not in UNTIMED or is_few
         if is_timed:
@@ -273,7 +271,7 @@ class LiveWindows:
         obeyed = [p.slot not in rows for p in self.profiles]
         return np.array(obeyed)
 
-    def nothing(self, shares: Sequence[float] = ()) -> str:
+    def nothing(self, shares: Sequence[float] = ()) -> Why:
         """Why there is no slot, and the cure. ``shares``: parts of the step of those that are too small."""
         if shares:
             return NotTuning.TOO_SMALL(share=sum(shares))
@@ -295,13 +293,13 @@ class LiveWindows:
             return NotTuning.NOT_TOLD()
         return NotTuning.NOTHING()
 
-    def _not_loaded(self) -> str:
+    def _not_loaded(self) -> Why:
         """Why no communicator is known."""
         if not self.job.state:  # no rank has begun to agree: there is no default group
             return NotTuning.NO_JOB_GROUP()
-        text = self.job.state[1]
-        if "other-backend" in names(text):
-            return text
-        if text:
-            return NotTuning.NOT_LOADED_AS_TOLD(why=text)
-        return NotTuning.NOT_LOADED()
+        why: Why | None = self.job.state[1]
+        if why is None:
+            return NotTuning.NOT_LOADED()
+        if why.reason is NotTuning.OTHER_BACKEND:
+            return why
+        return NotTuning.NOT_LOADED_AS_TOLD(why=why)

@@ -46,7 +46,7 @@ def test_a_plugin_that_cannot_be_built_and_a_program_that_reads_the_summary(tmp_
     env = {"CC": "no-such-cc", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = run("tune", "--json", "--or-untuned", "--cluster", "dgx-h100-2x8", *JOB, env=env)
     assert done.returncode == 7 and "[]" in done.stderr
-    assert "install gcc" in json.loads(done.stdout)["ended"]
+    assert "install gcc" in json.loads(done.stdout)["ended"]["text"]
 
 
 def test_it_needs_a_command():

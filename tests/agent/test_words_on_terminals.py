@@ -20,7 +20,7 @@ from dynamiccl.envs.live.job_ends import FEWEST_STEPS
 from dynamiccl.envs.live.reader import Reader
 from dynamiccl.envs.nccl.probe.probe import Probe
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.traces.reasons import NotAgreeing, NotTuning, RunEnds, names
+from dynamiccl.traces.reasons import Happened, NotAgreeing, NotTuning, RunEnds
 from dynamiccl.traces.records import AgreementState
 
 #: A locale of which Python reads and writes ASCII alone: nothing makes it UTF-8.
@@ -83,7 +83,7 @@ def test_a_job_that_failed_has_no_verdict(status, has_verdict):
 
 def test_what_ddp_can_do_is_on_the_screen():
     """Before: in OPERATING.md alone."""
-    assert "fully_shard" in shown(ended=NotTuning.NOTHING(), reasons={"ended": names(NotTuning.NOTHING())})
+    assert "fully_shard" in shown(ended=NotTuning.NOTHING())
 
 
 def test_one_number_of_fewest_steps_is_told_everywhere():
@@ -92,7 +92,7 @@ def test_one_number_of_fewest_steps_is_told_everywhere():
     assert refused.exit_code == 2 and f"give --steps {FEWEST_STEPS} or more" in refused.stderr
     assert f"at least {FEWEST_STEPS}." in " ".join(invoke(["tune", "--help"]).stdout.split())
     assert f"at least {FEWEST_STEPS} steps" in shown(
-        reasons={"ended": ["job-status"]}, job_status=0, windows=3
+        ended=RunEnds.JOB_STATUS(status=0), job_status=0, windows=3
     )
     page = Path(__file__).resolve().parents[2] / "OPERATING.md"
     assert f"at least {FEWEST_STEPS} steps. Fewer seldom reach a verdict" in page.read_text(encoding="utf-8")
@@ -140,7 +140,7 @@ def test_a_job_of_few_steps_is_told_that_they_were_few(run, steps, has_nccl, say
     if has_nccl:
         reader.assembler.comms[7] = None
     ended = reader.ended()
-    assert says in ended and names(ended)[0] == RunEnds.BEFORE_A_SWITCH.title
+    assert says in str(ended) and ended.reason is RunEnds.BEFORE_A_SWITCH
 
 
 def test_a_job_on_gloo_hears_at_once_that_nothing_asks_a_tuner(run, monkeypatch):
@@ -150,7 +150,7 @@ def test_a_job_on_gloo_hears_at_once_that_nothing_asks_a_tuner(run, monkeypatch)
     job = Job(run, on_state=said.append)
     for _ in range(3):
         job.poll()
-    assert len(said) == 1 and "gloo" in said[0] and "--cluster" in said[0]
+    assert said == [Happened.NEEDS_NCCL(why=told[1])] and "--cluster" in str(said[0])
 
 
 FIRST_STEP = """
@@ -173,15 +173,15 @@ def test_the_probe_tells_of_gloo_in_every_state_without_a_switch(tmp_path):
     probe._backend = "gloo"
     for state in (AgreementState.WAITING, AgreementState.LOSING, AgreementState.SHUT):
         probe._tell(state, NotAgreeing.NOTHING_COUNTED())
-        assert (tmp_path / "agreement").read_text() == NotTuning.OTHER_BACKEND(backend="gloo"), state
-    probe._tell(AgreementState.OPEN, "")
+        assert (tmp_path / "agreement").read_text() == NotTuning.OTHER_BACKEND(backend="gloo").packed(), state
+    probe._tell(AgreementState.OPEN, None)
     assert (tmp_path / "agreement").read_text() == ""
 
 
 def test_the_probe_tells_of_gloo_at_the_first_step(run):
     done = subprocess.run([sys.executable, "-c", FIRST_STEP], env={**os.environ, "DYNAMICCL_RUN": str(run.path),
                           "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)  # fmt: skip
-    assert done.stdout.strip() == NotTuning.OTHER_BACKEND(backend="gloo"), done.stderr
+    assert done.stdout.strip() == NotTuning.OTHER_BACKEND(backend="gloo").packed(), done.stderr
 
 
 @pytest.mark.parametrize("asked", [0, 7], ids=["before the first collective", "before the first step"])

@@ -448,7 +448,9 @@ def _has_settled(folder: RunFolder, generation: int, is_default: bool) -> bool:
     """Whether rank 0 has found that all report the default, or that none lacks what stays."""
     with contextlib.suppress(OSError, ValueError):
         word = json.loads((folder.path / PLANS).read_text())
-        return word["generation"] >= generation and (word["why"] == "" if is_default else word["lacks"] == "")
+        return word["generation"] >= generation and (
+            word["why"] is None if is_default else word["lacks"] is None
+        )
     return False
 
 

@@ -277,7 +277,7 @@ class Run:
         for comm, one in left_out.items():
             if one.for_good:
                 self._gone[comm] = one.why
-                self.outcome.accused = one.why
+                self.outcome.accused = str(one.why)
 
     def _compare(self) -> None:
         for place in range(len(self.job.script)):

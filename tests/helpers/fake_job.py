@@ -9,6 +9,7 @@ import pandas as pd
 from dynamiccl.envs.live.job import Window
 from dynamiccl.envs.live.job_ends import JobEnded
 from dynamiccl.traces.assemble import WAIT_COLUMNS, Offer, empty
+from dynamiccl.traces.reasons import RunEnds
 from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Slot, Table
 
 GATHER = Slot(16, 2, "all_gather", 27)
@@ -87,7 +88,7 @@ class FakeJob:
         for _ in range(n_steps):
             self.last_step += 1
             if self.last_step > self.steps:
-                raise JobEnded("the job ended with status 0")
+                raise JobEnded(RunEnds.JOB_STATUS(status=0))
             steps.append(self.last_step)
             times.append(self.step_ms(self.in_force) * (1 + self.noise * self.rng.standard_normal()))
             if times[-1] > give_up_ms:

@@ -65,7 +65,7 @@ class LightRank:
         """As at the first step."""
         make, said = (
             (lambda: Store(self.port)),
-            (lambda state, text, generation: self.said.append((state, text))),
+            (lambda state, why, generation: self.said.append((state, str(why or "")))),
         )
         size = self.rank, self.n_ranks
         self.agreement = Agreement(*size, self.plugin, self.steps, self._mailbox, make, version, said)
@@ -126,7 +126,7 @@ class LightRank:
             "answers": {str(comm): found for comm, found in self.answers.items()},
             "steps_under": self.steps_under,
             "said": self.said,
-            "stopped": agreement.stopped if agreement else None,
+            "stopped": str(agreement.stopped or "") if agreement else None,
             "waited_ms": Ring.of_this_process(self._folder).waited_ns() / 1e6,
             "cpu_s": used.ru_utime + used.ru_stime,
             "rounds": agreement._leader.number if agreement and agreement._leader else 0,

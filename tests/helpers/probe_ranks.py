@@ -42,7 +42,7 @@ def job(names: list[str]) -> None:
     if "DYNAMICCL_RUN" in os.environ:
         from dynamiccl.envs.nccl.probe import probe
 
-        said["stopped"] = getattr(probe._probe._agreement, "stopped", None)
+        said["stopped"] = str(getattr(probe._probe._agreement, "stopped", None) or "")
     sys.stdout.write(
         json.dumps(said) + "\n"
     )  # in one piece: print writes the end of the line apart, and ranks share it

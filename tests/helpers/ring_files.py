@@ -55,9 +55,9 @@ def step(number, rank=0):
     return row
 
 
-def state(code, text):
+def state(code, why):
     row = np.zeros(1, STATE_DTYPE)
-    row["kind"], row["code"], row["text"] = STATE, code, text.encode()
+    row["kind"], row["code"], row["text"] = STATE, code, why.packed().encode() if why else b""
     return row
 
 

@@ -163,7 +163,7 @@ def summary_of(trace, ratios, job):
     windows = trace.windows.query("phase == 'verify'")
     spread = float(np.std(ratios) / len(ratios) ** 0.5)
     decisions = [
-        row_of(slot, d) | {"reason": f"step time {saved} ms shorter than NCCL's own choice in 3 of 3 pairs"}
+        row_of(slot, d) | {"why": f"step time {saved} ms shorter than NCCL's own choice in 3 of 3 pairs"}
         for (slot, d), saved in zip(FINAL.items(), (3.6, 2.0), strict=True)
     ]
     return {

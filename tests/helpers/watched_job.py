@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from dynamiccl.agent.daemon import daemon
 from dynamiccl.agent.daemon.request import Request
-from dynamiccl.envs.live.job_ends import Withdrawn
+from dynamiccl.envs.live.job_ends import Closed
 from dynamiccl.envs.live.sources import Sources
 from dynamiccl.envs.nccl.shm import RunFolder
+from dynamiccl.traces.reasons import RunEnds
 from dynamiccl.traces.records import Decision
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
 
@@ -51,7 +52,7 @@ class WatchedJob(FakeJob):
 
     def check(self) -> None:
         if self.audit.mismatches:
-            raise Withdrawn("two ranks ran one collective with different settings")
+            raise Closed(RunEnds.TWO_WAYS(example="x"))
 
     @property
     def records_lost(self) -> int:

@@ -432,7 +432,7 @@ VERDICT = (
     "steps",
     "steps_to_verdict",
     "cost_s",
-    "reasons",
+    "no_table",
 )
 
 
@@ -525,7 +525,8 @@ def manifest(options):
 
 def flat(told):
     low, high = told.pop("speedup_ci95") or (None, None)
-    return told | {"speedup_low": low, "speedup_high": high, "reasons": json.dumps(told["reasons"])}
+    words = {name: told[name] and told[name]["text"] for name in ("ended", "no_table")}
+    return told | words | {"speedup_low": low, "speedup_high": high}
 
 
 def write(path, rows):

@@ -315,7 +315,7 @@ class Steps:
     def _stages(self, r: int, rank: Rank) -> World:
         generation = self.scope.generation(rank.round)
         if generation in self.scope.empty:
-            return self._sent(r, ("", ""), staged=EMPTY)
+            return self._sent(r, (None, None), staged=EMPTY)
         held = [
             buffer
             for buffer in range(1, len(rank.buffers) + 1)
@@ -325,9 +325,9 @@ class Steps:
         if self._is("a buffer that may answer is filled"):
             free = [1]
         if not free:
-            return self._sent(r, ("", "no room"), staged=EMPTY)
+            return self._sent(r, (None, "no room"), staged=EMPTY)
         buffers = (*rank.buffers[: free[0] - 1], generation, *rank.buffers[free[0] :])
-        return self._sent(r, ("", ""), staged=Table(generation, free[0]), buffers=buffers)
+        return self._sent(r, (None, None), staged=Table(generation, free[0]), buffers=buffers)
 
     def _sent(self, r: int, result: Any, **changes: Any) -> World:
         rank = self.world.ranks[r]

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pandas as pd
 
 from ..files import Trace
+from ..reasons import Happened, Why
 from ..records import TUNED_FUNCS, Slot
 from .costs import of_whole_steps
 from .skew import covered_ns, exposed_ns
@@ -95,13 +96,13 @@ def exposed_text(exposed: float) -> str:
     return f"exposed: {exposed:.0%} of its time".replace("%", " %")
 
 
-def critical_lines(rows: list[dict[str, Any]]) -> list[str]:
+def critical(rows: list[dict[str, Any]]) -> list[Why]:
     """Names the slots on the critical path; ``rows`` have ``slot``, ``exposed`` (None: not known) and ``share``."""
     known = [row for row in rows if row["exposed"] is not None]
     if not known:
         return []
-    critical = [row for row in known if is_critical(row["exposed"], row["share"])]
-    if not critical:
-        return ["on the critical path: none, the step hides its collectives behind compute"]
-    named = [f"{row['slot']} ({exposed_text(row['exposed'])})" for row in critical]
-    return [f"on the critical path: {', '.join(named)}"]
+    found = [row for row in known if is_critical(row["exposed"], row["share"])]
+    if not found:
+        return [Happened.NONE_CRITICAL()]
+    named = [f"{row['slot']} ({exposed_text(row['exposed'])})" for row in found]
+    return [Happened.CRITICAL(slots=", ".join(named))]

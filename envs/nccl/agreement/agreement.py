@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ....traces.reasons import NotAgreeing, NotTuning
+from ....traces.reasons import NotAgreeing, NotTuning, Why
 from ....traces.records import AgreementState
 from ..plugin.bindings import Plugin, Span
 from ..shm import trial_of
@@ -44,10 +44,10 @@ _SILENT_S = 30.0  # a store that is away for longer is told of
 HOLD_S = int(LOST_S) + 60
 _IN_A_ROW = 3  # so many lost rounds, and the user hears of it
 _WAITING = AgreementState.WAITING, NotTuning.NOT_ALL_THERE()
-TOGETHER = AgreementState.OPEN, "all ranks decide together"
+TOGETHER = AgreementState.OPEN, None  # all ranks decide together
 
 #: A state, its reason, and the generation of a table that was refused, else 0.
-Tell = Callable[[AgreementState | None, str, int], None]
+Tell = Callable[[AgreementState | None, Why | None, int], None]
 
 
 class Agreement:
@@ -62,7 +62,7 @@ class Agreement:
         published: TableMailbox,
         store: Callable[[], Any],
         versions: str = "",
-        tell: Tell = lambda state, text, generation: None,
+        tell: Tell = lambda state, why, generation: None,
     ) -> None:
         """``store()`` gives a new connection of our own to the job's store.
 
@@ -70,7 +70,7 @@ class Agreement:
         change of state, elsewhere only of what is wrong with the rank itself.
         """
         self.rank, self.n_ranks = rank, n_ranks
-        self.stopped = ""  # why no table will change any more
+        self.stopped: Why | None = None  # no table will change any more
         self._plugin, self._steps, self._versions, self._tell = plugin, steps, versions, tell
         self._store, self._end = RoundStore(store, rank, n_ranks), threading.Event()
         self._pace = Pace(_LOOKS * self._look_s)
@@ -78,7 +78,7 @@ class Agreement:
         self._owner = plugin.join()  # what this agreement lays ready and limits in the plugin is its own
         self._ballot = Ballot(plugin, self._owner, self._pace, self._store)
         self._leader = Leader(n_ranks, published) if rank == 0 else None
-        self._said: tuple[AgreementState, str, int] | None = None  # last, on rank 0
+        self._said: tuple[AgreementState, Why | None, int] | None = None  # last, on rank 0
         self._acted = 0  # the last round in which this rank had a vote
         self._thread = threading.Thread(target=self._run, name="dynamiccl-agreement", daemon=True)
         if not self._owner:
@@ -88,7 +88,7 @@ class Agreement:
         try:
             self._thread.start()
         except RuntimeError as error:  # no thread to be had
-            self._stop(str(error))
+            self._stop(NotAgreeing.FAULT(rank=rank, error=error))
             self._store.close()
 
     @property
@@ -243,9 +243,6 @@ class Agreement:
                     self._say_what_ranks_report(leader)
                 leader.tell()
             if leader.is_waiting(self._ballot.comms) or time.monotonic() < leader.not_before:
-                if why := leader.misses():
-                    self._stop(why)
-                    return
                 continue
             message = leader.next()
             if message is None:
@@ -254,7 +251,6 @@ class Agreement:
                 leader.not_before = time.monotonic() + until_awake_s
                 continue
             self._lead(leader, message)
-            self._stop_if_over(leader)
             if self.stopped:
                 return
 
@@ -267,12 +263,6 @@ class Agreement:
                 self._say(AgreementState.LOSING, leader.lacked)
             else:
                 self._say(*(TOGETHER if leader.switched else _WAITING))
-
-    def _stop_if_over(self, leader: Leader) -> None:
-        """No communicator is left that a table could reach."""
-        if not self.stopped and leader.is_over(self._ballot.comms):
-            why = next(iter(leader.gone.values()))
-            self._stop(why)
 
     def _lead(self, leader: Leader, message: tuple[int, bytes]) -> None:
         """One round."""
@@ -313,7 +303,7 @@ class Agreement:
         """Of a round."""
         refused = left_out.get(0)
         if decision.switches or leader.is_again:
-            if unlike := leader.unlike(left_out):  # rank 0's tables change, so no state says it
+            for unlike in leader.unlike(left_out):  # rank 0's tables change, so no state says it
                 self._tell(None, unlike, 0)
             lacked = leader.lacked
             for turns in leader.turns.steady or [0] * (not lacked):
@@ -403,13 +393,13 @@ class Agreement:
                 self._end.wait(_HELD_S)
         return None
 
-    def _say(self, state: AgreementState, text: str, generation: int = 0) -> None:
-        word = state, text, generation
+    def _say(self, state: AgreementState, why: Why | None, generation: int = 0) -> None:
+        word = state, why, generation
         if self._leader is not None and word != self._said:
             self._said = word
             self._tell(*word)
 
-    def _stop(self, why: str) -> None:
+    def _stop(self, why: Why) -> None:
         self.stopped = why
         if self._leader is None:
             self._tell(None, why, 0)

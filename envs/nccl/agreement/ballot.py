@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..plugin.bindings import CommView, NoRoom, Plan, Plugin
+from ....traces.reasons import Why
+from ..plugin.bindings import CommView, NoRoom, Plan, Plugin, Refused
 from ..shm import rows_hash
 from .pace import Pace
 from .plans import Told
@@ -42,15 +43,15 @@ class Ballot:
         """Rank 0 has these plans."""
         self.reported = _without_counts(plans)
 
-    def staged(self, message: bytes) -> tuple[str, str]:
-        """Lay a table ready; why the plugin refuses it, and why it has no room now, each empty if it does not."""
+    def staged(self, message: bytes) -> tuple[Why | None, Why | None]:
+        """Lay a table ready; why the plugin refuses it, and why it has no room now, each None if it does not."""
         try:
             self._plugin.stage(self._owner, message)
         except NoRoom as error:
-            return "", str(error)
-        except ValueError as error:
-            return str(error), ""
-        return "", ""
+            return None, error.why
+        except Refused as error:
+            return error.why, None
+        return None, None
 
     def limits(self, message: bytes, again: bool) -> dict[int, CommVote]:
         """Set the limits of all communicators that have a clock; the word on each, also on the others.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 
-from ....traces.reasons import NotAgreeing
+from ....traces.reasons import NotAgreeing, Why
 from ..shm import rows_hash, trial_of
 from ..steps.user_numbers import attach_s
 from .mailbox import TableMailbox
@@ -17,7 +17,7 @@ from .plans import Lack, Report, Told, all_there, lacking, mismatch
 from .protocol import Decision, LeftOut, Rhythms, Vote
 from .store import RoundStore
 
-_AGAIN_S = 0.2  # until a lost round is tried again, doubled each time
+_AGAIN_S = 0.2  # until a lost round is tried again, doubled each time, up to _LACKS_MOST_S
 #: A communicator without a collective for so long is used no more: it does not go to the end of its trial.
 _RESTS_S = 60.0
 PATIENCE = 5  # so many lost rounds in a row, and rank 0 goes on without who does not vote
@@ -62,11 +62,12 @@ class Leader:
         self.silent: set[int] = set()  # of them, who has not voted in the last round
         self.reports: dict[int, Report] = {0: Report(0, {})}
         self.rounds: dict[int, int] = {}  # the last that has given each communicator a table
-        self.gone: dict[int, str] = {}  # communicators that have left for good, and why
+        self.gone: dict[int, Why] = {}  # communicators that have left for good, and why
         self.switched: set[int] = set()  # communicators that have had a part, and were not left out since
-        self.lost, self.why = 0, ""  # rounds in a row, and why the last of them was
+        self.lost = 0  # rounds in a row
+        self.why: Why | None = None  # the last of them was
         self.not_before = 0.0  # of the next round
-        self.ends = ""  # why nothing but the default is led any more
+        self.ends: Why | None = None  # nothing but the default is led any more
         self.is_again = False  # the round under way leads what stays again
         self.is_whole = True  # it has had all votes that it waited for
         self.turns = Turns()
@@ -83,12 +84,11 @@ class Leader:
         )  # rank 0's communicators in the last trial, until its end is seen
         self._is_withdrawn = False  # that trial is: a table to stay came after it
         self._let_go: set[int] = set()  # communicators without which a trial went on
-        self._whys: dict[int, str] = {}  # why the last round of what stays has left a communicator out
-        self._unlike: set[str] = set()  # reasons that were told
+        self._whys: dict[int, Why] = {}  # why the last round of what stays has left a communicator out
+        self._unlike: set[Why] = set()  # that were told
         self._seen: dict[
             int, tuple[int, float]
         ] = {}  # collectives of rank 0's, and since when there are so many
-        self._known: set[int] = set()  # ranks that were ever here
         self._awaited = set(range(1, n_ranks))  # by the next round
         self._until = time.monotonic() + attach_s()
 
@@ -109,9 +109,8 @@ class Leader:
             absent if store.are_there(sorted(absent)) else {one for one in absent if store.are_there([one])}
         )
         if came:
-            self.lost = 0  # they were lost without who comes now
+            self.lost, self.not_before = 0, 0.0  # they were lost without who comes now
         self.here |= came
-        self._known |= came
         before = self._lacks()
         for rank, report in store.reports(sorted(self.here)).items():
             self._reported(rank, report)
@@ -163,24 +162,14 @@ class Leader:
         is_late = time.monotonic() > self._until
         return not is_late and (bool(self._awaited - self.here) or not comms)
 
-    def misses(self) -> str:
-        """Why no round can be led, not even later; empty if one can. Who was here before may only be cut off."""
-        is_hopeless = self.lost >= PATIENCE and not self.switched
-        are_over = time.monotonic() > self._until and self._known <= self.here
-        return self.why if is_hopeless and are_over else ""
-
-    def is_over(self, comms: frozenset[int]) -> bool:
-        """Whether all of rank 0's communicators have left for good."""
-        return bool(comms) and comms <= self.gone.keys()
-
     # -- what is wanted ------------------------------------------------------------------------------------------------
 
-    def look(self) -> tuple[int, str]:
+    def look(self) -> tuple[int, Why | None]:
         """Whether the daemon has published another table; if it is not led, its generation, and why."""
         if (found := self._published.take()) is None:
-            return 0, ""
+            return 0, None
         if self.ends:
-            return 0, ""
+            return 0, None
         if why := self._published.refuses(found):
             return found[0], why
         self.not_before, self._trial = 0.0, found
@@ -188,12 +177,12 @@ class Leader:
             found[1]
         ).trial_steps:  # the one before may have been withdrawn: nobody gets it any more
             self._stay(found)
-        return 0, ""
+        return 0, None
 
     def _stay(self, message: Message) -> None:
         self._stays, self._trial, self._is_led, self._pause_s = message, None, False, _LACKS_S
 
-    def fails(self, why: str) -> None:
+    def fails(self, why: Why) -> None:
         """Two plans differ: the default is all that is led from now on."""
         if not self.ends:
             self.ends, self.not_before = why, 0.0
@@ -213,28 +202,28 @@ class Leader:
         return lacking(self.stays, self.reports, self.rounds, default=self.default, may_try=may_try)
 
     @property
-    def lacked(self) -> str:
-        """Why a communicator runs another table than the one that stays; empty if none does, as far as is known."""
+    def lacked(self) -> Why | None:
+        """Why a communicator runs another table than the one that stays; None if none does, as far as is known."""
         lacks = self._lacks() if self._is_led else {}
-        return next((self._why(comm, lack) for comm, lack in lacks.items() if lack.has_table), "")
+        return next((self._why(comm, lack) for comm, lack in lacks.items() if lack.has_table), None)
 
-    def _why(self, comm: int, lack: Lack) -> str:
+    def _why(self, comm: int, lack: Lack) -> Why:
         return lack.why if lack.is_for_good else self._whys.get(comm, lack.why)
 
-    def mismatch(self) -> str:
-        """Which ranks would run one collective under different tables; empty if none would."""
+    def mismatch(self) -> Why | None:
+        """Which ranks would run one collective under different tables; None if none would."""
         return mismatch(self.reports, self.rounds)
 
-    def not_default(self) -> str:
-        """Why not all living communicators come to NCCL's default; empty if they do."""
+    def not_default(self) -> Why | None:
+        """Why not all living communicators come to NCCL's default; None if they do."""
         lacks = lacking(self.default, self.reports, self.rounds, default=self.default)
-        return next((self._why(comm, lack) for comm, lack in lacks.items()), "")
+        return next((self._why(comm, lack) for comm, lack in lacks.items()), None)
 
-    def _still_lacks(self) -> str:
-        """Why not all communicators have the table that stays; empty if they do, as far as they report."""
+    def _still_lacks(self) -> Why | None:
+        """Why not all communicators have the table that stays; None if they do, as far as they report."""
         if self._stays is not None and not self._is_led:
             return NotAgreeing.NOT_SERVED(rank=0)
-        return next((self._why(comm, lack) for comm, lack in self._lacks().items()), "")
+        return next((self._why(comm, lack) for comm, lack in self._lacks().items()), None)
 
     def tell(self, is_last: bool = False) -> None:
         """Whether all run the default, for who waits for it beside the job.
@@ -243,7 +232,7 @@ class Leader:
         """
         own = self.reports[0].comms
         ahead = any(plan.made < plan.since and self._moves(comm, _LACKS_S) for comm, (_, plan) in own.items())
-        why = self.not_default() or (NotAgreeing.NOT_SERVED(rank=0) if ahead and not is_last else "")
+        why = self.not_default() or (NotAgreeing.NOT_SERVED(rank=0) if ahead and not is_last else None)
         lacks = self._still_lacks()
         if (
             self.default and not is_last
@@ -348,7 +337,7 @@ class Leader:
         self.lost += 1
         reasons = [left_out[0]] if 0 in left_out else list(left_out.values())
         self.why = reasons[0].why if reasons else NotAgreeing.LATE_STORE()
-        self.not_before = time.monotonic() + _AGAIN_S * 2 ** min(self.lost, PATIENCE)
+        self.not_before = time.monotonic() + min(_AGAIN_S * 2 ** min(self.lost, 2 * PATIENCE), _LACKS_MOST_S)
 
     def _switch(
         self,
@@ -369,9 +358,9 @@ class Leader:
             self._let_go |= {comm for comm, one in left_out.items() if not one.for_good}
             self._tries, self._is_withdrawn = frozenset(switched.intersection(own)), False
 
-    def unlike(self, left_out: Mapping[int, LeftOut]) -> str:
-        """Why ranks with other code have no part in the round, unless it was asked before; empty if there are none."""
-        whys = {one.why for one in left_out.values() if NotAgreeing.NOT_ALIKE.facts(one.why)}
-        fresh = sorted(whys - self._unlike)
+    def unlike(self, left_out: Mapping[int, LeftOut]) -> list[Why]:
+        """Why ranks with other code have no part in the round, without what was asked before."""
+        whys = {one.why for one in left_out.values() if one.why.reason is NotAgreeing.NOT_ALIKE}
+        fresh = sorted(whys - self._unlike, key=Why.packed)
         self._unlike |= whys
-        return "; ".join(fresh)
+        return fresh

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ....traces.outside import TraceError, atomically, read_json
-from ....traces.reasons import NotAgreeing
+from ....traces.reasons import NotAgreeing, Why
 from ....traces.records import Table
 from .. import life
 from ..run_folder import CONFIRMED, PLANS, TRIED
@@ -54,17 +54,17 @@ class TableMailbox:
                 return found
         return None
 
-    def refuses(self, found: tuple[int, bytes]) -> str:
-        """Why a table is not led; empty if it may be.
+    def refuses(self, found: tuple[int, bytes]) -> Why | None:
+        """Why a table is not led; None if it may be.
 
         A trial that an earlier life has begun is over. If the ranks ended in it, its first call may be the cause: its
         rows are not tried again, under whichever generation.
         """
         if not trial_of(found[1]).trial_steps:
-            return ""
+            return None
         if not set(self._unproven(found[1])).isdisjoint(self._note.fatal):
             return NotAgreeing.FATAL_TRIAL()
-        return NotAgreeing.OLD_TRIAL() if found[0] == self._before else ""
+        return NotAgreeing.OLD_TRIAL() if found[0] == self._before else None
 
     def trial_begins(self, found: tuple[int, bytes]) -> None:
         """A round for a trial begins: if the ranks end in it, later lives know."""
@@ -76,10 +76,15 @@ class TableMailbox:
         """The ranks have outlived it, or did not get it."""
         self._write(replace(self._note, rows=()))
 
-    def tell_plans(self, why: str, lacks: str, is_last: bool) -> None:
-        """Whether all living communicators report the default, for who ends the tuning: ``why`` not, empty if they do.
+    def tell_plans(self, why: Why | None, lacks: Why | None, is_last: bool) -> None:
+        """Whether all living communicators report the default, for who ends the tuning: ``why`` not, None if they do.
         ``lacks``: why not all of them report the table that stays. ``is_last``: no table changes any more."""
-        word = {"generation": self._generation, "why": why, "lacks": lacks, "is_last": is_last}
+        word = {
+            "generation": self._generation,
+            "why": why and why.as_json(),
+            "lacks": lacks and lacks.as_json(),
+        }
+        word |= {"is_last": is_last}
         if word != self._word:
             self._word = word
             with contextlib.suppress(TraceError):

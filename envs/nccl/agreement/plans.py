@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ....traces.reasons import NotAgreeing
+from ....traces.reasons import NotAgreeing, Why
 from ..plugin.bindings import Plan
 
 
@@ -31,7 +31,7 @@ class Report(NamedTuple):
 class Lack(NamedTuple):
     """A communicator that lacks what is wanted."""
 
-    why: str
+    why: Why
     has_table: bool = False  # it runs another table; else NCCL decides there, or it is not known yet
     is_for_good: bool = False  # a member takes no table any more
 
@@ -91,17 +91,17 @@ def has(plan: Plan, rows: int, now: int) -> bool:
     return plan.stays == rows and not tries
 
 
-def mismatch(reports: Reports, rounds: Rounds) -> str:
-    """Which two members of a communicator would answer one collective differently; empty if none do."""
+def mismatch(reports: Reports, rounds: Rounds) -> Why | None:
+    """Which two members of a communicator would answer one collective differently; None if none do."""
     for comm, members in _members_of(reports).items():
         late = _late(comm, reports, rounds)
         plans = [(rank, told.plan) for rank, told in members if rank not in late]
         if why := differ(plans):
             return why
-    return ""
+    return None
 
 
-def differ(plans: list[tuple[int, Plan]]) -> str:
+def differ(plans: list[tuple[int, Plan]]) -> Why | None:
     """The same of the members of one communicator, by rank."""
     now = _now(plan for _, plan in plans)
     edges = {now}
@@ -113,7 +113,7 @@ def differ(plans: list[tuple[int, Plan]]) -> str:
         for rank, answer in known[1:]:
             if answer != known[0][1]:
                 return NotAgreeing.OTHER_PLANS(rank=known[0][0], other=rank, count=edge)
-    return ""
+    return None
 
 
 def _answer(plan: Plan, count: int) -> tuple[int, int] | None:

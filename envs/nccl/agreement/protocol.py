@@ -40,7 +40,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ....traces.reasons import NotAgreeing
+from ....traces.reasons import NotAgreeing, Why
 from ....traces.records import Trial
 from ..plugin.bindings import Plan, Span
 from . import plans
@@ -90,8 +90,8 @@ class Vote:
         str  # what must be equal: the plugin's sources, the table's format, the interface, NCCL's release
     )
     comms: Mapping[int, CommVote] = field(default_factory=dict)  # by communicator
-    refusal: str = ""  # why the plugin does not take the table
-    no_room: str = ""  # why it has no room for it now
+    refusal: Why | None = None  # the plugin does not take the table
+    no_room: Why | None = None  # it has no room for it now
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Decision:
 class LeftOut(NamedTuple):
     """Why a communicator has no part in a round."""
 
-    why: str
+    why: Why
     for_good: bool = False
     is_refusal: bool = False  # by a plugin: no communicator may have this table
     is_mismatch: bool = False  # its members would run one collective under different tables
@@ -118,7 +118,7 @@ WordsOf = Mapping[int, Words]
 #: (collectives a step, offset) by communicator, see :class:`CommVote`.
 Rhythms = dict[int, tuple[int, int]]
 #: Communicators that have left for good, and why.
-Reasons = Mapping[int, str]
+Reasons = Mapping[int, Why]
 #: Whether a round is lost rather than go on without these communicators.
 Loses = Callable[[Mapping[int, "LeftOut"]], bool]
 
@@ -423,9 +423,9 @@ def _why_no_round(votes: list[Vote]) -> LeftOut | None:
     Ranks whose code is not rank 0's have no say: they share no communicator with those that switch.
     """
     alike = [vote for vote in votes if vote.identity == votes[0].identity]
-    if refusal := next((vote.refusal for vote in alike if vote.refusal), ""):
+    if refusal := next((vote.refusal for vote in alike if vote.refusal), None):
         return LeftOut(refusal, True, True)  # the bytes and the code are the same everywhere
-    if no_room := next((vote.no_room for vote in alike if vote.no_room), ""):
+    if no_room := next((vote.no_room for vote in alike if vote.no_room), None):
         return LeftOut(no_room)
     if any(vote.comms for vote in votes):
         return None

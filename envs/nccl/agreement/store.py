@@ -22,7 +22,7 @@ from operator import index
 from typing import Any, NamedTuple
 
 from ....traces.outside import parse_json
-from ....traces.reasons import NotAgreeing
+from ....traces.reasons import NotAgreeing, Why
 from ..plugin.bindings import Plan, Span
 from ..steps.words import say
 from .lookout import IDLE_S, Lookout
@@ -156,7 +156,7 @@ class RoundStore:
 
     def cast(self, vote: Vote, n_votes: int) -> None:
         """Send a vote; whoever is the last of ``n_votes`` tells rank 0."""
-        text = json.dumps(asdict(vote))
+        text = json.dumps(asdict(vote), default=Why.as_json)
         self._store.set(self._key("vote", vote.rank), text)
         if not n_votes:
             return
@@ -211,7 +211,7 @@ class RoundStore:
                 if self.closing:  # this rank leaves, and so may the store: no news
                     return ABORT
                 if now > lost or (is_refused and now > refused_until):
-                    say(NotAgreeing.NO_STORE(rank=self._rank, error=error))
+                    say(str(NotAgreeing.NO_STORE(rank=self._rank, error=error)))
                     return ABORT
                 time.sleep(_AGAIN_S)
 
@@ -329,7 +329,7 @@ def _vote(rank: int, raw: bytes) -> Vote:
         found = parse_json(raw)
         vote = Vote(rank, index(found["round"]), _text(found["identity"]))
         comms = {int(comm): _comm_vote(one) for comm, one in found["comms"].items()}
-        return replace(vote, comms=comms, refusal=_text(found["refusal"]), no_room=_text(found["no_room"]))
+        return replace(vote, comms=comms, refusal=_why(found["refusal"]), no_room=_why(found["no_room"]))
     return vote
 
 
@@ -366,6 +366,11 @@ def _decision(raw: bytes, unread: bytes | None = None) -> Decision | None:
         spans = {int(comm, 16): Span(*map(index, span)) for comm, span in switches.items()}
         return Decision(index(generation), spans)
     return ABORT if raw == unread else None
+
+
+def _why(value: Any) -> Why | None:
+    """Raises what reading may raise."""
+    return None if value is None else Why.of(value)
 
 
 def _text(value: Any) -> str:

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ....traces.reasons import NotAgreeing, RowRefused
+from ....traces.reasons import NotAgreeing, RowRefused, Why
 from ....traces.records import TABLE_VERSION
 from .build import LIBRARY, PluginBuildError, named, names_none, plugin_path, takes_no_path
 
@@ -154,7 +154,15 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 _SLOW = ("activate", "stage", "open", "build")
 
 
-class NoRoom(ValueError):
+class Refused(ValueError):
+    """The plugin does not take a table."""
+
+    def __init__(self, why: Why) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+class NoRoom(Refused):
     """No buffer is left for another table. The message says so.
 
     A destroyed communicator holds none. One that rests holds two: its table that stays, and that of a trial that it has
@@ -194,14 +202,14 @@ class Plugin:
         """Make a table message (:func:`dynamiccl.envs.nccl.shm.encode_table`) the one that holds where nothing was
         agreed; its generation.
 
-        Raises ValueError on a message that is not a sound table; the table before then stays.
+        Raises Refused on a message that is not a sound table; the table before then stays.
         """
         return _accepted(self._call["activate"](message, len(message)))
 
     def stage(self, owner: int, message: bytes) -> int:
         """Check a table message and lay it ready for the switches of ``owner``; its generation.
 
-        Raises ValueError; :class:`NoRoom` where all buffers hold tables that may still answer.
+        Raises Refused; :class:`NoRoom` where all buffers hold tables that may still answer.
         """
         generation = int(self._call["stage"](owner, message, len(message)))
         if generation == -errno.ENOSPC:
@@ -291,5 +299,5 @@ def name_where_no_path_is_taken(release: str) -> None:
 
 def _accepted(generation: int) -> int:
     if generation < 0:
-        raise ValueError(RowRefused.PLUGIN_REFUSES(error=os.strerror(-generation)))
+        raise Refused(RowRefused.PLUGIN_REFUSES(error=os.strerror(-generation)))
     return generation

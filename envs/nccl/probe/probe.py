@@ -19,7 +19,7 @@ from typing import Any
 
 from ....traces.here import machine
 from ....traces.outside import TraceError, atomically
-from ....traces.reasons import NotAgreeing, NotTuning
+from ....traces.reasons import NotAgreeing, NotTuning, Why
 from ....traces.records import RECORD_BYTES, STATE, UNSET, AgreementState
 from .. import life
 from ..agreement.agreement import Agreement
@@ -147,7 +147,7 @@ class Probe:
         alike = f"code {DIGEST} NCCL {release} on {machine() or 'a machine not known'}"
         self._agreement = Agreement(*size, self._plugin, self._steps, published, store, alike, self._tell)
 
-    def _tell(self, state: AgreementState | None, text: str, generation: int = 0) -> None:
+    def _tell(self, state: AgreementState | None, why: Why | None, generation: int = 0) -> None:
         """A word of the agreement: for the daemon, and for the user where it is not what he expects."""
         if state is None and _default_group() is None:
             return  # the job has left its group: nothing is wrong with this rank
@@ -157,16 +157,17 @@ class Probe:
             and self._backend in _ASK_NO_TUNER
             and not (self._plugin is not None and self._plugin.tuners())
         ):
-            text = NotTuning.OTHER_BACKEND(backend=self._backend)
-        _note(self._run / WORD, text)
+            why = NotTuning.OTHER_BACKEND(backend=self._backend)
+        packed = _packed(why)
+        _note(self._run / WORD, packed)
         if state is not None and self._plugin is not None:
             # A tuner may come when the ring has gone round.
             _note(self._run / SAID, f"{life.own()} {int(state)}")
             step = self._recorder.step if self._recorder else 0
             head = (0, STATE, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, step, generation, self._rank, state)
-            self._plugin.emit(_STATE.pack(*head, text.encode()[:80]) + bytes(RECORD_BYTES - _STATE.size))
+            self._plugin.emit(_STATE.pack(*head, packed.encode()[:80]) + bytes(RECORD_BYTES - _STATE.size))
         if state in (None, AgreementState.SHUT, AgreementState.CLOSED):
-            say(text + ("; NCCL decides alone" if state is AgreementState.SHUT else ""))
+            say(str(why) + ("; NCCL decides alone" if state is AgreementState.SHUT else ""))
 
     def close(self) -> None:
         """The interpreter exits."""
@@ -191,6 +192,10 @@ class Probe:
             self._world = weakref.ref(
                 world
             )  # the parent is that group's rank: only a group made here is this one's
+
+
+def _packed(why: Why | None) -> str:
+    return why.packed() if why else ""
 
 
 def _note(path: Path, text: str) -> None:
@@ -245,7 +250,7 @@ def install() -> None:
     life.announce()
     for variable, value in take_slots_back().items():
         if os.environ.get("RANK", "0") == "0":
-            say(NotTuning.SLOT_TAKEN(variable=variable, value=value))
+            say(str(NotTuning.SLOT_TAKEN(variable=variable, value=value)))
     name_where_no_path_is_taken(_nccl(sys.modules["torch"]))
     probe = _probe = Probe(os.environ["DYNAMICCL_RUN"])
     if (

@@ -75,15 +75,15 @@ def jitter(event, step, at):
 
 
 CASES = {
-    "the same": (None, "no change", "no regression: steps became 0.0%"),
-    "noise": (jitter, "no change", "within the noise"),
+    "the same": (None, "no-change", "no regression: steps became 0.0%"),
+    "noise": (jitter, "no-change", "within the noise"),
     "slower calls": (
         slower_gathers,
         "collectives",
         "most of it all_gather 33-64 MiB, 0.41 -> 0.70 ms a call",
     ),
-    "less hidden": (moved_compute, "less hidden", "not NCCL: collectives take as long, but are less hidden"),
-    "compute": (slower_compute, "not collectives", "collectives do not explain it"),
+    "less hidden": (moved_compute, "less-hidden", "not NCCL: collectives take as long, but are less hidden"),
+    "compute": (slower_compute, "not-collectives", "collectives do not explain it"),
 }
 
 
@@ -114,7 +114,7 @@ def test_without_compute_collectives_may_explain_a_regression(tmp_path):
     )
     told = advised(before, after)
     assert (
-        told["cause"] == "perhaps collectives"
+        told["cause"] == "perhaps-collectives"
         and "collectives may explain +0.60 of +0.60 ms" in told["verdict"]
     )
     assert any("record compute too" in note for note in told["unknown"])
@@ -207,7 +207,7 @@ def test_calls_that_are_timed_in_some_steps_are_no_sum_over_all(tmp_path):
     """Before: a change of 20 ms that two gathers explain whole, told as "collectives do not explain it (+2.35)"."""
     before, after = sampled(tmp_path / "a", 5, 8), sampled(tmp_path / "b", 15, 8)
     told = advised(before, after)
-    assert told["cause"] == "perhaps collectives" and told["change_ms"] == pytest.approx(20, abs=0.1)
+    assert told["cause"] == "perhaps-collectives" and told["change_ms"] == pytest.approx(20, abs=0.1)
     assert told["before"]["calls_ms"] == pytest.approx(10) and told["calls_change_ms"] == pytest.approx(20)
     assert told["slots"][0]["change_ms"] == pytest.approx(20) and told["slots"][0]["calls_after"] == 2
     # The same job, more often timed and with fewer of its events on disk: nothing has changed.
@@ -254,7 +254,7 @@ def test_calls_that_run_at_the_same_time_count_once(tmp_path):
     told = advised(beside(tmp_path / "a", 0), beside(tmp_path / "b", 200))
     assert told["before"]["calls_ms"] == pytest.approx(1.31, abs=0.01)
     assert told["before"]["exposed_ms"] == pytest.approx(1.31, abs=0.01)
-    assert told["calls_change_ms"] == pytest.approx(0.6) and told["cause"] == "not collectives"
+    assert told["calls_change_ms"] == pytest.approx(0.6) and told["cause"] == "not-collectives"
     assert told["exposed_change_ms"] == pytest.approx(0.6, abs=0.01)
 
 

@@ -90,7 +90,7 @@ def test_an_environment_plugin_is_a_trap(tmp_path):
         )
     for facts in (Facts({"NCCL_ENV_PLUGIN": "none"}), Facts({"NCCL_ENV_PLUGIN": "x"}, nccl=(2, 27, 7))):
         assert not any(one.name == "NCCL_ENV_PLUGIN" for one in examine(facts))
-    assert "NCCL_ENV_PLUGIN" in NotTuning.NOT_LOADED()
+    assert "NCCL_ENV_PLUGIN" in str(NotTuning.NOT_LOADED())
 
 
 # How it ends ----------------------------------------------------------------------------------------------------------

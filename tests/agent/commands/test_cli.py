@@ -22,8 +22,11 @@ from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.envs.search.config import BUDGET_STEPS, SearchConfig
 from dynamiccl.envs.sim.emulated.settings import Emulated
 from dynamiccl.traces.header import commit
+from dynamiccl.traces.reasons import NotTuning, RunEnds
 from paths import DATA
 from rich.console import Console
+
+OVER = RunEnds.JOB_STATUS(status=0)
 
 FROZEN = DATA / "command_line.json"
 
@@ -218,31 +221,25 @@ def test_a_run_folder_that_is_gone_is_of_a_run_that_has_ended(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reasons", "status", "says"),
+    ("ended", "status", "says"),
     [
-        (["never-switched", "other-backend"], 0, "tune --cluster"),
-        (["job-status"], 0, "too short for a verdict"),
-        (["job-status"], 1, None),
-        (["before-a-switch", "job-status", "no-probe"], 0, None),
-        (["before-a-switch", "job-status", "no-step"], 0, "such as inference"),
+        (RunEnds.NEVER_SWITCHED(why=NotTuning.OTHER_BACKEND(backend="gloo")), 0, "tune --cluster"),
+        (OVER, 0, "too short for a verdict"),
+        (RunEnds.JOB_STATUS(status=1), 1, None),
+        (RunEnds.BEFORE_A_SWITCH(ended=OVER, why=NotTuning.NO_PROBE()), 0, None),
+        (RunEnds.BEFORE_A_SWITCH(ended=OVER, why=NotTuning.NO_STEP()), 0, "such as inference"),
     ],
 )
-def test_a_run_without_a_result_says_what_to_do(reasons, status, says):
+def test_a_run_without_a_result_says_what_to_do(ended, status, says):
     told = {
         "emulated": False,
         "speedup": None,
-        "ended": "it is over",
+        "ended": ended.as_json(),
         "trace": "t",
         "report": "r",
         "table": None,
     }
-    told |= {
-        "reasons": {"ended": reasons},
-        "job_status": status,
-        "windows": 9,
-        "failure": None,
-        "not_obeyed": [],
-    }
+    told |= {"job_status": status, "windows": 9, "failure": None, "not_obeyed": []}
     told |= {"decisions": [], "consistency": {"calls_checked": 0, "mismatches": 0}, "records_lost": 0}
     console = Console(record=True, width=200, file=io.StringIO())
     show_summary(console, RunSummary.of(told))

@@ -10,6 +10,7 @@ from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.verdict import verdict
 from dynamiccl.envs.nccl.tables import load_table
 from dynamiccl.traces.files import Trace
+from dynamiccl.traces.reasons import RowRefused, RunEnds
 from dynamiccl.traces.writer import TraceWriter
 from rich.console import Console
 from synthetic_trace import GATHER, write_run
@@ -83,7 +84,7 @@ def test_a_run_that_ended_early_and_a_cut_segment(tmp_path):
 def test_a_run_that_decided_nothing_says_who_decides(tmp_path):
     write_run(tmp_path / "trace", search=3, stop_early=True)
     (tmp_path / "summary.json").write_text(
-        json.dumps({"ended": "the job ended with status 0", "decisions": []})
+        json.dumps({"ended": RunEnds.JOB_STATUS(status=0).as_json(), "decisions": []})
     )
     result = run_show(tmp_path)
     # Once, as the verdict. Before: "no decisions" with the same words stood below it.
@@ -114,13 +115,13 @@ def test_a_decision_left_to_nccl(tmp_path):
         "algo": None,
         "proto": None,
         "n_channels": None,
-        "reason": "nothing was faster",
+        "why": RowRefused.NOT_BETTER(own="ring/ll/4", tried=3).as_json(),
     }
     summary |= {"decisions": [auto], "kept": False, "speedup": 1.0}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     out = run_show(tmp_path).stdout
     assert "NOTHING KEPT" in out and "which stays" in out
-    assert "(NCCL decides): nothing was faster" in out
+    assert "(NCCL decides): NCCL's default, ring/ll/4, stays: 3 other settings tried" in out
     assert all(s["table"] is None for s in json.loads(run_show(tmp_path, "--json").stdout)["slots"])
 
 

@@ -12,6 +12,7 @@ from dynamiccl.agent.report import runs as listing
 from dynamiccl.agent.report.runs import EXPORTED_S, find_runs, state
 from dynamiccl.envs.live.locks import lock
 from dynamiccl.envs.nccl.shm import RunFolder
+from dynamiccl.traces.reasons import RunEnds
 from synthetic_trace import write_run
 
 
@@ -21,7 +22,7 @@ def runs(tmp_path):
     for name, early in (("over", False), ("live", True)):
         summary, _ = write_run(tmp_path / name / "trace", search=4, final=6, stop_early=early)
         if not early:
-            summary |= {"kept": True, "records_lost": 3, "agreement": {"state": "OPEN", "text": ""}}
+            summary |= {"kept": True, "records_lost": 3, "agreement": {"state": "OPEN", "why": None}}
             (tmp_path / name / "summary.json").write_text(json.dumps(summary))
     folder = RunFolder.create(f"top-test-{os.getpid()}")
     held = lock(folder.path / "tuner", "")
@@ -123,7 +124,7 @@ def test_metrics_before_the_first_run_are_a_file_without_runs(tmp_path):
     [
         ("launcher", None, True),
         ("ring-1", None, True),
-        ("launcher", "stopped by `dynamiccl stop`", False),
+        ("launcher", RunEnds.STOPPED().as_json(), False),
         ("tuner", None, False),
         (None, None, False),
     ],

@@ -78,7 +78,7 @@ def test_summary_holds_what_programs_rely_on(tuned):
     )
     assert {d["func"] for d in s["decisions"]} == {"all_gather", "reduce_scatter"}
     assert all(d["own"] and d["min_bytes"] < d["max_bytes"] for d in s["decisions"])
-    assert all(d["reason"] for d in s["decisions"] if not d["algo"] and not d["n_channels"])
+    assert all(d["why"] for d in s["decisions"] if not d["algo"] and not d["n_channels"])
     assert 1e4 < Path(s["report"]).stat().st_size < 1.5e6 and s["records_lost"] == 0 and s["job_status"] == 0
 
 
@@ -254,7 +254,7 @@ def test_a_tuner_that_is_killed_is_started_again_and_goes_on_while_the_job_does_
     assert launcher.returncode == 143 and "the job goes on" in output, output
     assert len(losses(log)) > before
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["speedup"] is not None and not summary["kept"] and "stopped" in summary["ended"]
+    assert summary["speedup"] is not None and not summary["kept"] and summary["ended"]["code"] == "stopped"
     assert summary["consistency"]["mismatches"] == 0
     trace = Trace.read(out / "trace")
     assert len(trace.log) > n_tables and trace.events["step"].min() < 20
@@ -273,7 +273,9 @@ def test_a_signal_is_the_jobs_and_what_was_seen_is_kept(tmp_path, number, status
     assert "Traceback" not in output
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (
-        f"status {status}" in summary["ended"] and summary["job_status"] == status and summary["steps"] >= 10
+        summary["ended"]["facts"] == {"status": status}
+        and summary["job_status"] == status
+        and summary["steps"] >= 10
     )
     seen = len(losses(log))
     time.sleep(1)

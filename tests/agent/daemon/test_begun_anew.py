@@ -17,6 +17,7 @@ from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.search.config import SearchConfig
 from dynamiccl.envs.search.state import Account
 from dynamiccl.traces.assemble import Assembler
+from dynamiccl.traces.reasons import NotAgreeing, RunEnds
 from dynamiccl.traces.segments import LOST, Coverage
 from dynamiccl.traces.writer import TraceWriter
 from fake_job import STEP_MS, FakeJob
@@ -101,7 +102,7 @@ def test_ranks_that_agree_only_in_a_later_life_are_tuned_then(folder, tmp_path):
     class Restarted(WatchedJob):
         def check(self):
             if len(looks) < 50:
-                raise Closed("the ranks never switched tables: rank 3 has no plugin")
+                raise Closed(RunEnds.NEVER_SWITCHED(why=NotAgreeing.NO_PLUGIN(rank=3)))
 
     job = Restarted(folder, look)
     with tuner_of(job, tmp_path / "out") as one:

@@ -12,7 +12,7 @@ from dynamiccl.agent.daemon.stopping import ended_politely
 from dynamiccl.agent.report.runs import state
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.verdict import verdict
-from dynamiccl.envs.live.job_ends import Closed, Stopped, Withdrawn
+from dynamiccl.envs.live.job_ends import Closed
 from dynamiccl.envs.live.locks import Busy
 from dynamiccl.envs.nccl.run_folder import STOP
 from dynamiccl.envs.nccl.shm import RunFolder
@@ -49,7 +49,7 @@ class LaterJob(OffJob):
 
 
 @pytest.mark.parametrize(
-    "reason", [Withdrawn("two ways"), Stopped(RunEnds.STOPPED())], ids=["mismatch", "stop"]
+    "reason", [Closed(RunEnds.TWO_WAYS(example="x")), Closed(RunEnds.STOPPED())], ids=["mismatch", "stop"]
 )
 def test_what_ends_tuning_before_the_verdict_withdraws_the_table_at_once(
     folder, tmp_path, monkeypatch, reason
@@ -78,7 +78,7 @@ def test_what_ends_tuning_before_the_verdict_withdraws_the_table_at_once(
         summary = one.serve()
     later = [table.rules for table in job.tables[1:]]  # the first is the window under way
     assert job.is_off and not any(published) and not any(later) and job.confirmed == {} and not summary.kept
-    is_failure = isinstance(reason, Withdrawn)
+    is_failure = RunEnds.TWO_WAYS in reason.why
     assert bool(summary.failure) == is_failure and set(stored) == {is_failure}, stored
 
 
@@ -127,7 +127,7 @@ def test_ranks_that_agree_again_are_watched_again(folder, tmp_path):
         return len(looks) < 400 and tuner.outcome.kept is not False
 
     job = OffJob(folder, look)
-    job.reason = Closed("the ranks change tables no more")
+    job.reason = Closed(RunEnds.NO_MORE_SWITCHES(why="x"))
     with tuner_of(job, tmp_path / "out") as tuner:
         tuner.serve()
     assert len(looks) < 400 and job.confirmed == {}

@@ -22,6 +22,8 @@ from dynamiccl.traces.records import TUNED_FUNCS, Slot
 from fake_job import GATHER
 from watched_job import GOOD, OTHER, WatchedJob, tuner_of
 
+TWO_WAYS = RunEnds.TWO_WAYS(example="x")
+
 
 def remembered(where):
     """The settings in the memory's newest file."""
@@ -152,9 +154,9 @@ def test_the_death_of_a_tuner_shows_also_after_it_dropped_a_table(folder, tmp_pa
     alone = {"ended": None, "failure": None, "dropped": None}
     for reasons, has_died in (
         (alone, True),
-        (alone | {"dropped": "it was slower"}, True),
-        (alone | {"failure": "two ways", "ended": "two ways"}, True),
-        (alone | {"ended": "stopped"}, False),
+        (alone | {"dropped": RunEnds.SLOWER()}, True),
+        (alone | {"failure": TWO_WAYS, "ended": TWO_WAYS}, True),
+        (alone | {"ended": RunEnds.STOPPED()}, False),
     ):
         replace(summary, run=str(folder.path), **reasons).write(out)
         assert state(out)["tuner_died"] == has_died, reasons

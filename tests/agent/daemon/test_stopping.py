@@ -16,9 +16,11 @@ from dynamiccl.envs.live.job import Job, note_confirmed, read_confirmed
 from dynamiccl.envs.live.locks import holder, lock
 from dynamiccl.envs.nccl.run_folder import PLANS, RUN_ID, TUNER
 from dynamiccl.envs.nccl.shm import decode_table
-from dynamiccl.traces.reasons import NotTuning
+from dynamiccl.traces.reasons import NotAgreeing, NotTuning
 from dynamiccl.traces.records import Decision, Table
 from fake_job import GATHER
+
+SILENT = NotAgreeing.NOT_REPORTED(rank=2)
 
 KEPT = {GATHER: Decision("tree", "ll", 4)}
 
@@ -30,7 +32,7 @@ def run(folder, monkeypatch):
     monkeypatch.setattr(stopping, "SEEN_S", 0.05)
     monkeypatch.setattr(stopping, "_EVERY_S", 0.01)
     tuner = SimpleNamespace(
-        fd=lock(folder.path / TUNER, ""), acts=iter(()), why="", seen=folder.table.generation
+        fd=lock(folder.path / TUNER, ""), acts=iter(()), why=None, told=True, seen=folder.table.generation
     )
 
     def publish(generation, decisions, *trial):
@@ -46,8 +48,8 @@ def run(folder, monkeypatch):
         return next(tuner.acts, lambda: None)()
 
     def reports(_job):
-        if tuner.why is not None:
-            word = {"generation": tuner.seen(), "why": tuner.why, "is_last": False}
+        if tuner.told:
+            word = {"generation": tuner.seen(), "why": tuner.why and tuner.why.as_json(), "is_last": False}
             (folder.path / PLANS).write_text(json.dumps(word))
 
     monkeypatch.setattr(stopping.time, "sleep", look)
@@ -96,14 +98,14 @@ def test_a_trial_of_the_default_is_not_the_end_of_a_kept_table(run):
 def test_a_table_that_a_tuner_publishes_as_it_wakes_up_is_withdrawn_too(run):
     """A disk that hung ends with an error: the tuner ends, and confirms what it had kept."""
 
-    run.why = "a rank is silent"
+    run.why = SILENT
 
     def wake():
         if run.table.generation() == 1:
             return
         run.publish(3, KEPT)
         run.end()
-        run.why, run.acts = "", iter(())
+        run.why, run.acts = None, iter(())
 
     run.acts = itertools.repeat(wake)
     found = end_tuning(run.path, 0.2)
@@ -113,11 +115,11 @@ def test_a_table_that_a_tuner_publishes_as_it_wakes_up_is_withdrawn_too(run):
 def test_while_a_rank_reports_another_table_not_all_ranks_run_the_default(run):
     """Before: a step of rank 0 under the default was taken for one of all ranks. Then: status 1 "no step has run under
     it yet" although all ranks ran the default."""
-    run.why = "rank 2 is silent"
+    run.why = SILENT
     run.acts = iter([run.end])
     found = end_tuning(run.path, 0.2)
-    assert not found.is_over and found.why == "rank 2 is silent"
-    run.acts = iter([lambda: setattr(run, "why", "")])
+    assert not found.is_over and found.why == str(SILENT)
+    run.acts = iter([lambda: setattr(run, "why", None)])
     assert end_tuning(run.path, 60).in_force and run.table.generation() == 2, "it is withdrawn once"
 
 
@@ -125,18 +127,18 @@ def test_rank_0_must_have_seen_the_empty_table(run):
     """What it said before may be of a trial that is not led yet."""
     run.seen, run.acts = (lambda: 1), iter([run.end])
     found = end_tuning(run.path, 0.2)
-    assert not found.is_over and found.why == NotTuning.NOT_LOOKED()
+    assert not found.is_over and found.why == str(NotTuning.NOT_LOOKED())
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"generation": "x", "why": "", "is_last": false}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"generation": "x", "why": null, "is_last": false}'])
 def test_a_damaged_word_of_rank_0_proves_nothing(run, text):
-    run.why, run.acts = None, iter([run.end])
+    run.told, run.acts = False, iter([run.end])
     (run.path / PLANS).write_text(text)
     assert not end_tuning(run.path, 0.2).is_over
 
 
 def test_where_the_ranks_have_not_begun_to_agree_no_table_is_in_force(run):
-    run.why, run.acts = None, iter([run.end])
+    run.told, run.acts = False, iter([run.end])
     assert end_tuning(run.path, 60).in_force and is_withdrawn(run)
 
 
@@ -146,9 +148,9 @@ def test_a_job_that_ends_meanwhile_is_over(run, n_looks):
 
     def remove():
         shutil.rmtree(run.path)
-        run.acts, run.why = iter(()), None
+        run.acts, run.told = iter(()), False
 
-    run.why = "a rank is silent"
+    run.why = SILENT
     run.acts = iter([*[lambda: None] * (n_looks - 1), remove])
     found = end_tuning(run.path, 60 if n_looks < 5 else 0.1)
     assert found.is_over and not found.job_runs

@@ -18,7 +18,7 @@ from dynamiccl.envs.live.turns import Turns
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.search.config import SearchConfig
 from dynamiccl.envs.search.interfaces import arms_of
-from dynamiccl.traces.reasons import names
+from dynamiccl.traces.reasons import Happened, RowRefused, RunEnds
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
 
@@ -50,11 +50,11 @@ def test_the_rule_finds_most_of_what_there_is():
     assert outcome.kept and truth(tuner.decisions) <= STEP_MS - 15
     assert outcome.speedup_ci95[0] > 1.1 and outcome.aa_speedup_ci95[0] <= 1
     assert job.tables[-1].rules and {d["func"] for d in outcome.decisions} == {"all_gather", "reduce_scatter"}
-    assert all(d["tried"] > 0 and not d["reason"] for d in outcome.decisions)
+    assert all(d["tried"] > 0 and not d["why"] for d in outcome.decisions)
     assert {line.phase for line in lines} == {"profile", "search", "verify"}
     assert [line.index for line in lines] == sorted(line.index for line in lines)
     assert 0 < outcome.steps_to_first_gain <= outcome.steps_to_verdict <= job.last_step < 500
-    kept = [event for line in lines for event in line.events if event.startswith("kept ")]
+    kept = [event for line in lines for event in line.events if event.reason is Happened.KEPT]
     assert kept == [
         outcome_text(one) for one in tuner.sum_up().comparisons if one["outcome"] == "kept"
     ] and str(lines[1]).startswith("window 1  search  A ")
@@ -90,7 +90,7 @@ def test_classical_search_finds_what_there_is_to_find(policy):
 
 def test_a_job_that_ends_early_leaves_what_was_seen():
     outcome, lines, tuner = run("random", FakeJob(truth, steps=30))
-    assert outcome.detectable is None and "ended" in outcome.ended
+    assert outcome.detectable is None and RunEnds.JOB_STATUS in outcome.ended
     assert lines and tuner.costs.windows > 0
 
 
@@ -103,8 +103,8 @@ def test_where_nothing_was_tried_no_config_is_said_to_be_no_better():
         on_window=lambda _: setattr(job, "steps", 0),
     )
     outcome = tuner.run()
-    assert outcome.ended and {d["reason"] for d in outcome.decisions} == {
-        "NCCL's default, ring/simple/16, stays: no other setting was tried"
+    assert outcome.ended and {d["why"] for d in outcome.decisions} == {
+        RowRefused.NOT_TRIED(own="ring/simple/16")
     }
 
 
@@ -138,14 +138,16 @@ def test_a_job_without_tunable_collectives_has_nothing_to_tune():
     job = FakeJob(truth)
     job.assembler.offers = {}
     outcome, _, _ = run("random", job)
-    assert outcome.decisions == [] and not outcome.kept and names(outcome.ended) == ["not-asked"]
+    assert outcome.decisions == [] and not outcome.kept and outcome.ended.codes == ["not-asked"]
 
 
 def test_a_slow_first_window_does_not_end_tuning_for_good():
     """Seen: warm-up made calls seem too short, "the job runs no all_gather or reduce_scatter" of 600 that it ran."""
     job = FakeJob(lambda d: 10_000.0 if job.last_step < 40 else truth(d), noise=0.002)
     outcome, lines, tuner = run("expected-improvement", job)
-    assert names(outcome.ended) == ["too-small"] and " 0.6% of a step" in outcome.ended and len(lines) == 1
+    assert (
+        outcome.ended.codes == ["too-small"] and " 0.6% of a step" in str(outcome.ended) and len(lines) == 1
+    )
     assert not tuner.looks_again()  # its steps are the job's: it waits
     job.last_step += 100
     assert tuner.looks_again()
@@ -166,7 +168,7 @@ def test_a_job_with_nothing_to_tune_is_looked_at_less_and_less():
         tuner.run()
     assert len(lines) < 10 and waits == sorted(waits) and waits[0] < waits[-1]
     assert (
-        names(tuner.outcome.ended) == ["too-small"] and not tuner.looks_again()
+        tuner.outcome.ended.codes == ["too-small"] and not tuner.looks_again()
     )  # the true reason to the end
 
 
@@ -188,9 +190,7 @@ def test_the_watch_takes_a_table_back_and_says_so():
     job.step_ms = lambda d: STEP_MS * (1.2 if any(not x.is_auto for x in d.values()) else 1)
     tuner.step()
     tuner.step()
-    assert (
-        not outcome.kept and "no longer faster than NCCL's default" in outcome.dropped and job.confirmed == {}
-    )
+    assert not outcome.kept and outcome.dropped == RunEnds.SLOWER() and job.confirmed == {}
 
 
 def test_a_later_tuner_goes_on_with_what_was_confirmed():

@@ -211,7 +211,7 @@ def test_text_from_outside_cannot_become_markup(run, tmp_path):
     evil = "</script><script>alert(1)</script><img src=x>"
     windows = [{**line, "decision": evil} if line["kind"] == "window" else line for line in trace.log]
     poisoned = Trace(**{**vars(trace), "log": windows, "header": {**trace.header, "command": evil}})
-    decisions = [{**d, "reason": evil} for d in summary["decisions"]]
+    decisions = [{**d, "why": evil} for d in summary["decisions"]]
     path = write_report(tmp_path / "r.html", RunSummary.of({**summary, "decisions": decisions}), poisoned)
     tags = Tags()
     tags.feed(path.read_text(encoding="utf-8"))

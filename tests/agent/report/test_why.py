@@ -8,6 +8,7 @@ from command import invoke
 from dynamiccl.agent.commands.show import _steps
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.why import chains, lines
+from dynamiccl.traces.reasons import RunEnds
 from dynamiccl.traces.records import decided
 from synthetic_trace import FINAL, GATHER, OWN, SCATTER, write_run
 
@@ -81,7 +82,7 @@ def test_a_row_that_was_changed_alone_has_a_figure_of_its_own(run):
     ("summary", "says"),
     [
         ({}, "decided nothing: the run goes on, or was cut off before its verdict"),
-        ({"ended": "stopped by `dynamiccl stop`"}, "decided nothing: stopped by `dynamiccl stop`"),
+        ({"ended": RunEnds.STOPPED()}, "decided nothing: stopped by `dynamiccl stop`"),
         ({"speedup": 1.1, "decisions": []}, "decided nothing: NCCL's default stays"),
     ],
 )

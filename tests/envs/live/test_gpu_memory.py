@@ -12,7 +12,7 @@ from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.nccl_model import gpu_memory as bounds
 from dynamiccl.envs.nccl_model.gpu_memory import connection
 from dynamiccl.traces.assemble import Offer
-from dynamiccl.traces.reasons import names
+from dynamiccl.traces.reasons import RowRefused
 from dynamiccl.traces.records import ALGOS, PAIRS
 from dynamiccl.traces.spaces import N_CHANNELS, N_PAIRS
 from fake_job import COST, GATHER, FakeJob
@@ -57,7 +57,7 @@ def test_what_is_already_connected_needs_nothing():
     ring = [i for i, (algo, _) in enumerate(PAIRS, 1) if algo == "ring"]
     assert mask[:, ring].any() and mask[:, 0].any()
     assert len(windows.withheld) == 2, "one text for each algorithm, not for each slot"
-    assert {tuple(names(text)) for text in windows.withheld} == {("no-memory",)}
+    assert {why.reason for why in windows.withheld} == {RowRefused.NO_MEMORY}
 
 
 def test_where_the_job_does_not_tell_nothing_is_taken_out():

@@ -5,17 +5,18 @@ from functools import partial
 import pytest
 from dynamiccl.envs.live import job as live
 from dynamiccl.envs.live.job import Job
-from dynamiccl.envs.live.job_ends import Closed, Stopped, Withdrawn
+from dynamiccl.envs.live.job_ends import Closed
 from dynamiccl.envs.nccl.run_folder import SAID, STOP, WORD
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.files import Trace
+from dynamiccl.traces.reasons import Happened, NotAgreeing, NotTuning
 from dynamiccl.traces.records import COLL_DTYPE, AgreementState, Table
 from dynamiccl.traces.writer import TraceWriter
 from ring_files import CAPACITY, RingFile, state, step
 from test_live import Clock, Ring
 from test_obedience import calls
 
-NO_PLUGIN = "rank 3 has no plugin"
+NO_PLUGIN = NotAgreeing.NO_PLUGIN(rank=3)
 
 
 def served(folder, trace, existing):
@@ -33,7 +34,7 @@ def served(folder, trace, existing):
 def test_a_life_that_is_over_tells_nothing_of_the_job_now(folder, dead_first):
     """Before: the ring that was read last told the state, and that was the dead one's: tuning ended."""
     dead = RingFile(folder.path, 0, 100).put(step(5000), state(AgreementState.SHUT, NO_PLUGIN))
-    RingFile(folder.path, 0, 200).put(state(AgreementState.OPEN, "all ranks decide together"), step(20))
+    RingFile(folder.path, 0, 200).put(state(AgreementState.OPEN, None), step(20))
     dead.die()
     rings = sorted(folder.rings(), key=lambda ring: ring.is_alive() == dead_first)
     folder.rings = lambda: rings
@@ -53,7 +54,7 @@ def test_a_life_that_is_over_is_read_where_none_has_followed(folder):
 def test_who_joins_after_the_ring_has_gone_round_knows_the_state_and_has_lost_nothing(folder):
     """Before: it waited for ever, as the job stepped on; and all records of before counted as lost."""
     ring = RingFile(folder.path, 0, 100).put(state(AgreementState.SHUT, NO_PLUGIN))
-    (folder.path / WORD).write_text(NO_PLUGIN)
+    (folder.path / WORD).write_text(NO_PLUGIN.packed())
     (folder.path / SAID).write_text(f"{ring.life} {int(AgreementState.SHUT)}")
     ring.put(*map(step, range(2 * CAPACITY)))
     job = Job(folder)
@@ -84,9 +85,9 @@ def test_ranks_that_step_on_and_do_not_agree_are_told_of(folder, monkeypatch):
         ring.extra.append(step(number or 0).view(COLL_DTYPE))
 
     ring.script = iter([steps_under_no_table] * 100)
-    with pytest.raises(Stopped):
+    with pytest.raises(Closed, match="stopped by"):
         job.window({}, 4)
-    assert said[0] == f"waiting: the ranks do not switch tables yet: {NO_PLUGIN}"
+    assert said[0] == Happened.WAITING(why=NotTuning.NO_SWITCH_YET(why=NO_PLUGIN))
 
 
 def test_a_later_tuner_of_a_run_neither_writes_nor_judges_again_what_an_earlier_one_has_read(
@@ -103,7 +104,7 @@ def test_a_later_tuner_of_a_run_neither_writes_nor_judges_again_what_an_earlier_
 
     serve = partial(served, folder, tmp_path / "trace")
     go_on(0, 20, odd=10)
-    with pytest.raises(Withdrawn):
+    with pytest.raises(Closed, match="two ranks"):
         serve("replace").check()
     folder.table.publish(Table(1))
     go_on(20, 40, odd=30)  # nobody is there
@@ -125,7 +126,7 @@ def test_the_word_of_a_process_is_known_by_its_life(folder):
     RingFile(folder.path, 0, 100).die()
     folder.rings()
     ring = RingFile(folder.path, 0, 100, moment=200).put(*map(step, range(2 * CAPACITY)))
-    (folder.path / WORD).write_text(NO_PLUGIN)
+    (folder.path / WORD).write_text(NO_PLUGIN.packed())
     (folder.path / SAID).write_text(f"{ring.life} {int(AgreementState.SHUT)}")
     job = Job(folder)
     job.poll()

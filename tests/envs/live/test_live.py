@@ -8,12 +8,12 @@ import pytest
 from dynamiccl.envs.live import job as live
 from dynamiccl.envs.live import pauses, reader
 from dynamiccl.envs.live.job import Job, read_confirmed
-from dynamiccl.envs.live.job_ends import Closed, JobEnded, Stopped, Withdrawn
+from dynamiccl.envs.live.job_ends import Closed, JobEnded
 from dynamiccl.envs.nccl import site_switch
 from dynamiccl.envs.nccl.run_folder import CONFIRMED, WORD
 from dynamiccl.envs.nccl.shm import decode_table
 from dynamiccl.traces.assemble import Communicator
-from dynamiccl.traces.reasons import NotAgreeing
+from dynamiccl.traces.reasons import Happened, NotAgreeing, NotTuning, Why
 from dynamiccl.traces.records import (
     COLL_DTYPE,
     STATE,
@@ -68,9 +68,9 @@ class Ring:
         self.tail += len(rows)
         return rows
 
-    def says(self, code, text):
+    def says(self, code, why):
         row = np.zeros(1, STATE_DTYPE)
-        row["kind"], row["code"], row["text"] = STATE, code, text.encode()
+        row["kind"], row["code"], row["text"] = STATE, code, why.packed().encode() if why else b""
         self.extra.append(row.view(COLL_DTYPE))
 
 
@@ -157,8 +157,8 @@ def test_every_way_out_publishes_what_was_confirmed(world, folder):
 def test_a_word_that_is_longer_than_its_record_is_read_whole(world, folder):
     """Before: the user saw its first 80 bytes."""
     job, ring, _ = world
-    word = NotAgreeing.NOT_ALL_VOTED(n=1, of=2, rank=0)
-    for left, seen in (("another", word.encode()[:80].decode()), (word, word)):
+    word = NotAgreeing.NOT_ALIKE(rank=1, what="x" * 80, other=0, others="y")
+    for left, seen in (("another", Why(NotAgreeing.NOT_ALIKE, {})), (word.packed(), word)):
         (folder.path / WORD).write_text(left)
         ring.says(AgreementState.WAITING, word)
         job.poll()
@@ -190,7 +190,7 @@ def test_the_first_step_may_take_any_time(world, monkeypatch):
     began = clock.now
     ring.script = iter([None] * 500)
     assert list(job.window({}, 4).durations_ms) == [10.0] * 4 and clock.now - began > 1000
-    assert said == ["waiting: the probe is loaded; no optimizer step yet"]
+    assert said == [Happened.WAITING(why=NotTuning.NO_STEP())]
 
 
 def test_a_clock_that_is_set_changes_nothing(world, monkeypatch):
@@ -217,7 +217,7 @@ def test_a_trial_that_has_ended_voids_the_window(world):
     ring.script = iter([10.0, 10.0, *[reverted] * pauses.ODD_STEPS])
     window = job.window({SLOT: Decision("ring", "ll", 8)}, 4)
     assert len(window.durations_ms) == 4 and window.generation == job.generation == 3
-    assert any("its table has ended" in text for text in said)
+    assert any(Happened.TABLE_ENDED in what for what in said)
 
 
 def test_a_job_that_ends_without_an_optimizer_step_is_told_so(world, folder, monkeypatch):
@@ -236,32 +236,30 @@ def test_what_it_waits_for_is_said(world, folder, monkeypatch):
     """Before: given up after 120 s, "no step for 120 s" in every case."""
     job, ring, _ = world
     monkeypatch.setattr(folder, "rings", list)
-    assert "no process of the job has loaded the probe" in job.waits_for() and job.is_alive()
+    assert job.waits_for() == NotTuning.NO_PROBE() and job.is_alive()
     monkeypatch.setattr(folder, "refused", {"ring-0-1": "ring-0-1: Too many open files"})
-    assert job.waits_for().endswith("has a ring, so nothing is heard of it: ring-0-1: Too many open files")
+    assert job.waits_for() == NotTuning.NO_RING(why="ring-0-1: Too many open files")
     monkeypatch.setattr(folder, "rings", lambda: [ring])
-    assert "no optimizer step yet" in job.waits_for()
+    assert job.waits_for() == NotTuning.NO_STEP()
     ring.rank = 3
     job.poll()
-    assert "first step of rank 0" in job.waits_for() and job.last_step == 0
+    assert job.waits_for() == NotTuning.NO_STEP_OF_RANK_0() and job.last_step == 0
     monkeypatch.setattr(reader, "ELSEWHERE_S", 0.0)
-    assert "rank 0 is on another node" in job.waits_for()
+    assert job.waits_for() == NotTuning.ELSEWHERE()
     ring.rank = 0
-    ring.says(AgreementState.WAITING, "NCCL on rank 1 has no tuner of ours")
+    ring.says(AgreementState.WAITING, NotAgreeing.NO_PLUGIN(rank=1))
     job.poll()
-    assert "NCCL on rank 1" in job.waits_for()
-    ring.says(AgreementState.OPEN, "all ranks decide together")
+    assert job.waits_for() == NotTuning.NO_SWITCH_YET(why=NotAgreeing.NO_PLUGIN(rank=1))
+    ring.says(AgreementState.OPEN, None)
     job.poll()
-    assert job.waits_for() == "the next steps of the job"
-    ring.says(AgreementState.LOSING, "rank 1 did not end the step with the others")
+    assert job.waits_for() == NotTuning.NEXT_STEP()
+    ring.says(AgreementState.LOSING, NotAgreeing.LATE_STORE())
     job.poll()
-    assert (
-        job.waits_for() == "the ranks do not switch tables yet: rank 1 did not end the step with the others"
-    )
-    ring.says(AgreementState.WAITING, "NCCL on rank 1 has no tuner of ours")
+    assert job.waits_for() == NotTuning.NO_SWITCH_YET(why=NotAgreeing.LATE_STORE())
+    ring.says(AgreementState.WAITING, NotAgreeing.NO_PLUGIN(rank=1))
     ring.alive, ring.script = False, iter([None] * 10**6)
     monkeypatch.setattr(reader, "RESTART_S", 0.0)
-    with pytest.raises(JobEnded, match="before its ranks switched tables: NCCL on rank 1"):
+    with pytest.raises(JobEnded, match="before its ranks switched tables: rank 1 has no plugin"):
         job.window(TRIAL, 4)
 
 
@@ -269,8 +267,8 @@ def test_what_it_waits_for_is_said(world, folder, monkeypatch):
 def test_an_agreement_that_is_over_ends_tuning_with_its_reason(world, code):
     """Before: "waiting for the job's first steps" to the end of the job."""
     job, ring, _ = world
-    ring.says(code, "rank 3 has taken a step less")
-    with pytest.raises(Closed, match="rank 3 has taken a step less"):
+    ring.says(code, NotAgreeing.NO_PLUGIN(rank=3))
+    with pytest.raises(Closed, match="rank 3 has no plugin"):
         job.window(TRIAL, 4)
     with pytest.raises(Closed):
         job.window(TRIAL, 4)
@@ -288,13 +286,13 @@ def test_the_first_call_that_ran_two_ways_ends_tuning(world):
     for seq in range(5):
         ring.extra.append(calls(0, [seq], "ring/ll/4"))
         other.extra.append(calls(1, [seq], "ring/ll/4" if seq < 4 else "ring/simple/4"))
-    with pytest.raises(Withdrawn, match="two ranks ran one collective with different settings"):
+    with pytest.raises(Closed, match="two ranks ran one collective with different settings"):
         job.window(TRIAL, 4)
     (job.run.path / "stop").touch()
-    with pytest.raises(Withdrawn):  # until the tuner has withdrawn the table
+    with pytest.raises(Closed, match="two ranks"):  # until the tuner has withdrawn the table
         job.check()
     job.audit.is_told = True
-    with pytest.raises(Stopped):  # `dynamiccl stop` waits for the tuner's end
+    with pytest.raises(Closed, match="stopped by"):  # `dynamiccl stop` waits for the tuner's end
         job.check()
 
 
@@ -305,11 +303,11 @@ def test_on_a_node_without_rank_0_a_call_that_ran_two_ways_withdraws_nothing_and
     job.audit.add(calls(8, [1], "ring/ll/4"), 8)
     job.audit.add(calls(9, [1], "ring/simple/4"), 9)
     with pytest.raises(
-        Withdrawn, match="the table is still in force: run `dynamiccl stop` on the node of rank 0"
+        Closed, match="the table is still in force: run `dynamiccl stop` on the node of rank 0"
     ):
         job.check()
     job.ranks.add(0)
-    with pytest.raises(Withdrawn, match="the table was withdrawn"):
+    with pytest.raises(Closed, match="the table was withdrawn"):
         job.check()
 
 
@@ -326,7 +324,7 @@ def test_a_stop_is_heard_in_mid_window(world, tmp_path, monkeypatch, by, words):
         return 10.0
 
     ring.script = iter([10.0, stop])
-    with pytest.raises(Stopped, match=words):
+    with pytest.raises(Closed, match=words):
         job.window(TRIAL, 500)
 
 

@@ -7,7 +7,7 @@ from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.live.pauses import Rhythm
 from dynamiccl.envs.live.turns import CURRENT, NOBODY, TRIAL, Lease, lease_steps, together
 from dynamiccl.envs.nccl.shm import decode_table
-from dynamiccl.traces.reasons import NotAgreeing
+from dynamiccl.traces.reasons import NotAgreeing, RowRefused
 from dynamiccl.traces.records import (
     COLL_DTYPE,
     FLAG_WHOLE,
@@ -72,10 +72,10 @@ class Ring:
             return [state(AgreementState.NO_TURNS, NotAgreeing.NO_RHYTHM(rank=0), table.generation)]
         if self.lease is not None:
             is_steady = self.leases not in self.drifts
-            said.append(state(AgreementState.OPEN, "together", self.lease.generation * is_steady))
+            said.append(state(AgreementState.OPEN, None, self.lease.generation * is_steady))
         self.lease = table if table.turn_steps else None
         if self.lease is not None and self.all_own:
-            said.append(state(AgreementState.OPEN, "together", self.lease.generation))
+            said.append(state(AgreementState.OPEN, None, self.lease.generation))
         self.leases += table.turn_steps > 0
         self.began, self.stays = self.step + 2, self.stays if table.turn_steps else table.generation
         return said
@@ -95,9 +95,10 @@ class Ring:
         return row.view(COLL_DTYPE)
 
 
-def state(code, text, generation):
+def state(code, why, generation):
     row = np.zeros(1, STATE_DTYPE)
-    row["kind"], row["code"], row["text"], row["generation"] = STATE, code, text.encode(), generation
+    text = why.packed().encode() if why else b""
+    row["kind"], row["code"], row["text"], row["generation"] = STATE, code, text, generation
     return row.view(COLL_DTYPE)
 
 
@@ -180,7 +181,7 @@ def test_rows_in_whose_trial_the_ranks_ended_come_back_as_not_followed(job_of, i
     measured = job.alternate(trial, 32) if in_turns else job.window(trial, 5)
     (row,) = measured.disobeyed
     assert {row.slot: row.decision} == TABLE and len(measured.steps) == (32 if in_turns else 5)
-    assert str(row) == "not tried again: the ranks ended in a trial of ring/ll/4 for " + str(row.slot)
+    assert row.why == RowRefused.FATAL(decision="ring/ll/4", slot=row.slot)
     tried = [table.rules for table in ring.tables if table.trial_steps]
     assert tried == [Table.of(0, trial).rules, Table.of(0, {kept: proven[kept]}).rules]
 

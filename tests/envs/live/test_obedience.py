@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from dynamiccl.envs.live.obedience import CallAudit, Obedience
 from dynamiccl.traces.assemble import Communicator
+from dynamiccl.traces.reasons import RowRefused
 from dynamiccl.traces.records import ALGOS, COLL, COLL_DTYPE, FUNCS, PROTOS, Decision, Slot, Table
 
 SLOT = Slot(4, 2, "all_gather", 20)
@@ -94,7 +95,7 @@ def test_a_row_that_is_not_followed_is_named(decision, ran, obeyed):
     found = check.verdict(3, COMMS)
     assert (found == ()) == obeyed
     if not obeyed:
-        assert str(found[0]).startswith(f"not obeyed: NCCL ran {ran} where the table says {decision}")
+        assert found[0].why == RowRefused.NOT_OBEYED(ran=ran, decision=decision, slot=SLOT)
 
 
 def test_grouped_calls_stand_for_the_row_of_their_sum():

@@ -3,7 +3,7 @@
 import pytest
 from dynamiccl.envs.live import reader
 from dynamiccl.envs.live.job import Job
-from dynamiccl.envs.live.job_ends import Withdrawn
+from dynamiccl.envs.live.job_ends import Closed
 from dynamiccl.traces.reasons import NotTuning
 from dynamiccl.traces.records import AgreementState
 from ring_files import RingFile, state, step
@@ -22,7 +22,7 @@ def begun(folder, *ranks):
 def the_table_is(job, told):
     job.poll()
     job.audit.mismatches = 1
-    with pytest.raises(Withdrawn, match=f"the table {told}"):
+    with pytest.raises(Closed, match=f"the table {told}"):
         job.check()
 
 
@@ -35,7 +35,7 @@ def test_a_rank_that_ran_here_in_an_earlier_life_is_not_here(folder):
     for rank, config in ((8, "ring/simple/16"), (9, "ring/ll/16")):
         RingFile(folder.path, rank, 200 + rank).put(step(0, rank), calls(rank, [2], config))
     job.poll()
-    with pytest.raises(Withdrawn, match="the table is still in force"):
+    with pytest.raises(Closed, match="the table is still in force"):
         job.check()
 
 
@@ -52,7 +52,7 @@ def restarted(folder, monkeypatch):
         ring.die()
     return (
         job,
-        [RingFile(folder.path, rank, 200 + rank).put(state(AgreementState.OPEN, "")) for rank in (0, 1)],
+        [RingFile(folder.path, rank, 200 + rank).put(state(AgreementState.OPEN, None)) for rank in (0, 1)],
         clock,
     )
 
@@ -66,11 +66,11 @@ def test_rank_0_is_here_before_its_first_step_after_a_restart_and_not_after_its_
     rings[0].put(step(0), calls(0, [2]))
     rings[1].put(calls(1, [2], "ring/ll/16"))
     job.poll()
-    with pytest.raises(Withdrawn, match="the table was withdrawn"):
+    with pytest.raises(Closed, match="the table was withdrawn"):
         job.check()
     rings[0].die()
     job.poll()
-    with pytest.raises(Withdrawn, match="the table is still in force"):  # nobody is left who would read it
+    with pytest.raises(Closed, match="the table is still in force"):  # nobody is left who would read it
         job.check()
 
 

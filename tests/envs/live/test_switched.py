@@ -27,5 +27,5 @@ def test_a_job_that_ends_in_its_search_is_not_said_to_have_switched_no_table(fol
     reader.poll()
     assert reader.ended() == ended
     assert reader.waits_for() == NotTuning.NOT_ON_ALL(why=why)
-    reader.state = AgreementState.OPEN, ""
+    reader.state = AgreementState.OPEN, None
     assert reader.waits_for() == NotTuning.NEXT_STEP()

@@ -20,7 +20,7 @@ from dynamiccl.envs.nccl.agreement import lookout as lookouts
 from dynamiccl.envs.nccl.agreement.agreement import Agreement
 from dynamiccl.envs.nccl.agreement.protocol import Switch
 from dynamiccl.envs.nccl.agreement.store import Proposal
-from dynamiccl.envs.nccl.plugin.bindings import CommView, Span
+from dynamiccl.envs.nccl.plugin.bindings import CommView, Refused, Span
 from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.traces.reasons import NotAgreeing, NotTuning, RowRefused
 from dynamiccl.traces.records import AgreementState, Table
@@ -296,7 +296,7 @@ def test_a_rank_whose_plugin_refuses_a_switch_says_so_and_changes_no_further_tab
     agreement._do(Switch(7, Span(3)), Proposal(1, b"table", 1))
     over.set()
     agreement.join()
-    assert said == ["rank 1 could not change its table as the others did: [Errno 22] Invalid argument"]
+    assert said == [NotAgreeing.NOT_SWITCHED(rank=1, error="[Errno 22] Invalid argument")]
     assert agreement.stopped == said[0]
 
 
@@ -307,13 +307,13 @@ def test_a_refused_table_is_led_once_and_told_by_its_reason(tmp_path, monkeypatc
 
     def refuses(owner, message):
         staged.append(message)
-        raise ValueError(RowRefused.PLUGIN_REFUSES(error="x"))
+        raise Refused(RowRefused.PLUGIN_REFUSES(error="x"))
 
     tables = [(2, encode_table(Table(2, (), 32, 2, 1, 0))), None, (3, encode_table(Table(3)))]
     published = SimpleNamespace(
         confirmed=lambda: (1, encode_table(Table(1))),
         take=lambda: tables.pop(0) if tables else None,
-        refuses=lambda found: "",
+        refuses=lambda found: None,
         read_note=lambda: None,
         trial_begins=lambda found: None,
         trial_is_over=lambda: None,
@@ -349,7 +349,7 @@ def test_a_tuner_that_lives_hears_of_an_old_trial_at_once(tmp_path, monkeypatch)
         confirmed=lambda: None,
         take=lambda: tables.pop(0) if tables else None,
         read_note=lambda: None,
-        refuses=lambda found: NotAgreeing.OLD_TRIAL() if found[0] == 5 else "",
+        refuses=lambda found: NotAgreeing.OLD_TRIAL() if found[0] == 5 else None,
         tell_plans=lambda *word: None,
         default=lambda generation: encode_table(Table(generation)),
     )
@@ -360,7 +360,7 @@ def test_a_tuner_that_lives_hears_of_an_old_trial_at_once(tmp_path, monkeypatch)
     agreement.join()
     waiting = AgreementState.WAITING, NotTuning.NOT_ALL_THERE(), 0
     assert said == [waiting, (AgreementState.NO_TURNS, NotAgreeing.OLD_TRIAL(), 5), waiting]
-    assert len(NotAgreeing.OLD_TRIAL()) <= 80, "what a record holds"
+    assert len(NotAgreeing.OLD_TRIAL().packed()) <= 80, "what a record holds"
 
 
 def test_a_store_that_stays_away_ends_no_thread(monkeypatch):
@@ -374,7 +374,7 @@ def test_a_store_that_stays_away_ends_no_thread(monkeypatch):
 
     agreement = Agreement(1, 2, stub(), None, None, refuses)
     wait_until(lambda: len(tries) > 1100 or not agreement.is_alive())
-    assert agreement.is_alive() and agreement.stopped == ""
+    assert agreement.is_alive() and agreement.stopped is None
     agreement.close()
     agreement.join()
 
@@ -389,7 +389,8 @@ def test_a_fault_of_ours_in_the_thread_is_one_line_and_this_rank_parts():
 
     agreement = Agreement(0, 2, stub(part=parted.append), None, nothing_published(), no_store, tell=tells)
     wait_until(lambda: not agreement.is_alive())
-    assert said[1:] == [agreement.stopped] == ["rank 0: error: argument out of range"] and parted == [1]
+    why = NotAgreeing.FAULT(rank=0, error="error: argument out of range")
+    assert said[1:] == [agreement.stopped] == [why] and parted == [1]
 
 
 def no_store():

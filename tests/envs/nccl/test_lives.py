@@ -73,7 +73,7 @@ def test_a_rank_waits_for_the_life_that_follows_one_that_is_over(store, monkeypa
     new = life(store)
     wait_until(lambda: store.check([f"{new.life}/vote/1"]))
     assert new.reports([1]) == {1: Report(0, {})}
-    assert agreement.stopped == "" and new.has_news()
+    assert agreement.stopped is None and new.has_news()
     agreement.close()
     agreement.join()
     for one in (stays, new):

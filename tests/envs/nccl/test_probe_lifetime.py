@@ -12,6 +12,7 @@ import pytest
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.probe.probe import Probe
 from dynamiccl.envs.nccl.shm import RunFolder
+from dynamiccl.traces.reasons import NotAgreeing
 from dynamiccl.traces.records import STEP, STEP_DTYPE
 from test_probe import finish, start
 
@@ -230,9 +231,10 @@ for _ in range(2):
 def test_a_word_of_the_probe_is_never_found_half_written(tmp_path, monkeypatch):
     """Before: who looked as it was written found none."""
     word, found, rename = tmp_path / "agreement", [], os.replace
+    one, two = NotAgreeing.NO_PLUGIN(rank=1), NotAgreeing.NO_PLUGIN(rank=2)
     probe = Probe(str(tmp_path))
     monkeypatch.setattr("dynamiccl.envs.nccl.probe.probe._default_group", lambda: probe)
-    probe._tell(None, "one")
+    probe._tell(None, one)
     monkeypatch.setattr(os, "replace", lambda *names: found.append(word.read_text()) or rename(*names))
-    probe._tell(None, "two")
-    assert found == ["one"] and word.read_text() == "two" and list(tmp_path.iterdir()) == [word]
+    probe._tell(None, two)
+    assert found == [one.packed()] and word.read_text() == two.packed() and list(tmp_path.iterdir()) == [word]

@@ -7,9 +7,12 @@ import pytest
 from dynamiccl.envs.nccl.agreement import plans, protocol
 from dynamiccl.envs.nccl.agreement.protocol import ABORT, CommVote, Decision, Vote, decide
 from dynamiccl.envs.nccl.plugin.bindings import Span
+from dynamiccl.traces.reasons import NotAgreeing, RowRefused
 from dynamiccl.traces.records import Trial
 from protocol_model import explore
 from protocol_scopes import CAPTURED, ONE, PARTS, REPORT_PARTS, REPORTS, SMALL, TURN_PARTS, TURNS, TWO
+
+REFUSES = RowRefused.PLUGIN_REFUSES(error="x")
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +174,7 @@ def test_who_is_not_of_one_mind_is_left_out_by_name(votes, for_good, words):
     if not words:
         assert 5 in decision.switches and not out
         return
-    assert not decision.switches and words in out[5].why and out[5].for_good is for_good
+    assert not decision.switches and words in str(out[5].why) and out[5].for_good is for_good
 
 
 def led(own, *others):
@@ -186,20 +189,22 @@ def led(own, *others):
     return request.decision, left_out
 
 
-@pytest.mark.parametrize("fault", [{"refusal": "no such format"}, {"no_room": "full"}])
+@pytest.mark.parametrize("fault", [{"refusal": REFUSES}, {"no_room": NotAgreeing.NO_ROOM(n=9)}])
 def test_a_rank_of_another_release_leaves_only_its_own_communicators_out(fault):
     """Before: where its plugin refused the table no rank had one, and nobody said a word."""
     old = Vote(2, 1, "old", {}, **fault)
     three = together(vote(0), vote(0, n_ranks=3, comm=9)), together(vote(1), vote(1, n_ranks=3, comm=9))
     decision, left_out = led(*three, old)
     assert decision == Decision(3, {5: Span(10)})
-    assert left_out == {9: protocol.LeftOut("rank 2 has old, rank 0 has same")}
+    assert left_out == {
+        9: protocol.LeftOut(NotAgreeing.NOT_ALIKE(rank=2, what="old", other=0, others="same"))
+    }
 
 
 def test_a_refusal_by_rank_0_s_own_code_is_one_for_all():
-    refuses = Vote(1, 1, "same", {}, "too many rows")
+    refuses = Vote(1, 1, "same", {}, REFUSES)
     for decision, left_out in (led(vote(0), refuses), led(replace(refuses, rank=0), vote(1))):
-        assert decision == ABORT and left_out[0] == protocol.LeftOut("too many rows", True, True)
+        assert decision == ABORT and left_out[0] == protocol.LeftOut(REFUSES, True, True)
 
 
 def rhythm(rank, limit, a_step, offset, comm=5, pace=4.0, n_ranks=2):
@@ -244,7 +249,7 @@ def test_turns_are_refused_where_a_communicator_has_no_rhythm(others, switched, 
     decision, out = decide(ranks, 3, Trial(16, 2, 1), {})
     assert set(decision.switches) == switched and (0 in out) == refused and set(out) <= {0}
     if refused:
-        assert out[0].for_good and "tables cannot alternate" in out[0].why
+        assert out[0].for_good and out[0].why.reason is NotAgreeing.NO_RHYTHM
 
 
 def test_turns_are_not_refused_before_all_ranks_have_voted():

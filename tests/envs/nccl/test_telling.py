@@ -47,7 +47,7 @@ def test_a_communicator_without_any_table_is_not_said_to_lack_one():
     rank.members[9] = (0, 1, 2, 3)
     rank.publish(1)
     rank.round({7: Span(128)}, {9: LATE})
-    assert rank.leader.lacked == "" and rank.leader._lacks() == {}
+    assert rank.leader.lacked is None and rank.leader._lacks() == {}
 
 
 def test_a_communicator_that_runs_the_default_already_does_not_lack_it():
@@ -64,10 +64,10 @@ def test_a_communicator_that_runs_the_default_already_does_not_lack_it():
     assert rank.leader.lacked == rank.leader.not_default() == LATE.why, "the trial still runs"
     rank.counts = {7: 170, 9: 160}
     rank.sees()
-    assert rank.leader.lacked == rank.leader.not_default() == ""
+    assert rank.leader.lacked is rank.leader.not_default() is None
     rank.publish(4)
     rank.round({7: Span(200)}, {9: LATE})
-    assert rank.leader.not_default() and rank.leader.lacked == "", "NCCL decides there"
+    assert rank.leader.not_default() and rank.leader.lacked is None, "NCCL decides there"
 
 
 def test_a_communicator_that_has_left_for_good_under_a_table_is_told():
@@ -89,13 +89,13 @@ def test_a_table_ahead_of_a_communicator_in_use_is_not_in_force_yet():
     rank.publish(2, is_default=True)
     rank.round({7: Span(600), 9: Span(600)})
     rank.leader.tell()
-    assert rank.leader.lacked == rank.leader.not_default() == "" and rank.box.told.pop()
+    assert rank.leader.lacked is rank.leader.not_default() is None and rank.box.told.pop()
     rank.leader.tell(is_last=True)
-    assert rank.box.told.pop() == ""
+    assert rank.box.told.pop() is None
     rank.counts = {7: 600, 9: 600}
     rank.sees()
     rank.leader.tell()
-    assert rank.box.told.pop() == ""
+    assert rank.box.told.pop() is None
 
 
 def test_a_communicator_of_which_all_ranks_are_silent_lacks_what_stays():
@@ -107,13 +107,13 @@ def test_a_communicator_of_which_all_ranks_are_silent_lacks_what_stays():
     rank.round({7: Span(128), 9: Span(128), 8: Span(128)})
     rank.publish(2, is_default=True)
     rank.round({7: Span(128), 9: Span(128)}, {}, silent=(1, 2))
-    assert rank.leader.not_default() != ""
+    assert rank.leader.not_default() is not None
     rank.leader._again_at = 0.0
     assert rank.next() == 2
     rank.round({8: Span(128)})
     rank.counts = dict.fromkeys(rank.counts, 200)
     rank.sees()
-    assert rank.leader.not_default() == "" and rank.next() == 0
+    assert rank.leader.not_default() is None and rank.next() == 0
 
 
 def test_a_rank_that_gave_up_keeps_its_table_and_is_named():
@@ -138,14 +138,14 @@ def test_who_closes_under_a_table_says_that_it_stays(folder, has_table):
     assert says.said == [(AgreementState.CLOSED, why if has_table else GONE.why)]
     reader = Reader(folder)
     reader.state = says.said[0]
-    assert reader.losing() == (why if has_table else "") and not reader.no_switch()
+    assert reader.losing() == (why if has_table else None) and not reader.no_switch()
 
 
 def test_turns_that_were_steady_are_told_also_if_a_communicator_lacks_the_table():
     """Before: not at all, and the tuner did not count what it had seen in them."""
     said = []
     turns = SimpleNamespace(steady=[6])
-    lacks = SimpleNamespace(unlike=lambda _: "", lacked=LATE.why, turns=turns, lost=0, is_again=False)
+    lacks = SimpleNamespace(unlike=lambda _: [], lacked=LATE.why, turns=turns, lost=0, is_again=False)
     rank_0 = SimpleNamespace(_say=lambda *word: said.append(word))
     Agreement._say_what_came(rank_0, lacks, 7, Decision(7, BOTH), {9: LATE})
     assert said == [(*TOGETHER, 6), (AgreementState.LOSING, LATE.why)]
@@ -154,7 +154,7 @@ def test_turns_that_were_steady_are_told_also_if_a_communicator_lacks_the_table(
 def test_after_a_refused_trial_ranks_that_switch_are_not_said_to_be_waited_for():
     """Before: "not every rank has taken its first step"."""
     said = []
-    leader = SimpleNamespace(look=lambda: (5, NotAgreeing.FATAL_TRIAL()), switched={7}, lacked="")
+    leader = SimpleNamespace(look=lambda: (5, NotAgreeing.FATAL_TRIAL()), switched={7}, lacked=None)
     Agreement._look(SimpleNamespace(_say=lambda *word: said.append(word)), leader)
     assert said == [(AgreementState.NO_TURNS, NotAgreeing.FATAL_TRIAL(), 5), TOGETHER]
 
@@ -176,7 +176,7 @@ def test_while_a_communicator_lacks_what_stays_no_trial_says_that_all_decide_tog
         (AgreementState.NO_TURNS, NotAgreeing.FATAL_TRIAL(), 3),
         losing,
     ]
-    rank.box.refuses = lambda _: ""
+    rank.box.refuses = lambda _: None
     rank.publish(4, *TRIAL)
     rank.leader.lost = PATIENCE
     says.led({7: Span(160, 192)}, {9: LeftOut(NotAgreeing.NOT_SERVED(rank=0))})
@@ -210,14 +210,14 @@ def test_plans_that_differ_are_told_once_and_close_the_agreement():
     says.hears()
     says.hears()
     assert [word[0] for word in says.said] == [AgreementState.OPEN, AgreementState.CLOSED]
-    assert NotAgreeing.OTHER_PLANS.facts(says.said[-1][1])
+    assert says.said[-1][1].reason is NotAgreeing.OTHER_PLANS
 
 
 def test_the_word_in_the_run_folder_is_of_the_newest_table_that_rank_0_has_seen(tmp_path):
     box = TableMailbox(tmp_path / "table")
-    box.tell_plans("", "", False)
-    told = {"generation": 0, "why": "", "lacks": "", "is_last": False}
+    box.tell_plans(None, None, False)
+    told = {"generation": 0, "why": None, "lacks": None, "is_last": False}
     assert json.loads((tmp_path / PLANS).read_text()) == told
     box._generation = 7
-    box.tell_plans("rank 1 is silent", "", True)
+    box.tell_plans(NotAgreeing.NOT_REPORTED(rank=1), None, True)
     assert json.loads((tmp_path / PLANS).read_text())["generation"] == 7

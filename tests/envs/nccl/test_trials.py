@@ -66,7 +66,7 @@ def test_rows_in_whose_trial_the_ranks_ended_are_not_tried_again(tmp_path, resta
     """Before: the tuner began the trial again under the next number, and it ended each restart of the job."""
     job = Lives(tmp_path)
     leader = job.begin()
-    assert job.tries(leader, 2, (FATAL,), UNTIL, *trial) == ""
+    assert job.tries(leader, 2, (FATAL,), UNTIL, *trial) is None
     job.sees(leader, 128, 140)
     for n in range(3):
         restarted()
@@ -74,13 +74,13 @@ def test_rows_in_whose_trial_the_ranks_ended_are_not_tried_again(tmp_path, resta
         assert leader.look() == (2 + n, NotAgreeing.FATAL_TRIAL())
         assert job.tries(leader, 3 + n, (FATAL,), UNTIL, *trial) == NotAgreeing.FATAL_TRIAL()
     assert job.tries(leader, 6, (FATAL, OTHER), UNTIL) == NotAgreeing.FATAL_TRIAL(), "nor beside another row"
-    assert job.tries(leader, 6, (OTHER,), UNTIL) == "", "other rows may be tried"
+    assert job.tries(leader, 6, (OTHER,), UNTIL) is None, "other rows may be tried"
     restarted()
     leader = job.begin()
     assert {job.tries(leader, 7 + i, (row,), UNTIL) for i, row in enumerate((FATAL, OTHER))} == {
         NotAgreeing.FATAL_TRIAL()
     }
-    assert len(NotAgreeing.FATAL_TRIAL()) <= 80, "what a record holds"
+    assert len(NotAgreeing.FATAL_TRIAL().packed()) <= 80, "what a record holds"
 
 
 @pytest.mark.parametrize("ends", ["by itself", "withdrawn", "lost"])
@@ -96,7 +96,7 @@ def test_rows_whose_trial_the_ranks_outlived_are_tried_again(tmp_path, restarted
         assert json.loads((tmp_path / "tried").read_text())["rows"], "it is under way"
         job.sees(leader, 160, 161)
     restarted()
-    assert job.tries(job.begin(), 4, (FATAL,), UNTIL) == ""
+    assert job.tries(job.begin(), 4, (FATAL,), UNTIL) is None
 
 
 def test_rows_of_the_confirmed_table_are_not_unproven(tmp_path, restarted):
@@ -107,7 +107,7 @@ def test_rows_of_the_confirmed_table_are_not_unproven(tmp_path, restarted):
         job.tries(job.begin(), generation, rules, UNTIL)
         restarted()
         assert job.begin().look() == (generation, NotAgreeing.OLD_TRIAL())
-        assert job.tries(job.begin(), 10 + generation, rules, UNTIL) == ""
+        assert job.tries(job.begin(), 10 + generation, rules, UNTIL) is None
 
 
 @pytest.mark.parametrize("note", ["x", "7", "{}", '{"process": "", "generation": 2, "rows": "", "fatal": 3}'])
@@ -115,7 +115,7 @@ def test_a_damaged_note_of_a_trial_counts_as_none(tmp_path, note):
     (tmp_path / "tried").write_text(note)
     job = Lives(tmp_path)
     job.publish(2, (FATAL,), *TRIAL)
-    assert job.begin().look() == (0, "")
+    assert job.begin().look() == (0, None)
 
 
 def test_a_trial_is_begun_in_one_life_only(tmp_path):
@@ -123,15 +123,15 @@ def test_a_trial_is_begun_in_one_life_only(tmp_path):
     job = Lives(tmp_path)
     leader = job.begin()
     job.publish(2, (FATAL,), *TRIAL)
-    assert leader.look() == (0, "") and leader.next()[0] == 2
+    assert leader.look() == (0, None) and leader.next()[0] == 2
     leader.begin_round(leader.next())
     after = job.begin()
     assert after.look() == (2, NotAgreeing.OLD_TRIAL()) and after.next() is None
     job.publish(3, (FATAL,), *TRIAL)
-    assert after.look() == (0, "") and after.next()[0] == 3, "the process has outlived its group"
+    assert after.look() == (0, None) and after.next()[0] == 3, "the process has outlived its group"
     job.publish(2, (FATAL,))
     after = job.begin()
-    assert after.look() == (0, "") and after.next()[0] == 2, "it is there to stay"
+    assert after.look() == (0, None) and after.next()[0] == 2, "it is there to stay"
 
 
 @pytest.mark.parametrize(
@@ -149,4 +149,4 @@ def test_a_damaged_note_of_trials_ends_no_agreement(tmp_path, text):
     (tmp_path / TRIED).write_text(text)
     job = Lives(tmp_path)
     leader = job.begin()
-    assert job.tries(leader, 2, (OTHER,), UNTIL) == ""
+    assert job.tries(leader, 2, (OTHER,), UNTIL) is None
