@@ -300,8 +300,8 @@ class Sweep:
                 )
         return {
             "communicator": self.shape._asdict(),
-            "untouched": {f"{func}:{n}": arms[func, n][0].ran for func, n in plan.cells},
-            "arms": {f"{func}:{n}": [arm.name for arm in arms[func, n]] for func, n in plan.cells},
+            "untouched": {f"{cell.func}:{cell.n_bytes}": arms[cell][0].ran for cell in plan.cells},
+            "arms": {f"{c.func}:{c.n_bytes}": [arm.name for arm in arms[c]] for c in plan.cells},
             "left_out": self.left_out,
             "took_s": round(time.monotonic() - began, 1),
         }
