@@ -392,7 +392,8 @@ def plant(options):
         random.Random(f"plants {run}").shuffle(order)
         for name in order:
             subprocess.run([options.launcher, "net", "flow", "2gbit", PLANTS[name]], check=True)
-            folder = options.out / f"plants-{options.what_runs}-{name}" / f"{run:02}"
+            kind = f"{options.what_runs}-{options.width}x{options.layers}"
+            folder = options.out / f"plants-{kind}-{name}" / f"{run:02}"
             if done(folder, options):
                 continue
             folder.mkdir(parents=True, exist_ok=True)
@@ -408,7 +409,15 @@ def plant(options):
             if options.what_runs == "turns":
                 launched(options, folder, [*words, str(options.raised_steps)], extra)
             else:
-                launched(options, folder, [*words, str(options.tuned_steps)], extra, tune=TUNED, seconds=180)
+                asked = TUNED
+                if options.what_runs == "headroom":
+                    # Each call runs 1 of the 4 channels. So the option tells `tune` how many there are, and a short
+                    # run tells it what the job does without a table.
+                    earlier = options.out / f"untouched-plants-{options.width}x{options.layers}"
+                    if not earlier.exists():
+                        launched(options, earlier, [*words, "60"], extra, tune=f"--budget 0 {TUNED}")
+                    asked += f" --headroom 4 --untouched {earlier / 'h0'}"
+                launched(options, folder, [*words, str(options.tuned_steps)], extra, tune=asked, seconds=180)
             steps = json.loads((folder / "steps-0.json").read_text())
             (folder / "run.json").write_text(json.dumps(row | steps))
             print(row, len(steps["ms"]), steps["load"][0], verdict(folder), flush=True)
@@ -673,32 +682,33 @@ def turns_table():
     return table(heads, rows)
 
 
+#: Files of planted gains: what ran, its turns, its `tune` runs.
+PLANTED_RUNS = (
+    ("8 MiB, `tune`", "plants-turns", "plants-tune"),
+    ("8 MiB, `tune --headroom 4`", "plants-turns", "plants-headroom-512x1"),
+    ("2 MiB, `tune --headroom 4`", "plants-turns-256x1", "plants-headroom-256x1"),
+)
+
+
 def plants_table():
     """What was planted, and what `tune` made of it."""
-    heads = ["planted", "one flow gets", "by turns: 2 channels", "4 channels", "1 again (A/A)"]
-    heads += [
-        "`tune` runs",
-        "kept",
-        "kept table says",
-        "undecided or dropped",
-        "cost of the search, s (median)",
-    ]
+    heads = ["job, FSDP2", "planted", "one flow gets", "by turns: 2 channels", "4 channels", "1 again (A/A)"]
+    heads += ["runs", "kept", "kept table says", "undecided or dropped", "cost of the search, s (median)"]
     rows = []
-    for name, flow in PLANTS.items():
-        turns_path = DATA / "gains" / f"plants-turns-{name}.csv.gz"
-        path = DATA / "gains" / f"plants-tune-{name}-verdicts.csv"
-        gained = (
-            [words(one) for one in list(by_turns(pd.read_csv(turns_path), 0).values())[1:]]
-            if turns_path.exists()
-            else [""] * 3
-        )
+    for (job, turns, runs), (name, flow) in itertools.product(PLANTED_RUNS, PLANTS.items()):
+        turns_path = DATA / "gains" / f"{turns}-{name}.csv.gz"
+        path = DATA / "gains" / f"{runs}-{name}-verdicts.csv"
         if not path.exists():
             continue
+        gained = [""] * 3
+        if turns_path.exists():
+            gained = [words(one) for one in list(by_turns(pd.read_csv(turns_path), 0).values())[1:]]
         told = pd.read_csv(path)
         kept = told[told["kept"]]
         says = ", ".join(f"{100 * (1 - 1 / x):.1f} %" for x in kept["speedup"])
         cost = f"{told['cost_s'].median():.1f}"
-        rows.append([f"{name} %", flow, *gained, len(told), len(kept), says, len(told) - len(kept), cost])
+        seen = [len(told), len(kept), says, len(told) - len(kept), cost]
+        rows.append([job, f"{name} %", flow, *gained, *seen])
     return table(heads, rows)
 
 
@@ -798,7 +808,7 @@ def main():
     parser.add_argument("--raised-steps", type=int, default=150)
     parser.add_argument("--tuned-steps", type=int, default=400)
     parser.add_argument("--plants", default=",".join(PLANTS))
-    parser.add_argument("--what-runs", choices=("turns", "tune"), default="turns")
+    parser.add_argument("--what-runs", choices=("turns", "tune", "headroom"), default="turns")
     options = parser.parse_args()
     PARTS[options.what](options)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from command import invoke
-from dynamiccl.agent.commands.plan import compare, estimate, lines, measured_lines, sent_in_a_step
+from dynamiccl.agent.commands.plan import compare, estimate, lines, measured_lines, of_cluster, sent_in_a_step
 from dynamiccl.traces.writer import TraceWriter
 from dynamiccl.zero_workload import formulas as f
 
@@ -361,6 +361,18 @@ def test_a_preset_gives_its_gpu_and_bandwidth(
     assert machine["bandwidth"] / GB == pytest.approx(bandwidth)
     assert (machine["memory"] / GB, machine["flops"] / 1e12) == (memory, tflops)
     assert planned(f"--params 7e9 --ranks {ranks} --cluster {name} --tflops 99")["machine"]["flops"] == 99e12
+
+
+def test_presets_beside_published_figures() -> None:
+    """GB/s of a ring on one node, and TFLOP/s that a step reaches. The sources are in the workload's page."""
+    page = (Path(__file__).parents[2] / "zero_workload" / "README.md").read_text(encoding="utf-8")
+    for name, bandwidth, of_links in (("dgx-h100-1x8", 370, 0.05), ("dgx-a100-2x8", 200, 0.21)):
+        told = of_cluster(name, 8)
+        assert told["bandwidth"] == pytest.approx(bandwidth, rel=of_links)
+        preset = "-".join(name.split("-")[:2])
+        assert f"| {preset}, one node | GB/s of a ring | {told['bandwidth']:.0f} |" in page
+        assert f"| {preset} | TFLOP/s in a step | {told['tflops']:.0f} |" in page
+    assert 380 <= of_cluster("dgx-h100-1x8", 8)["tflops"] <= 430
 
 
 def test_the_curve_of_memory_against_traffic_is_drawn(tmp_path: Path) -> None:
