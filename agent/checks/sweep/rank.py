@@ -300,8 +300,8 @@ class Sweep:
                 )
         return {
             "communicator": self.shape._asdict(),
-            "untouched": {":".join(map(str, cell)): arms[cell][0].ran for cell in plan.cells},
-            "arms": {":".join(map(str, cell)): [arm.name for arm in arms[cell]] for cell in plan.cells},
+            "untouched": {f"{cell.func}:{cell.n_bytes}": arms[cell][0].ran for cell in plan.cells},
+            "arms": {f"{c.func}:{c.n_bytes}": [arm.name for arm in arms[c]] for c in plan.cells},
             "left_out": self.left_out,
             "took_s": round(time.monotonic() - began, 1),
         }

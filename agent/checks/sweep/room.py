@@ -7,10 +7,11 @@ on the other, so that the luck that chose it is not in its score.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -95,19 +96,19 @@ def judged(rows: pd.DataFrame) -> list[Judged]:
     """All messages of a sweep. Raises ValueError where too few rounds are whole."""
     sound = rows[rows["obeyed"].astype(str) == "True"]
     found = []
-    cells: Any = sound.groupby(["func", "n_bytes"])
-    for (func, n_bytes), of_cell in cells:
-        logs = of_cell.pivot_table(index="round", columns="arm", values="us").apply(np.log)
+    for key, of_cell in sound.groupby(["func", "n_bytes"]):
+        func, n_bytes = cast(tuple[str, int], key)
+        logs = of_cell.pivot_table(index="round", columns="arm", values="us").map(math.log)
         logs = logs.dropna(axis=1, thresh=max(LEAST_ROUNDS, len(logs) - 1)).dropna()
         if len(logs) < LEAST_ROUNDS or not {UNTOUCHED, AGAIN} <= set(logs.columns):
             continue
         ratios = logs.rsub(logs[UNTOUCHED], axis=0)
-        arms = [arm for arm in ratios if arm not in (UNTOUCHED, AGAIN)]
+        arms = [str(arm) for arm in ratios.columns if arm not in (UNTOUCHED, AGAIN)]
         best = _best(ratios, arms)
         asked = of_cell.loc[of_cell["arm"] == best, "asked"].iloc[0]
         own = of_cell.loc[of_cell["arm"] == UNTOUCHED, "ran"].iloc[0]
         scores = Saved.of(_held_out(ratios, arms)), Saved.of(ratios[AGAIN].to_numpy())
-        found.append(Judged(str(func), int(n_bytes), own, best, asked, *scores))
+        found.append(Judged(func, int(n_bytes), own, best, asked, *scores))
     if not found:
         raise ValueError(f"a sweep is judged from {LEAST_ROUNDS} rounds on, and these rows have fewer")
     return found
