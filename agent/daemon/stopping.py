@@ -116,8 +116,8 @@ def _set_aside(out: Path) -> Path | None:
         if (out / TABLE).exists():
             set_aside(out, why)
             if summary := RunSummary.read(out):
-                nothing = {"kept": False, "in_force": DEFAULT, "table": None}
-                replace(summary, **nothing, dropped=why, ended=why).write(out)
+                summary.dropped = summary.ended = why
+                replace(summary, kept=False, in_force=DEFAULT, table=None).write(out)
     return path if why_dropped(path) == why else None
 
 
