@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ...envs.live.locks import holder, is_locked
 from ...envs.nccl.run_folder import NCCL, PLANS, RUN_ID, STATUS, STOP, TUNER, shared_roots
@@ -116,8 +116,7 @@ def _set_aside(out: Path) -> Path | None:
         if (out / TABLE).exists():
             set_aside(out, why)
             if summary := RunSummary.read(out):
-                nothing: dict[str, Any] = {"kept": False, "in_force": DEFAULT, "table": None}
-                replace(summary, **nothing, dropped=why, ended=why).write(out)
+                replace(summary, kept=False, in_force=DEFAULT, table=None, dropped=why, ended=why).write(out)
     return path if why_dropped(path) == why else None
 
 
