@@ -78,6 +78,9 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         run(sys.argv[1:])
+    except KeyboardInterrupt:  # where click does not see it
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name in ("", "dynamiccl"):

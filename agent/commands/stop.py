@@ -49,8 +49,12 @@ def stop(run: str | None, every: bool, wait: float, bad: bool, json: bool) -> No
     dynamiccl stop runs/tune/latest
     dynamiccl stop --all
     """
-    from ...envs.nccl.shm import RunFolder  # noqa: F401 -- while root may still read its own installation
+    # Root reads these as long as it may still read its own installation.
+    from ...envs.nccl.shm import RunFolder  # noqa: F401
+    from ...envs.nccl.tables import set_aside  # noqa: F401
+    from ..daemon.request import Request  # noqa: F401
     from ..daemon.stopping import end_tuning
+    from ..report.verdict import verdict  # noqa: F401
 
     if (run is None) != every:
         fail("give either RUN, the results folder of one run, or --all")

@@ -60,7 +60,6 @@ _MOST = 1 << 32
 )
 @option(
     "--backend-module",
-    default="",
     group=EMULATION,
     help="With --backend: the module that registers it. It is imported: it is trusted.",
 )
@@ -75,7 +74,7 @@ def sweep(
     judge: Path | None,
     cluster: str | None,
     backend: str | None,
-    backend_module: str,
+    backend_module: str | None,
     json: bool,
 ) -> None:
     """Measure all-gather and reduce-scatter under each algorithm, protocol and channel count, and write a table.
@@ -117,7 +116,7 @@ def sweep(
     with refusing(ValueError, OSError):
         cells = _cells(trace, bytes, int(os.environ["WORLD_SIZE"]))
     name = backend or ("emulated" if cluster else "nccl")
-    what = {"cells": cells, "rounds": rounds, "backend": name, "module": backend_module}
+    what = {"cells": cells, "rounds": rounds, "backend": name, "module": backend_module or ""}
     _as_rank(what, headroom, folder, cluster)
     if is_first:
         with refusing(ValueError, OSError):
@@ -128,7 +127,7 @@ def sweep(
 
 
 def _check_options(
-    trace: Path | None, bytes: str | None, cluster: str | None, backend: str | None, module: str
+    trace: Path | None, bytes: str | None, cluster: str | None, backend: str | None, module: str | None
 ) -> None:
     """Refuse options that exclude each other, an unknown cluster, and a Python without torch."""
     if trace is not None and bytes is not None:

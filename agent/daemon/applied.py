@@ -14,7 +14,7 @@ import numpy as np
 from ...envs.nccl.run_folder import STOP
 from ...envs.nccl.shm import RunFolder
 from ...envs.nccl.site_switch import switched_off
-from ...traces.reasons import RunEnds
+from ...traces.reasons import RunEnds, Why
 from ...traces.records import STEP, STEP_DTYPE, Table
 
 #: Steps of a turn that count; those before them that do not: of a job that warms up, and after a change of tables.
@@ -28,7 +28,7 @@ EVERY_S, LATER_S = 0.2, 1.0
 class Watch:
     """Looks after the job of one run folder, whose table is published already."""
 
-    def __init__(self, run: RunFolder, table: Table, note: str, say: Callable[[str], None]) -> None:
+    def __init__(self, run: RunFolder, table: Table, note: str, say: Callable[[str | Why], None]) -> None:
         """``note``: what is to be said of all times, '' for nothing."""
         self.told = ""  # the step times, once they are measured
         self._run, self._note, self._say = run, note, say
@@ -56,7 +56,7 @@ class Watch:
 
     def _is_taken_back(self) -> bool:
         if (self._run.path / STOP).exists():  # who made it withdraws the table
-            self._say(str(RunEnds.STOPPED()))
+            self._say(RunEnds.STOPPED())
             return True
         if why := switched_off():
             self._publish(False)

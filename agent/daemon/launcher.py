@@ -385,7 +385,7 @@ def _shell(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def say(text: str) -> None:
+def say(text: object) -> None:
     """One line of ours on stderr, which nobody may read."""
     with contextlib.suppress(OSError):
         _write(2, f"dynamiccl: {text}\n".encode())

@@ -67,6 +67,7 @@ def test_any_text_is_a_value_or_a_value_error(text):
 #: Files that parse JSON by themselves, with the reason. Importers read profiles of any size, in blocks.
 OTHERS = {
     "traces/outside.py": "the one reader",
+    "traces/reasons.py": "the probe imports it, which has the standard library only; a reason that is none is refused",
     "agent/daemon/launcher.py": "its own plan; it runs without site-packages",
 }
 #: What a process of ours hands to itself, or lies in the package.

@@ -4,7 +4,8 @@ import pandas as pd
 import pytest
 from dynamiccl.traces.assemble import COMPUTE_COLUMNS, WAIT_COLUMNS, Assembler, empty
 from dynamiccl.traces.files import Trace
-from dynamiccl.traces.queries.exposed import critical_lines, exposed_parts, exposed_parts_of
+from dynamiccl.traces.queries.exposed import critical, exposed_parts, exposed_parts_of
+from dynamiccl.traces.reasons import Happened
 from dynamiccl.traces.records import WAIT, WAIT_DTYPE, Slot, size_class
 from dynamiccl.traces.writer import TraceWriter
 from test_traces_assemble import record, ring
@@ -41,16 +42,16 @@ def test_compute_beside_calls_hides_them(events):
 
 def test_without_either_nothing_is_said(events):
     assert exposed_parts(events, NO_COMPUTE, NO_WAITS) == {}
-    assert critical_lines([{"slot": "all_gather 1 MiB", "share": 0.3, "exposed": None}]) == []
+    assert critical([{"slot": "all_gather 1 MiB", "share": 0.3, "exposed": None}]) == []
 
 
 @pytest.mark.parametrize(
     ("exposed", "share", "is_named"), [(0.62, 0.3, True), (0.62, 0.01, False), (0.1, 0.5, False)]
 )
 def test_only_what_the_step_waits_for_is_on_the_critical_path(exposed, share, is_named):
-    (line,) = critical_lines([{"slot": "all_gather 1 MiB", "share": share, "exposed": exposed}])
-    assert ("all_gather 1 MiB (exposed: 62 % of its time)" in line) == is_named
-    assert ("none" in line) != is_named
+    (line,) = critical([{"slot": "all_gather 1 MiB", "share": share, "exposed": exposed}])
+    named = Happened.CRITICAL(slots="all_gather 1 MiB (exposed: 62 % of its time)")
+    assert line == (named if is_named else Happened.NONE_CRITICAL())
 
 
 def test_waits_go_from_the_ring_into_the_trace(tmp_path, events):

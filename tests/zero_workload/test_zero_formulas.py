@@ -427,7 +427,7 @@ def test_a_run_is_compared_by_its_own_optimizer_and_form() -> None:
     ("words", "said"),
     [
         ("", "give --params and --ranks"),
-        ("--params 7e9 --ranks 0", "must be at least 1, not 0"),
+        ("--params 7e9 --ranks 0", "0 is not in the range x>=1"),
         ("--params 7e9 --ranks 8 --attention slow", "--attention is flash or materialised, not slow"),
         ("--params 7e9 --ranks 8 --reduce-dtype int8", "--reduce-dtype is bf16, fp16, fp32, not int8"),
         ("--params 7e9 --ranks 8 --cluster dgx", "no cluster preset 'dgx'"),

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from dynamiccl.envs.nccl.tables import to_json
+from dynamiccl.traces.reasons import RunEnds
 from dynamiccl.traces.records import Table
 from paths import HELPERS
 from test_plugin_static import run, small_gathers
@@ -106,9 +107,9 @@ def test_a_table_without_rules_is_said_to_be_one(tmp_path):
 
 
 def test_a_table_that_was_dropped_is_said_to_be_one(tmp_path):
-    (tmp_path / "t.json").write_text(to_json(Table(1), "too slow"))
+    (tmp_path / "t.json").write_text(to_json(Table(1), RunEnds.STOPPED()))
     done = run("apply", str(tmp_path / "t.json"), "--", "echo", "hi")
-    assert done.stdout == "hi\n" and "the run of this table dropped it: too slow" in done.stderr
+    assert done.stdout == "hi\n" and f"the run of this table dropped it: {RunEnds.STOPPED()}" in done.stderr
 
 
 def test_the_cluster_that_a_table_was_found_on_can_be_said(table):

@@ -114,7 +114,7 @@ def test_many_options_stand_in_groups():
         (["stop", "--wait", "-1", "x"], "Invalid value for '--wait': -1.0 is not in the range x>=0"),
         (["stop", "--wait", "nan", "x"], "Invalid value for '--wait': 'nan' is not a number"),
         (["top", "--every", ""], "Invalid value for '--every': must not be empty: leave it out"),
-        (["stop", ""], "Invalid value for 'RUN': must not be empty: leave it out"),
+        (["stop", ""], "Invalid value for '[RUN]': must not be empty: leave it out"),
         (["tune", "--out", "--once"], "Invalid value for '--out': needs a value, and --once is an option"),
         (["tune", "--bud", "0.1"], "No such option '--bud'. (Did you mean one of: '--budget', '--out'?)"),
         (["tune", "--"], "no command stands after --"),

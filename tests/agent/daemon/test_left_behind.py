@@ -14,7 +14,7 @@ from dynamiccl.agent.report import runs
 from dynamiccl.agent.report.runs import state
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.verdict import verdict
-from dynamiccl.envs.live.job_ends import Stopped
+from dynamiccl.envs.live.job_ends import Closed
 from dynamiccl.envs.nccl.run_folder import STOP
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.nccl.tables import DROPPED, TABLE, load_table, why_dropped
@@ -77,7 +77,7 @@ def test_a_table_that_somebody_stops_lies_beside_with_the_reason(folder, tmp_pat
         summaries = (out / "summary.json").exists()
         if job.confirmed and table_of(out) and (summaries or when == "at the verdict"):
             (folder.path / STOP).touch()
-            raise Stopped(RunEnds.STOPPED())
+            raise Closed(RunEnds.STOPPED())
         assert len(n_looks) < 2000
 
     monkeypatch.setattr(WatchedJob, "check", check)

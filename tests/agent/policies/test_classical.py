@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -157,7 +158,9 @@ def test_weights_of_a_file_are_a_policy(tmp_path):
 def test_policies_by_name():
     assert make_chooser("test_classical:Own").predict(np.zeros(3))[0] == 7
     for bad in ("no-such", "no_such_module:X", "test_classical:Nothing", "test_classical:RING"):
-        with pytest.raises(ValueError, match=r"known: lstm, expected-improvement|has no predict"):
+        with pytest.raises(
+            ValueError, match=r"known: lstm, expected-improvement|has no predict|cannot load policy"
+        ):
             make_chooser(bad)
 
 
@@ -166,6 +169,7 @@ def test_a_module_that_ends_python_is_no_policy(tmp_path, monkeypatch):
     (tmp_path / "quits.py").write_text("import sys; sys.exit('bye')")
     (tmp_path / "policy.py").write_text("import sys; sys.exit('bye')")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     for name in ("quits:Policy", str(tmp_path)):
         with pytest.raises(ValueError, match=r"SystemExit: bye"):
             make_chooser(name)

@@ -20,6 +20,7 @@ NORMAL |= {
     RunEnds.ALL_STEPS,
     RunEnds.BEFORE_A_SWITCH,
     RunEnds.NOT_STARTED,
+    RunEnds.SEARCHED_AGAIN,
 }
 NORMAL |= {RunEnds.NEVER_SWITCHED, RunEnds.NO_MORE_SWITCHES, RunEnds.SLOWER, RunEnds.NO_GAIN}
 
