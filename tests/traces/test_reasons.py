@@ -182,7 +182,6 @@ CARRIERS = {
 SEARCHES = {"startswith", "endswith", "find", "index", "count", "match", "search", "fullmatch"}
 #: Words that are not ours, which their program gives in no other form.
 FOREIGN = {
-    ("agent/checks/gpu/check.py", "'deadline' in str(error)"),  # the message of this check's own rank process
     ("traces/importers/json_stream.py", "'end of data' in error.msg"),  # msgspec
     ("traces/importers/json_stream.py", "'UTF-8' in str(reason)"),  # msgspec
     ("traces/outside.py", "'Not a gzipped file' not in str(error)"),  # gzip
