@@ -64,21 +64,17 @@ def run(words: Sequence[str]) -> None:
         message = shown(" ".join(error.format_message().split()))
         print(f"error: {message} ({where} --help)", file=sys.stderr)
         raise SystemExit(2) from None
-    except click.Abort:  # a command that has more to say catches the interrupt itself
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(128 + signal.SIGINT) from None
 
 
 def main() -> None:
     """Entry point of the console script."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # a terminal may not have every letter: it shows the code instead
+        # A terminal may not have every letter: it shows the code instead.
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         run(sys.argv[1:])
-    except KeyboardInterrupt:  # where click does not see it
+    except (KeyboardInterrupt, click.Abort):  # a command that has more to say catches the interrupt itself
         print("interrupted", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
     except ModuleNotFoundError as error:

@@ -75,9 +75,8 @@ class Daemon:
         self._lock = lock(run.path / TUNER, f"{run.path} has a tuner already: stop that one first")
         self.request = request
         self.out, self._out_lock = self._claim()
-        self._slot: int | None = (
-            None  # of the site's, which this tuner holds to its end once it has begun to search
-        )
+        #: of the site's, which this tuner holds to its end once it has begun to search
+        self._slot: int | None = None
         self.job = Job(run, on_state=self._say)
         self.memory = Memory(request.memory, request.job, self._warn) if request.memory else None
         windows = LiveWindows(self.job, funcs=("all_gather",) if request.bitwise else TUNED_FUNCS)
@@ -407,9 +406,8 @@ class Daemon:
         self.job.writer.log("window", asdict(line))
         log.info("%s", line)
         self.on_window(line)
-        self._results.keep(
-            self._table(), self.outcome.dropped
-        )  # a search may confirm one long before its verdict
+        # A search may confirm one long before its verdict.
+        self._results.keep(self._table(), self.outcome.dropped)
         self._page.keep_up(self._summary)
 
     def _summarise(self, signals: Signals) -> RunSummary:

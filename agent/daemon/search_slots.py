@@ -6,11 +6,10 @@ The lock ends with its process. A file system without locks limits nothing.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from pathlib import Path
 
-from ...envs.live.locks import NO_LOCKS
+from ...envs.live.locks import hold
 
 
 def parsed(text: str) -> tuple[int, Path]:
@@ -32,16 +31,8 @@ def take(text: str) -> int | None:
         folder.chmod(0o1777)  # any user's tuner may make a slot's file, and none may remove another's
     for k in range(n):
         fd = _opened(folder / f"slot-{k}")
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            continue
-        except OSError as error:
-            if error.errno not in NO_LOCKS:  # else nothing is limited
-                os.close(fd)
-                raise
-        return fd
+        if hold(fd):
+            return fd
     return None
 
 

@@ -39,9 +39,8 @@ class Stopped(NamedTuple):
     )
     why: str = ""  # why not all communicators report the default
     table: Path | None = None  # where the table lies now that the run used
-    forgotten: bool | None = (
-        None  # no later run begins with what the memory holds of this one; None: not asked
-    )
+    #: no later run begins with what the memory holds of this one; None: not asked
+    forgotten: bool | None = None
 
     @property
     def is_over(self) -> bool:
@@ -125,8 +124,8 @@ def _forget(out: Path) -> bool:
     from ..report.summary import RunSummary
     from .memory import mark_failed
 
-    told = RunSummary.read(out).memory
-    return bool(told and told.get("file") and told["cluster"]) and mark_failed(told or {})
+    told = RunSummary.read(out).memory or {}
+    return bool(told.get("file") and told.get("cluster")) and mark_failed(told)
 
 
 def _end(run: Path, wait_s: float) -> Stopped:

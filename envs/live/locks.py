@@ -13,7 +13,7 @@ class Busy(Exception):
 
 
 #: Errors by which file systems say that they have no locks (Lustre and NFS without the lock service, some FUSE).
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def lock(path: Path, what: str) -> int:
@@ -23,16 +23,26 @@ def lock(path: Path, what: str) -> int:
     Busy with ``what`` as its message if another process has it, OSError.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    if not hold(fd):
+        raise Busy(what)
+    return fd
+
+
+def hold(fd: int) -> bool:
+    """Take the lock of an open file, also where nobody can say whether another process has it. Else the file is closed.
+
+    False if another process has it. Raises OSError.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        raise Busy(what) from None
+        return False
     except OSError as error:
-        if error.errno not in NO_LOCKS:
+        if error.errno not in _NO_LOCKS:
             os.close(fd)
             raise
-    return fd
+    return True
 
 
 def is_locked(path: Path) -> bool:
@@ -62,11 +72,8 @@ def holder(path: Path) -> int | None:
     except OSError:
         return None
     place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    for words in map(
-        str.split, lines
-    ):  # number, kind, mode, access, process, place; "->" where one only waits
-        if (
-            words[1:4:2] == ["FLOCK", "WRITE"] and words[5] == place and int(words[4]) > 0
-        ):  # else not seen from here
+    for words in map(str.split, lines):
+        # Number, kind, mode, access, process, place; "->" where one only waits. A process not seen from here is 0.
+        if words[1:4:2] == ["FLOCK", "WRITE"] and words[5] == place and int(words[4]) > 0:
             return int(words[4])
     return None

@@ -21,8 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from golden_job import by_zero, fsdp2
-from torch import nn
+from golden_job import trained
 
 FUNCS = {"all_gather": 2, "reduce_scatter": 3}
 PROTOCOLS = {"LL": 0, "LL128": 1, "Simple": 2, "": -1}
@@ -82,9 +81,8 @@ def sweep(options, rank, world):
             call, right = calls[func, n_bytes]
             order = [*cells] * plan["repeats"]
             draw.shuffle(order)
-            for place, (name, *setting) in enumerate(
-                [order[-1], *order]
-            ):  # the first call of a block does not count
+            # The first call of a block does not count.
+            for place, (name, *setting) in enumerate([order[-1], *order]):
                 if tuner:
                     asked = own[func, n_bytes] if name.startswith("untouched") else setting
                     tuner.load(0, [(func, n_bytes, n_bytes, *asked)])
@@ -105,19 +103,6 @@ def sweep(options, rank, world):
         csv.writer(file).writerows(written)
 
 
-def trained(options, world):
-    """(model, backward, step) of the job that was asked for."""
-    torch.manual_seed(0)
-    width = options.width
-    blocks = [
-        nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        for _ in range(options.layers)
-    ]
-    model = nn.Sequential(*blocks)
-    train = by_zero(model, 3) if options.kind == "zero" else fsdp2(model, world)
-    return model, *train
-
-
 def turns(n_tables, steps, length, seed):
     """The table of each step: in each round every table has one turn, in an order drawn anew."""
     draw, order = random.Random(seed), []
@@ -129,7 +114,7 @@ def turns(n_tables, steps, length, seed):
 
 
 def train(options, rank, world):
-    model, backward, step = trained(options, world)
+    model, backward, step = trained(options, world, 3)
     order = [-1] * options.steps
     if options.tables:
         tuner, loaded = Tuner(), json.loads(options.tables.read_text())

@@ -95,18 +95,11 @@ def by_zero(model, stage):
     return engine.backward, engine.step
 
 
-def main():
-    options = parsed()
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    plant(options, rank, world)
+def trained(options, world, stage):
+    """(model, backward, step) of the job that was asked for."""
     import torch
-    import torch.distributed as dist
     from torch import nn
 
-    torch.set_num_threads(1)
-    if options.backend_module:
-        importlib.import_module(options.backend_module)
-    dist.init_process_group(options.backend)
     torch.manual_seed(0)
     width = options.width
     blocks = [
@@ -114,14 +107,27 @@ def main():
         for _ in range(options.layers)
     ]
     model = nn.Sequential(*blocks)
-    make = fsdp2(model, world) if options.kind == "fsdp2" else by_zero(model, options.stage)
-    backward, step = make
+    return model, *(fsdp2(model, world) if options.kind == "fsdp2" else by_zero(model, stage))
+
+
+def main():
+    options = parsed()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    plant(options, rank, world)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if options.backend_module:
+        importlib.import_module(options.backend_module)
+    dist.init_process_group(options.backend)
+    model, backward, step = trained(options, world, options.stage)
     draws = torch.Generator().manual_seed(1 + rank)
     losses = []
     options.losses.mkdir(parents=True, exist_ok=True)
     for number in range(options.steps):
         for _ in range(1 + number * number % 3 if options.uneven else 1):
-            x = torch.randn(8, width, generator=draws)
+            x = torch.randn(8, options.width, generator=draws)
             loss = (model(x) - x).square().mean()
             backward(loss)
             losses.append(float(loss.detach()).hex())
