@@ -174,9 +174,12 @@ def _given(files: Sequence[Path], suite: str, filed: bool) -> list[Any]:
     given = list[Any]()
     for path in files:
         try:
-            given.append(read_json(path))
+            one = read_json(path)
         except ValueError as error:
             raise ValueError(f"{path} is no submission, which is JSON ({error})") from None
+        if not isinstance(one, dict) or not one.get("entrant"):
+            raise ValueError(f"{path} is no submission: it is no JSON object that names its entrant")
+        given.append(one)
     if filed:
         given += on_record(suite)["submissions"]
     return given
@@ -208,7 +211,7 @@ def _show(board: Board, folder: Path, json: bool) -> None:
 
 def _tell(say: Callable[[str], object], k: int, total: int, result: Any, reason: str) -> None:
     """One line of progress."""
-    name = result.get("entrant") if isinstance(result, dict) else "nameless"
+    name = result["entrant"]
     if reason:
         say(f"{k} of {total}  {name}: refused: {reason}")
         return

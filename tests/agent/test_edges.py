@@ -61,6 +61,9 @@ COMMANDS = {
     "tune --policy, weights": lambda path: ["tune", "--policy", f"{path}.npz", "--", "true"],
     "tune --policy, model": lambda path: ["tune", "--policy", f"{path}.zip", "--", "true"],
     "tune --cluster": lambda path: ["tune", "--cluster", f"{path}.toml", "--", "true"],
+    "sweep --judge": lambda path: ["sweep", "--judge", path],
+    "sweep --trace": lambda path: ["sweep", "--trace", path, "--cluster", "dgx-h100-2x8"],
+    "lab gpu-check": lambda path: ["lab", "gpu-check", path],
     "advise --cluster": lambda path: ["advise", DEMO, "--cluster", f"{path}.toml"],
 }
 
@@ -90,7 +93,8 @@ def test_every_command_answers_on_odd_names_and_files(command, name, content, as
         path = Path(os.fsdecode(os.fsencode(folder) + b"/" + name))
         if as_folder:
             path.mkdir()
-        for file in [path / "header.json", path / "rank0.json"] if as_folder else [path]:
+        names = ("header.json", "rank0.json", "manifest.json", "rows.csv", "run.json", "sweep.csv")
+        for file in [path / one for one in names] if as_folder else [path]:
             file.write_bytes(data)
         for ending in (".json", ".toml", ".npz", ".zip"):
             path.with_name(path.name + ending).write_bytes(data)

@@ -62,7 +62,7 @@ def test_refused_submissions_of_one_name_leave_no_board(suite: JobSuite, tmp_pat
     save(suite, tmp_path / "s.json")
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file in files:
-        file.write_text("{}")
+        file.write_text('{"entrant": "nameless"}')
     words = [word for file in files for word in ("--submission", str(file))]
     done = invoke(["bench", "--suite", str(tmp_path / "s.json"), "--out", str(tmp_path / "out"), *words])
     assert done.exit_code == 2 and "no entrant finished: nameless: " in done.stderr
