@@ -12,7 +12,17 @@ from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.live.turns import NOBODY, TRIAL
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.traces.records import COLL, COLL_DTYPE, STEP, STEP_DTYPE, Decision, Slot, Table
+from dynamiccl.traces.records import (
+    COLL,
+    COLL_DTYPE,
+    FUNCS,
+    STEP,
+    STEP_DTYPE,
+    TUNED_FUNCS,
+    Decision,
+    Slot,
+    Table,
+)
 from paths import HELPERS
 
 PROCESSES = 4
@@ -77,9 +87,10 @@ def measured(job, n, within=12):
 
 
 def check_turns(job, found):
-    """Each step that counts was answered by its table alone, on all communicators of all ranks, in as many calls; and
-    each call of a lease by the table whose turn it was."""
+    """Each step that counts was answered by its table alone, on all communicators with a table, by all ranks, in as
+    many calls; and each call of a lease by the table whose turn it was."""
     calls, steps = job.of(COLL, COLL_DTYPE), job.of(STEP, STEP_DTYPE)
+    calls = calls[np.isin(calls["func"], [FUNCS.index(func) for func in TUNED_FUNCS])]
     usual = {}
     n_checked = 0
     for turns in found:
