@@ -7,7 +7,9 @@ name, as its tuner was killed before, do not count.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -51,6 +53,9 @@ _ARROW = {
 
 #: How lines of a log begin that say what went, and those of a window; what a line of a table on trial holds.
 _LEFT_OUT, _WINDOW, _TRIAL = b'{"kind": "left_out"', b'{"kind": "window"', b'"trial_steps":'
+#: Kinds of which each line says something of its own. Of the others, which tell how the run stands, a later line about
+#: the same stands for an earlier one.
+_OWN = ("table", "event", "verdict")
 
 
 #: Why a segment lacks positions: no tuner of this trace was there yet, or the records were gone before they were read.
@@ -209,17 +214,18 @@ def _ends(paths: list[Path], most_rows: int, warnings: list[str]) -> list[Path]:
 def thinned(lines: list[bytes], most_bytes: float) -> list[bytes]:
     """What stays of these lines of a log, and before it a line that says what went.
 
-    Windows go first, then tables on trial, then all: a log must end somewhere.
+    Windows go first, and what a later line says anew; then tables on trial; then all but how the run stands: a log must
+    end somewhere.
     """
     gone = [line for line in lines if line.startswith(_LEFT_OUT)]
     lines = [line for line in lines if not line.startswith(_LEFT_OUT)]
-    state = [line for line in lines if not line.startswith(_WINDOW)]
+    state, stand = _state([line for line in lines if not line.startswith(_WINDOW)])
     lasting = [line for line in state if _TRIAL not in line]
     kept = state
     if _size(kept) > most_bytes:
         kept = lasting
     if _size(kept) > most_bytes:
-        kept = []
+        kept = stand
     n_lines = len(lines) - len(kept)
     n_tables = len(state) - len(kept)
     for line in gone:
@@ -229,6 +235,29 @@ def thinned(lines: list[bytes], most_bytes: float) -> list[bytes]:
     entry = {"kind": "left_out", "time": round(time.time(), 3), "lines": n_lines, "tables": n_tables}
     said = json.dumps(entry) + "\n"
     return [said.encode(), *kept]
+
+
+def is_cut(log: Path) -> bool:
+    """Whether the last line of a log is not whole: a kill may cut it."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+    return False
+
+
+def _state(lines: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """Of lines without windows those that no later one stands for; and of these what tells how the run stands."""
+    own, stand = set[int](), dict[Any, int]()
+    for place, text in enumerate(lines):
+        with contextlib.suppress(ValueError, TypeError, LookupError):  # a line that is damaged says nothing
+            line = parse_json(text)
+            if line["kind"] in _OWN:
+                own.add(place)
+            else:
+                stand[line["kind"], line.get("number"), line.get("letter")] = place
+    return [lines[one] for one in sorted({*own, *stand.values()})], [
+        lines[one] for one in sorted(stand.values())
+    ]
 
 
 def _size(lines: list[bytes]) -> int:

@@ -26,6 +26,7 @@ from .segments import (
     Coverage,
     Segment,
     TraceError,
+    is_cut,
     parts_of,
     read_header,
     read_segments,
@@ -95,7 +96,10 @@ class TraceWriter:
         self._assembler: Assembler | None = None
         self._offers, self._offers_at = (0, 0), float("-inf")  # how many were written, and when
         self._began = self._flushed = time.monotonic()
-        self._log = (self.folder / "windows.jsonl").open("a", buffering=1, encoding="utf-8")
+        log = self.folder / "windows.jsonl"
+        begin = "\n" if is_cut(log) else ""
+        self._log = log.open("a", buffering=1, encoding="utf-8")
+        self._log.write(begin)
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -212,11 +216,10 @@ class TraceWriter:
     def log(self, kind: str, entry: dict[str, Any]) -> None:
         """Append one line to the log, on disk at once.
 
-        ``window`` lines describe measuring windows (index, phase, slot, decision, previous, step_ms,
-        default_ms, verdict, events, generation ...), ``table`` lines a table that was published
-        (``{"table": Table}``): by these the report and ``show`` tell default steps from tuned ones. ``event`` lines
-        tell what happened: ``step``, and ``what`` as code and facts. Slot, Decision, Table and Why may be passed as
-        they are; NaN becomes null.
+        ``table`` lines tell a table that was published (``{"table": Table}``), ``window`` lines a measuring window
+        (index, phase, step_ms, default_ms, verdict, events, generation ...): by these the report and ``show`` tell
+        default steps from tuned ones. ``agent/report/summary.py`` names the other kinds, which a run's summary is made
+        of. Slot, Decision, Table and Why may be passed as they are; NaN becomes null.
         """
         line = {"kind": kind, "time": round(time.time(), 3), **entry}
         self._log.write(json.dumps(plain(line), allow_nan=False) + "\n")

@@ -289,6 +289,20 @@ def test_a_log_full_of_trials_keeps_the_tables_that_lasted_and_then_says_what_we
     assert "which one ran then may be told wrongly" in trace.warnings[0]
 
 
+def test_a_later_tuner_does_not_write_on_in_a_line_that_a_kill_has_cut(tmp_path):
+    with TraceWriter(tmp_path / "t", {}) as writer:
+        writer.log("window", {"index": 0})
+    with (tmp_path / "t" / "windows.jsonl").open("a") as log:
+        log.write('{"kind": "window", "ind')
+    with TraceWriter(tmp_path / "t", {}, existing="resume") as writer:
+        writer.log("begins", {"out": "x"})
+    with TraceWriter(tmp_path / "t", {}, existing="resume") as writer:
+        writer.log("begins", {"out": "x"})
+    trace = Trace.read(tmp_path / "t")
+    assert [line["kind"] for line in trace.log] == ["window", "begins", "begins"]
+    assert len(trace.warnings) == 1, "of the line that was cut"
+
+
 def test_segments_that_a_running_job_removes_meanwhile_are_left_out(tmp_path, monkeypatch):
     """Before: "is damaged: remove it to read the rest", of a trace that was whole."""
     size = TraceWriter(tmp_path / "one", {}, part_rows=1)
