@@ -80,7 +80,7 @@ def tell(trace: Trace, summary: RunSummary) -> dict[str, Any]:
     from ...traces.queries.lives import last_life
     from ...traces.queries.stage import looks_like
     from ...traces.queries.steps import told_steps
-    from ..report.verdict import EVENT
+    from ..report.summary import EVENT
     from ..report.why import chains
 
     life = last_life(trace)

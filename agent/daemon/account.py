@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,37 +50,53 @@ def letters(n: int) -> str:
     return letters(n // LETTERS - 1) + last
 
 
-class TableNames:
-    """Letters of the tables that ran, in the order of their first windows."""
+def _number(letter: str) -> int:
+    """The number of :func:`letters`."""
+    n = 0
+    for one in letter:
+        n = n * LETTERS + ord(one) - ord("A") + 1
+    return n - 1
 
-    def __init__(self) -> None:
-        self._letters: dict[tuple[Any, ...], str] = {}
-        self.rows: dict[str, dict[Slot, Decision]] = {}  # by letter
+
+class TableNames:
+    """Letters of the tables that ran, in the order of their first windows; ``on_new`` hears of each.
+
+    ``known``: rows by letter, of the tables of an earlier tuner that this one goes on with.
+    """
+
+    def __init__(
+        self,
+        on_new: Callable[[str, list[dict[str, Any]]], object] = lambda letter, rows: None,
+        known: Mapping[str, list[dict[str, Any]]] | None = None,
+    ) -> None:
+        self._on_new = on_new
+        self.rows = dict(known or {})  # by letter
+        self._letters = {_key(rows): letter for letter, rows in self.rows.items()}
+        self._next = 1 + max(map(_number, self.rows), default=-1)
         self._described = set[str]()
 
     def of(self, decisions: Decisions) -> str:
         """The letter of the table with these decisions; DEFAULT if it has none."""
-        rows = {slot: d for slot, d in decisions.items() if not d.is_auto}
+        rows = [row_of(slot, d) for slot, d in decisions.items() if not d.is_auto]
         if not rows:
             return DEFAULT
-        texts = sorted((str(vars(slot)), str(d)) for slot, d in rows.items())
-        key = tuple(texts)
+        key = _key(rows)
         if key not in self._letters:
-            letter = letters(len(self._letters))
-            self._letters[key] = letter
+            letter = self._letters[key] = letters(self._next)
+            self._next += 1
             self.rows[letter] = rows
+            self._on_new(letter, rows)
         return self._letters[key]
 
     def describe(self, *names: str) -> list[Why]:
         """One line for each of these tables that was not described before."""
         new = [name for name in names if name in self.rows and name not in self._described]
         self._described.update(new)
-        return [Happened.TABLE(table=name, rows=rows_text(self.table(name))) for name in new]
+        return [Happened.TABLE(table=name, rows=rows_text(self.rows[name])) for name in new]
 
-    def table(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a table."""
-        rows = self.rows[name]
-        return [row_of(slot, decision) for slot, decision in rows.items()]
+
+def _key(rows: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+    return frozenset(json.dumps(row, sort_keys=True) for row in rows)
 
 
 @dataclass

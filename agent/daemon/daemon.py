@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ...envs.live.fail_closed import Holds, Until, row_of
 from ...envs.live.job import Job
@@ -20,7 +20,6 @@ from ...envs.live.locks import Busy, is_locked, lock
 from ...envs.live.windows import LiveWindows
 from ...envs.nccl.run_folder import LAUNCHER, STOP, TUNER
 from ...envs.nccl.shm import RunFolder
-from ...envs.nccl.tables import TABLE
 from ...envs.search.config import SearchConfig
 from ...traces.header import masked
 from ...traces.outside import TraceError, readable
@@ -29,16 +28,17 @@ from ...traces.records import TUNED_FUNCS, Decision, Slot, Table
 from ...traces.writer import TraceWriter
 from ..policies.choosing import make_chooser
 from ..report.outputs import claim, link, refuse_others, run_of, task_folder
-from ..report.summary import RunSummary, read_object
-from ..report.verdict import EVENT, VERDICT, verdict, verdict_facts
+from ..report.summary import DEFAULT, EVENT, VERDICT, RunSummary, read_object
+from ..report.verdict import verdict
 from .account import Costs, Stand
+from .events import Events
 from .following import start_follower
-from .log import LOG, log, open_log
+from .log import log, open_log
 from .memory import Memory, facts_of
 from .request import Request
 from .search_slots import take
 from .stopping import Signals
-from .summarise import ReportPage, Results, error_of, is_asked_for, summarise
+from .summarise import ReportPage, Results, error_of, is_asked_for, seen_of
 from .tuner import Tuner, WindowLine
 
 #: Space that a trace may take on disk, however long the job runs.
@@ -80,16 +80,20 @@ class Daemon:
         self.job = Job(run, on_state=self._say)
         self.memory = Memory(request.memory, request.job, self._warn) if request.memory else None
         windows = LiveWindows(self.job, funcs=("all_gather",) if request.bitwise else TUNED_FUNCS)
-        self.tuner = Tuner(windows, policy, config_of(request), self._tell, self._recall)
-        self.outcome = self.tuner.outcome
+        before = self._before()
+        self._events = Events(lambda: self.job.last_step)
+        goes_on = before if self.job.confirmed and before else None
+        self._events.begin(self.out, self._header(), goes_on)
+        self.tuner = Tuner(
+            windows, policy, config_of(request), self._tell, self._recall, self._events, goes_on
+        )
+        self.tuner.costs = Costs.after(before, bool(self.job.confirmed))  # what the job has lost stays lost
+        if self.job.confirmed:  # also if this tuner ends before it has measured anything
+            self._events.tell("stand", kept=True, in_force=self.tuner.names.of(self.job.confirmed))
         self._closed: Why | None = None  # the ranks change no tables, while they do not
         self._results, self._page = Results(self.out, run.path), ReportPage(self.out)
         if request.log_to:
             start_follower(self.out, request.log_to)
-        self._before = RunSummary()  # of an earlier tuner of the run: it holds until this one searches
-        if self.job.confirmed:
-            self.outcome.kept = True  # also if this tuner ends before it has measured anything
-        self._go_on_from(RunSummary.read(run.path))
         if again:  # last: one that is refused has undone nothing
             (run.path / STOP).unlink(missing_ok=True)
 
@@ -124,13 +128,28 @@ class Daemon:
                 raise
             return out, -1  # our launcher has it
 
-    def _go_on_from(self, before: RunSummary) -> None:
-        """Take over the figures of an earlier tuner of this run: what the job has lost stays lost."""
-        self.tuner.costs = Costs.after(before, bool(self.job.confirmed))
-        if self.job.confirmed:
-            self._before = before
-            self.outcome.steps_to_first_gain = before.steps_to_first_gain
-            self.outcome.steps_to_verdict = before.steps_to_verdict
+    def _before(self) -> RunSummary:
+        """What the tuner before this one has come to, by its log. Where that lies, its summary in the run folder
+        tells."""
+        left = RunSummary.read(self.run.path)
+        log = RunSummary.read(Path(left.trace).parent) if left.trace else left
+        return log if log.run_id == self.run.id else left
+
+    def _header(self) -> dict[str, Any]:
+        """What the trace tells of the run from its beginning."""
+        request = self.request
+        header = {"emulated": request.emulated is not None, "policy": request.policy, **request.facts}
+        header |= asdict(request.emulated) if request.emulated else {}
+        if request.typed:  # the launcher started this process by words of its own
+            header["command"] = readable(masked(request.typed))
+        if self.job.untouched:
+            header["headroom"] = self.job.untouched.headroom
+        return header | {"job": request.job, "run": str(self.run.path), "run_id": self.run.id}
+
+    @property
+    def outcome(self) -> RunSummary:
+        """What the run has come to, as far as was told."""
+        return self._events.summary
 
     def serve(self, signals: Signals | None = None) -> RunSummary:
         """Tune, and stay to the end of the job; returns the summary (also ``summary.json``).
@@ -139,27 +158,26 @@ class Daemon:
         ends the tuner and not the job. However it ends, the confirmed table stays. From then on, and from the job's
         end, signals do nothing until the summary is written; after it they cut short what is left to do.
         """
-        request, out, signals = self.request, self.out, signals or Signals()
+        out, signals = self.out, signals or Signals()
         link(out, self.run.path)
-        header = {"emulated": request.emulated is not None, "policy": request.policy, **request.facts}
-        header |= asdict(request.emulated) if request.emulated else {}
-        if request.typed:  # the launcher started this process by words of its own
-            header["command"] = readable(masked(request.typed))
-        if self.job.untouched:
-            header["headroom"] = self.job.untouched.headroom
-        header |= {"job": request.job, "run": str(self.run.path), "run_id": self.run.id}
         with contextlib.ExitStack() as stack:
             self._open(stack)
             try:
                 of_run = read_object(out / "trace" / "header.json").get("run_id")
                 existing: Literal["resume", "replace"] = "resume" if of_run == self.run.id else "replace"
-                with TraceWriter(out / "trace", header, existing=existing, most_bytes=TRACE_BYTES) as writer:
+                header, most = self._header(), TRACE_BYTES
+                with TraceWriter(out / "trace", header, existing=existing, most_bytes=most) as writer:
                     self.job.begin_trace(writer)
+                    self._events.open(writer.log)
+                    self._results.begin(self._summary())
                     self._serve(writer, signals)
+                    self._summary()
             except (OSError, TraceError) as error:
-                self.outcome.ended = self.outcome.ended or RunEnds.CANNOT_WRITE(error=error)
+                self._events.close()
+                self.tuner.result.ended(self.outcome.ended or RunEnds.CANNOT_WRITE(error=error))
                 self._warn(Happened.ENDS_BY_ERROR(error=error))
             finally:
+                self._events.close()
                 self.job.end_trace()
             summary = self._summarise(signals)
             with contextlib.suppress(OSError):  # the folder may be gone
@@ -185,7 +203,8 @@ class Daemon:
                 self._watch()
             signals.are_heard = False
         except KeyboardInterrupt as interrupt:
-            self.outcome.ended = ended = interrupt.args[0] if interrupt.args else RunEnds.INTERRUPTED()
+            ended = interrupt.args[0] if interrupt.args else RunEnds.INTERRUPTED()
+            self.tuner.result.ended(ended)
             self._say(Happened.LEAVES_JOB(why=ended))
         finally:
             signals.are_heard = False
@@ -218,7 +237,6 @@ class Daemon:
             with contextlib.suppress(JobEnded):  # the watch says why
                 self._resume()
             if self.tuner.search is not None and not self.tuner.search.is_over:  # no row could go on
-                self._before = RunSummary()
                 self.tuner.run(is_begun=True)
                 self._say_verdict()
         else:
@@ -231,7 +249,8 @@ class Daemon:
             if row_of(reason.why).holds is Holds.DEFAULT:  # before the table is published or stored once more
                 return self._obey(reason)
         job.confirm(job.confirmed)
-        self._page.draw_soon(self._leave())
+        self._leave()
+        self._page.draw_soon()
         return True
 
     def _resume(self) -> None:
@@ -244,17 +263,12 @@ class Daemon:
         summary, search = self._summary(), self.tuner.search
         if summary.steps_to_verdict is not None:
             self._say_text(f"verdict after {summary.steps_to_verdict} steps: {verdict(summary)}")
-            self._log_verdict(summary.steps_to_verdict, summary)
+            self._events.tell(VERDICT, step=summary.steps_to_verdict)
         elif self.outcome.ended and not is_asked_for(self.outcome.ended):
             self._say(self.outcome.ended)
         if search is not None and search.is_over and not search.is_done and not self.request.once:
             n_steps = search.state.noise.window_steps
             self._say(Happened.TRIALS_LEFT(count=search.trials_left, steps=n_steps))
-
-    def _log_verdict(self, step: int, summary: RunSummary) -> None:
-        """Mark a verdict in the trace: the plot of the run shows it."""
-        assert self.job.writer is not None
-        self.job.writer.log(VERDICT, {"step": step, **verdict_facts(summary)})
 
     def _watch(self) -> None:
         """Until the job ends: the search keeps watch, takes a table back, and begins anew where the job has changed."""
@@ -273,7 +287,8 @@ class Daemon:
                 job.check()
                 if self._closed:  # ranks that were started again have agreed anew
                     ended, self._closed, over = self._closed, None, tuner.search is None
-                    self.outcome.ended = None if self.outcome.ended == ended else self.outcome.ended
+                    if self.outcome.ended == ended:
+                        self.tuner.result.ended(None)
                 if tuner.looks_again():
                     self._say(Happened.LOOKS_AGAIN())
                     if not self._tune():
@@ -293,7 +308,7 @@ class Daemon:
             self._drop(reason.why)
             return False
         if row.holds is Holds.DEFAULT and not self.outcome.failure:
-            self.outcome.failure = reason.why
+            self._events.tell("end", failure=reason.why)
             self._drop(reason.why, is_failure=True)
             self._leave()
         elif not self._closed and reason.why not in (self.outcome.failure, self.outcome.ended):
@@ -313,8 +328,9 @@ class Daemon:
         search = self.tuner.search
         if not self.request.once or search is None or not search.is_over:
             return False
-        self.outcome.ended = self.outcome.ended or RunEnds.ONCE()
-        self._say(self.outcome.ended)
+        ended = self.outcome.ended or RunEnds.ONCE()
+        self.tuner.result.ended(ended)
+        self._say(ended)
         return True
 
     def _step(self) -> None:
@@ -326,8 +342,6 @@ class Daemon:
         self.tuner.step()
         if (search := self.tuner.search) is None:  # the job has become another one, with nothing to tune
             return
-        if not search.is_over:
-            self._before = RunSummary()
         now = Stand.of(search, self.outcome.kept, self.job.confirmed)
         if now != before:
             self._say_changes(before, now)
@@ -340,21 +354,18 @@ class Daemon:
         if now.marks.returned > before.marks.returned:
             self._say(Happened.JOB_IS_BACK())
         if now.is_over and not before.is_over:
-            summary = self._summary()
-            self._say_text(f"verdict after the change: {verdict(summary)}")
-            self._log_verdict(self.job.last_step, summary)
+            self._say_text(f"verdict after the change: {verdict(self._summary())}")
+            self._events.tell(VERDICT)
         if now.is_done and not before.is_done:
             self._say(Happened.TRIALS_OVER(count=costs.trials, cost=costs.trials_ms / 1e3))
         if before.kept and not now.kept and self.outcome.dropped:
             self._say(Happened.TABLE_DROPPED(why=self.outcome.dropped))
 
-    def _leave(self) -> RunSummary:
-        """Write down what the run has come to, and return it: from here the job may run for weeks, and the tuner may be
-        killed. The memory comes last: its store may be slow."""
-        summary = self._summary()
-        self._results.write(summary, self._table())
+    def _leave(self) -> None:
+        """Write down what the run has come to: from here the job may run for weeks, and the tuner may be killed. The
+        memory comes last: its store may be slow."""
+        self._results.write(self._summary(), self._table())
         self._remember()
-        return summary
 
     def _table(self) -> Table:
         """What was confirmed, as `dynamiccl apply` takes it; without rows while nothing is."""
@@ -373,10 +384,9 @@ class Daemon:
             memory.leave(self.tuner)
 
     def _mark_dropped(self, why: Why) -> None:
-        if self.outcome.kept:
-            self.outcome.dropped = why
-        self.outcome.kept = False
-        self.outcome.ended = self.outcome.ended or why
+        dropped = why if self.outcome.kept else self.outcome.dropped
+        self._events.tell("stand", kept=False, in_force=DEFAULT, dropped=dropped)
+        self.tuner.result.ended(self.outcome.ended or why)
 
     def _drop(self, why: Why, is_failure: bool = False) -> None:
         self._mark_dropped(why)
@@ -388,10 +398,7 @@ class Daemon:
 
     def _say(self, what: Why, level: int = logging.INFO) -> None:
         """To the log of what happened, and to who watches."""
-        if self.job.writer is not None:
-            # A full disk costs the line, and the trace may be closed.
-            with contextlib.suppress(OSError, TraceError, ValueError):
-                self.job.writer.log(EVENT, {"step": self.job.last_step, "what": what})
+        self._events.tell(EVENT, what=what)
         self._say_text(str(what), level)
 
     def _say_text(self, text: str, level: int = logging.INFO) -> None:
@@ -402,8 +409,6 @@ class Daemon:
         self._say(what, logging.WARNING)
 
     def _tell(self, line: WindowLine) -> None:
-        assert self.job.writer is not None
-        self.job.writer.log("window", asdict(line))
         log.info("%s", line)
         self.on_window(line)
         # A search may confirm one long before its verdict.
@@ -417,21 +422,14 @@ class Daemon:
         with contextlib.suppress(KeyboardInterrupt):
             signals.are_heard = True
             self._remember()
-            why = why or error_of(lambda: self._page.draw_last(summary))
+            why = why or error_of(self._page.draw_last)
             signals.are_heard = False
         if why:
             self._warn(Happened.NO_REPORT(error=why))
         return summary
 
     def _summary(self) -> RunSummary:
-        found = self._before or self.tuner.sum_up()
-        return replace(
-            summarise(self.request, found, self.outcome, self.job),
-            memory=self.memory.told() if self.memory else None,
-            run=str(self.run.path),
-            run_id=self.run.id,
-            trace=str(self.out / "trace"),
-            table=str(self.out / TABLE) if self.job.confirmed else None,
-            report=str(self.out / "report.html"),
-            log=str(self.out / LOG),
-        )
+        """What the run has come to, after the log was told how the job is."""
+        memory = self.memory.told() if self.memory else None
+        self._events.tell("job", **seen_of(self.request, self.job), memory=memory)
+        return self.tuner.sum_up()

@@ -1,57 +1,79 @@
-"""What a run came to: its summary, read from the search's own comparisons."""
+"""What a search comes to, as events of the log: read from the search's own comparisons."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ...envs.live.obedience import Disobeyed
 from ...envs.live.windows import LiveWindows
-from ...envs.search.comparison import Comparison, SequentialTest, detectable_gain
+from ...envs.search.comparison import OPEN, Comparison, SequentialTest, detectable_gain
 from ...envs.search.config import ABORT, ALPHA
 from ...envs.search.search import Search
 from ...traces.queries.slots import SlotProfile
 from ...traces.reasons import RowRefused, RunEnds, Why
 from ...traces.records import Decision, Slot
 from ...traces.spaces import decision_of
-from ..report.summary import RunSummary
-from ..report.verdict import DEFAULT
+from ..report.summary import COMPARISON, DEFAULT, FIELDS, NAMED, SEARCHES, RunSummary
 from .account import Costs, TableNames, comparison_row, row_of, speedups
-
-#: Fields of a summary that only a verdict has.
-_VERDICT = (
-    *("speedup", "speedup_ci95", "aa_speedup_ci95", "detectable", "compared", "compared_steps"),
-    *("default_step_ms", "default_windows", "tuned_step_ms", "tuned_windows"),
-)
+from .events import Events
 
 
 class Outcome:
-    """Keeps the summary of one run up to date."""
+    """Tells in the log what a search comes to. ``summary`` is the fold of it."""
 
-    def __init__(self, windows: LiveWindows, tables: TableNames) -> None:
-        self.windows = windows
-        self.tables = tables
-        self.summary = RunSummary(kept=False, in_force=DEFAULT)
+    def __init__(self, windows: LiveWindows, events: Events, before: RunSummary | None = None) -> None:
+        """``before``: the summary of an earlier tuner, which holds until this one searches."""
+        self.windows, self.events = windows, events
+        self.goes_on = before is not None
+        known = before.tables if before is not None else None
+        self.tables = TableNames(lambda letter, rows: events.tell(NAMED, letter=letter, rows=rows), known)
         self.n_comparisons = 0  # of the search that were told
+        self._open = dict[int, Comparison]()  # not decided yet, by number
         self._n_dropped = 0  # tables of the search that were dropped, and are told or history
+        self.default_share: float | None = (
+            None  # part of the steps after the verdict that ran under the default
+        )
         # Rows that NCCL did not follow, and what it did.
         self._disobeyed: dict[tuple[Slot, Decision], Why] = {}
 
+    @property
+    def summary(self) -> RunSummary:
+        """What the run came to, as far as is known."""
+        return self.events.summary
+
     def begin_anew(self, dropped: Why | None) -> None:
         """Another search begins, under the default. ``dropped``: why the table that was kept holds no more."""
-        self.n_comparisons = self._n_dropped = 0
-        self.summary.kept = False
-        self.summary.in_force = DEFAULT
-        self.summary.steps_to_first_gain = self.summary.steps_to_verdict = None
-        self.summary.dropped = dropped or self.summary.dropped
+        self._n_dropped = 0
+        self.searches()
+        self.no_table(dropped=dropped or self.summary.dropped)
+
+    def searches(self) -> None:
+        """From here on a search of this tuner tells what is compared."""
+        self.goes_on, self.n_comparisons = False, 0
+        self._open.clear()
+        self.events.tell(SEARCHES)
+
+    def no_table(self, dropped: Why | None) -> None:
+        """The default holds, without a verdict."""
+        self.events.tell(
+            "stand",
+            kept=False,
+            in_force=DEFAULT,
+            dropped=dropped,
+            steps_to_first_gain=None,
+            steps_to_verdict=None,
+        )
+
+    def ended(self, why: Why | None) -> None:
+        """Why tuning is over; None: it is not."""
+        self.events.tell("end", ended=why)
 
     def disobeyed(self, row: Disobeyed) -> None:
         """NCCL did not follow a row."""
         self._disobeyed[row.slot, row.decision] = row.why
-        self.summary.not_obeyed.append(row.why)
+        self.events.tell("refusals", not_obeyed=[*self.summary.not_obeyed, row.why])
 
     def sides(self, comparison: Comparison) -> tuple[str, str]:
         """The letters of its table and of its reference."""
@@ -59,56 +81,53 @@ class Outcome:
         reference = self.windows.decisions(comparison.reference)
         return self.tables.of(table), self.tables.of(reference)
 
-    def sum_up(self, comparisons: Sequence[Comparison], costs: Costs) -> RunSummary:
-        """The summary with all tables, comparisons and costs."""
-        rows = []
-        named = {self.summary.in_force}
-        for comparison in comparisons:
-            if comparison.steps:
-                table, against = self.sides(comparison)
-                rows.append(comparison_row(comparison, table, against))
-                named |= {table, against}
-        tables = {}
-        for name in self.tables.rows:
-            if name in named:
-                tables[name] = self.tables.table(name)
-        return replace(
-            self.summary,
+    def compared(self, search: Search) -> tuple[list[Comparison], list[Comparison]]:
+        """Tell what comparisons have come to since the last call; returns those that began, and those that ended."""
+        begun = search.comparisons[self.n_comparisons :]
+        self._open |= enumerate(begun, self.n_comparisons)
+        self.n_comparisons = len(search.comparisons)
+        self._tell_open()
+        over = [one for one in self._open.values() if one.outcome != OPEN]
+        self._open = {number: one for number, one in self._open.items() if one.outcome == OPEN}
+        return begun, over
+
+    def _tell_open(self) -> None:
+        for number, comparison in self._open.items():
+            table, against = self.sides(comparison)
+            if comparison.steps and not self.goes_on:
+                self.events.tell(COMPARISON, number=number, row=comparison_row(comparison, table, against))
+
+    def cost(self, costs: Costs) -> None:
+        """Tell what the windows have cost, and what the steps after the verdict ran under."""
+        self.events.tell(
+            "costs",
+            default_share_after=self.default_share,
             windows=costs.windows,
             cost_s=costs.search_ms / 1e3,
             budget_s=costs.budget_ms / 1e3,
             trials=costs.trials,
             trials_cost_s=costs.trials_ms / 1e3,
-            comparisons=rows,
-            tables=tables,
         )
 
     def conclude(self, search: Search) -> None:
-        """Bring the summary up to what the search has come to."""
-        summary = self.summary
+        """Tell what the search has come to."""
         state = search.state
-        self._note_milestones(search)
-        confirmed = self.windows.decisions(search.confirmed)
-        summary.in_force = self.tables.of(confirmed)
-        # A table that was adopted has its figures, however the job ends.
-        is_decided = search.is_over or bool(state.current.comparisons)
-        if is_decided or not search.is_comparing:
-            rows = []
-            for i, profile in enumerate(self.windows.profiles):
-                row = self._decision(i, profile, search)
-                rows.append(row)
-            summary.decisions = rows
-        summary.exposed = self.exposed()
-        fields: dict[str, Any] = dict.fromkeys(_VERDICT)
-        if is_decided:
-            fields = self._verdict(search)
-        vars(summary).update(fields)
+        self._stands(search)
         guard = state.guard
         refused = np.argwhere(guard.refused | guard.is_guilty)
-        summary.refused = []
-        for slot, config in refused.tolist():
-            row = self._refusal(slot, config)
-            summary.refused.append(row)
+        self.events.tell("refusals", refused=[self._refusal(*at) for at in refused.tolist()])
+        if self.goes_on:
+            return
+        self._tell_open()
+        # A table that was adopted has its figures, however the job ends.
+        is_decided = search.is_over or bool(state.current.comparisons)
+        rows = {"exposed": self.exposed()}
+        if is_decided or not search.is_comparing:
+            profiles = enumerate(self.windows.profiles)
+            rows["decisions"] = [self._decision(i, profile, search) for i, profile in profiles]
+        self.events.tell("rows", **rows)
+        none = dict.fromkeys(FIELDS["against_default"])
+        self.events.tell("against_default", **(self._verdict(search) if is_decided else none))
 
     def exposed(self) -> list[dict[str, Any]]:
         """Of each slot its share of the step and the exposed part of its time; empty if the job does not tell."""
@@ -122,27 +141,26 @@ class Outcome:
                 rows.append(row)
         return rows
 
-    def _note_milestones(self, search: Search) -> None:
-        """What the current table is, and at which step of the job that came."""
-        summary = self.summary
-        marks = search.marks
-        now = self.windows.job.last_step
+    def _stands(self, search: Search) -> None:
+        """Tell what the current table is, and at which step of the job that came."""
+        summary, marks, now = self.summary, search.marks, self.windows.job.last_step
         account = search.state.account
-        summary.kept = bool(search.confirmed.any())
-        if marks.first_gain >= 0 and summary.steps_to_first_gain is None:
-            summary.steps_to_first_gain = now
-        if marks.verdict >= 0 and summary.steps_to_verdict is None:
-            summary.steps_to_verdict = now
-        steps = account.since_verdict
-        summary.default_share_after = None
-        if steps:
-            by_default = account.default_since_verdict
-            summary.default_share_after = by_default / steps
-        if summary.kept:  # what became of a table before it is history
-            summary.dropped = None
-        elif marks.dropped > self._n_dropped and not summary.dropped:
-            summary.dropped = RunEnds.SLOWER()
+        kept = bool(search.confirmed.any())
+        dropped = None if kept else summary.dropped  # what became of a table before it is history
+        if not kept and marks.dropped > self._n_dropped:
+            dropped = dropped or RunEnds.SLOWER()
         self._n_dropped = marks.dropped
+        gained, decided = summary.steps_to_first_gain, summary.steps_to_verdict
+        self.events.tell(
+            "stand",
+            kept=kept,
+            in_force=self.tables.of(self.windows.decisions(search.confirmed)),
+            dropped=dropped,
+            steps_to_first_gain=now if gained is None and marks.first_gain >= 0 else gained,
+            steps_to_verdict=now if decided is None and marks.verdict >= 0 else decided,
+        )
+        steps = account.since_verdict
+        self.default_share = account.default_since_verdict / steps if steps else None
 
     def _refusal(self, i: int, config: int) -> dict[str, Any]:
         slot = self.windows.profiles[i].slot
@@ -170,9 +188,9 @@ class Outcome:
         return row | {"own": profile.own, "tried": tried, "why": why}
 
     def _verdict(self, search: Search) -> dict[str, Any]:
-        """The fields _VERDICT: the table against the default, and the default against itself. Intervals hold however
-        often the search looked (:mod:`envs.search.comparison`). None: not measured."""
-        found: dict[str, Any] = dict.fromkeys(_VERDICT)
+        """The verdict: the table against the default, and the default against itself. Intervals hold however often the
+        search looked (:mod:`envs.search.comparison`). None: not measured."""
+        found: dict[str, Any] = dict.fromkeys(FIELDS["against_default"])
         state = search.state
         logs_of_default = state.comparisons.default_logs
         of_pair = state.noise.of_pair

@@ -6,7 +6,6 @@ import contextlib
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
@@ -107,15 +106,16 @@ def _set_aside(out: Path) -> Path | None:
     now; None if none was in use. Raises OSError."""
     from ...envs.nccl.tables import DROPPED, TABLE, set_aside, why_dropped
     from ...traces.outside import TraceError
-    from ..report.summary import RunSummary
-    from ..report.verdict import DEFAULT
+    from ..report.summary import DEFAULT
+    from .events import tell_after
 
     why, path = RunEnds.STOPPED(), out / DROPPED
     with contextlib.suppress(TraceError):  # a full disk: the ranks run the default all the same
         if (out / TABLE).exists():
             set_aside(out, why)
-            if summary := RunSummary.read(out):
-                replace(summary, kept=False, in_force=DEFAULT, table=None, dropped=why, ended=why).write(out)
+            stand = {"kept": False, "in_force": DEFAULT, "dropped": why}
+            with contextlib.suppress(OSError):  # the same, or the log is gone
+                tell_after(out, stand=stand, end={"ended": why}).write(out)
     return path if why_dropped(path) == why else None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from ...envs.live.obedience import Disobeyed
 from ...envs.live.turns import Turns
 from ...envs.live.windows import LiveWindows
 from ...envs.search.belief.prior import Prior
-from ...envs.search.comparison import ADOPTED, OPEN, REJECTED, Comparison
+from ...envs.search.comparison import ADOPTED, REJECTED
 from ...envs.search.config import ABORT, BUDGET_STEPS, SearchConfig
 from ...envs.search.interfaces import PHASES, REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan, Policy
 from ...envs.search.search import Search
@@ -29,9 +29,10 @@ from ...traces.queries.exposed import critical
 from ...traces.reasons import Happened, Why
 from ...traces.records import AUTO, Decision, Decisions, Slot
 from ...traces.spaces import config_of
-from ..report.summary import RunSummary
+from ..report.summary import WINDOW, RunSummary
 from ..report.verdict import MEASURED, OWN, ms, outcome, rows_text, side
-from .account import Costs, TableNames, comparison_row, row_of
+from .account import Costs, comparison_row, row_of
+from .events import Events
 from .outcome import Outcome
 
 Array = np.ndarray[Any, Any]
@@ -99,19 +100,23 @@ class Tuner:
         config: SearchConfig | None = None,
         on_window: Callable[[WindowLine], None] = lambda line: None,
         recall: Callable[[LiveWindows], Decisions] = lambda windows: {},
+        events: Events | None = None,
+        before: RunSummary | None = None,
     ) -> None:
-        """``recall``: a table to be tried before all others, asked for once the job's slots are found."""
+        """``recall``: a table to be tried before all others, asked for once the job's slots are found; ``events``: the
+        log, of which one line tells each window; ``before``: the summary of an earlier tuner, to go on with."""
         self.windows, self.policy, self.config, self.on_window = windows, policy, config, on_window
         self.recall = recall
-        self.names, self.costs = TableNames(), Costs()
-        self.result = Outcome(windows, self.names)
+        self.costs = Costs()
+        self.events = events or Events(lambda: windows.job.last_step)
+        self.result = Outcome(windows, self.events, before)
+        self.names = self.result.tables
         self.search: Search | None = None
         self._account = Account()  # of all searches: the budget is the job's
         self._state: Any = None  # the policy's
         self._look_again = LookAgain()
         self._window: Window | Turns | None = None  # the last one
         self._default_ms = 0.0  # a step under the default, by the last window that tells
-        self._open: list[Comparison] = []  # not decided yet
         windows.on_window = self._saw
         windows.on_disobeyed = self._saw_disobeyed
 
@@ -120,15 +125,15 @@ class Tuner:
         """What the run came to, as far as the search knows."""
         return self.result.summary
 
+    def sum_up(self) -> RunSummary:
+        """The same, with the figures that each window moves."""
+        self.result.cost(self.costs)
+        return self.outcome
+
     @property
     def decisions(self) -> dict[Slot, Decision]:
         """The current table."""
         return self.windows.decisions(self.search.confirmed) if self.search is not None else {}
-
-    def sum_up(self) -> RunSummary:
-        """The outcome with all tables, comparisons and costs."""
-        comparisons = self.search.comparisons if self.search is not None else []
-        return self.result.sum_up(comparisons, self.costs)
 
     def run(self, is_begun: bool = False) -> RunSummary:
         """Profile, search, compare. A job that ends early ends the run early, and so does one without anything to tune:
@@ -142,10 +147,10 @@ class Tuner:
             while self.search is not None and not self.search.is_over:
                 self.step()
         except JobEnded as error:
-            self.outcome.ended = self.outcome.ended or error.why
+            self.result.ended(self.outcome.ended or error.why)
         finally:  # also if the tuner is interrupted: the table that was adopted stays
             self._conclude()
-        return self.outcome
+        return self.sum_up()
 
     def resume(self, decisions: dict[Slot, Decision]) -> list[Slot]:
         """Go on with a table that was adopted before: only monitoring is left. Raises JobEnded.
@@ -166,8 +171,8 @@ class Tuner:
             self._conclude()
         else:
             self.windows.confirm(configs)
-            self.outcome.kept = False
-            self.outcome.steps_to_first_gain = self.outcome.steps_to_verdict = None
+            self.result.searches()
+            self.result.no_table(self.outcome.dropped)
         left = self.windows.decisions(configs)
         return [slot for slot in decisions if slot not in left]
 
@@ -195,6 +200,8 @@ class Tuner:
         before = search.confirmed.copy()
         saved = search.record(plan, seen)
         self._charge(plan, search, saved, search.lost - lost, was_over)
+        if self.result.goes_on and not search.is_over:
+            self.result.searches()
         self._tell(plan, search)
         is_other = not np.array_equal(search.confirmed, before)
         if was_over or search.marks.reopened or is_other:
@@ -204,7 +211,7 @@ class Tuner:
         """Over a job that is another than the one known: from the default on. Raises JobEnded."""
         kept = self.outcome.kept
         self.windows.confirm(np.zeros(len(self.windows.profiles), np.int64))
-        self.search, self._state, self._open = None, None, []
+        self.search, self._state = None, None
         self._account.since_verdict = self._account.default_since_verdict = 0
         self.result.begin_anew(why if kept else None)
         self._begin()
@@ -214,9 +221,9 @@ class Tuner:
         self._look_again.cancel()
         try:
             job, default = self.windows.begin()
-            self.outcome.ended = None
+            self.result.ended(None)
         except NothingToTune as error:
-            self.outcome.ended = error.why
+            self.result.ended(error.why)
             self._look_again.put_off(self.windows.job.last_step)
             return
         except JobEnded:  # not for good either: ranks that are started again may agree
@@ -315,21 +322,18 @@ class Tuner:
     def _comparison_events(self, search: Search) -> list[Why]:
         """Comparisons that began or were decided. Of trials only those are told that were adopted."""
         events = list[Why]()
-        known = self.result.n_comparisons
-        for comparison in search.comparisons[known:]:
-            self._open.append(comparison)
+        begun, over = self.result.compared(search)
+        for comparison in begun:
             table, against = self.result.sides(comparison)
             if not comparison.is_trial:
                 events += self.names.describe(table, against)
                 events.append(Happened.COMPARES(table=table, against=side(against)))
-        self.result.n_comparisons = len(search.comparisons)
-        for comparison in self._open:
-            table, against = self.result.sides(comparison)
+        for comparison in over:
             is_told = comparison.outcome == ADOPTED or not comparison.is_trial
             if comparison.outcome in (ADOPTED, REJECTED) and is_told:
+                table, against = self.result.sides(comparison)
                 events += self.names.describe(table)
                 events.append(outcome(comparison_row(comparison, table, against)))
-        self._open = [one for one in self._open if one.outcome == OPEN]
         return events
 
     def _line(self, phase: str, table: Decisions, step_ms: float, verdict: str, events: list[Why]) -> None:
@@ -337,22 +341,23 @@ class Tuner:
         window, costs = self._window, self.costs
         assert window is not None
         rows = [row_of(slot, decision) for slot, decision in table.items()]
-        self.on_window(
-            WindowLine(
-                index=costs.windows,
-                phase=phase,
-                table=self.names.of(table),
-                in_force=self.names.of(self.decisions),
-                decision=rows_text(rows) if rows else "auto",
-                step_ms=step_ms,
-                default_ms=self._default_ms,
-                verdict=verdict,
-                events=tuple(events),
-                best=costs.best,
-                cost_s=costs.search_ms / 1e3,
-                budget_s=costs.budget_ms / 1e3,
-                generation=window.generation,
-                first_step=int(window.steps[0]),
-                last_step=int(window.steps[-1]),
-            )
+        line = WindowLine(
+            index=costs.windows,
+            phase=phase,
+            table=self.names.of(table),
+            in_force=self.names.of(self.decisions),
+            decision=rows_text(rows) if rows else "auto",
+            step_ms=step_ms,
+            default_ms=self._default_ms,
+            verdict=verdict,
+            events=tuple(events),
+            best=costs.best,
+            cost_s=costs.search_ms / 1e3,
+            budget_s=costs.budget_ms / 1e3,
+            generation=window.generation,
+            first_step=int(window.steps[0]),
+            last_step=int(window.steps[-1]),
         )
+        self.events.tell(WINDOW, **asdict(line))
+        self.result.cost(costs)
+        self.on_window(line)

@@ -11,6 +11,7 @@ from typing import Any
 from ..daemon.log import log
 from ..daemon.request import Request
 from ..report.runs import state
+from ..report.summary import Follower
 
 
 def current_results() -> Path | None:
@@ -36,11 +37,13 @@ class Values:
             raise ValueError(f"every must be at least 1 step, not {every}")
         self.every = every
         self.results: Path | None = None
+        self._run: Follower | None = None
         self._last = 0
         self._read: tuple[int, ...] | None = None  # when the files had changed that were read last
         self._values: dict[str, float] = {}
         with self._guarded():
             self.results = current_results()
+            self._run = Follower(self.results) if self.results else None
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -64,14 +67,14 @@ class Values:
         Unknown figures are left out.
         """
         # A training that begins anew in this process counts from 0 again.
-        if self.results is None or 0 <= step - self._last < self.every:
+        if self.results is None or self._run is None or 0 <= step - self._last < self.every:
             return {}
         self._last = step
-        # Rank 0's own thread reads them, and all ranks wait for it.
+        # Rank 0's own thread reads them, and all ranks wait for it: of the log only the new lines.
         changed = _changed(self.results)
         if changed != self._read:
             self._read = changed
-            self._values = _values(self.results)
+            self._values = _values(state(self.results, self._run.fold()))
         return dict(self._values)
 
 
@@ -86,8 +89,7 @@ def _changed(results: Path) -> tuple[int, ...]:
     return tuple(times)
 
 
-def _values(results: Path) -> dict[str, float]:
-    status = state(results)
+def _values(status: dict[str, Any]) -> dict[str, float]:
     found: dict[str, Any] = {
         "step_ms": status["step_ms"],
         "tuned": None if status["kept"] is None else float(status["kept"]),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..report.runs import ALIVE, state
+from ..report.summary import Follower
 from .loggers import LOGGERS, Logger
 
 #: Seconds between two looks at the run's folder.
@@ -58,13 +59,11 @@ def follow(out: Path, logger: Logger, every_s: float = EVERY_S, patience_s: floa
 
     A job that is started anew counts its steps from 0 again.
     """
-    logged, alive = -1, time.monotonic()
+    logged, alive, run = -1, time.monotonic(), Follower(out)
     while True:
-        status = state(out)
+        status = state(out, run.fold())
         step, has_tuner = status["step"], status["state"] in ALIVE
-        # A summary that a killed tuner left is older than its last window: this is no new life of the job.
-        is_new = step is not None and (step != logged if has_tuner else step > logged)
-        if is_new and status["window"] is not None:
+        if step not in (None, logged) and status["window"] is not None:
             logger.log(step, figures(status))
             logged = step
         if has_tuner:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...envs.live.locks import is_locked
 from ...envs.nccl.run_folder import TUNER
 from ...traces.header import plain
-from ...traces.outside import atomically, parse_json, readable
+from ...traces.outside import atomically, readable
 from ...traces.records import decided
 from .outputs import ROOT, run_of
-from .summary import RunSummary, read_object
+from .summary import LOG_FILE, Fold, RunSummary, read_object
 from .verdict import verdict
 
 #: Metric, the key of :func:`state` that it shows, what it is.
@@ -49,9 +49,6 @@ METRICS = (
 ALIVE = ("tuning", "waiting")
 #: The file beside a report with its step times in short.
 SPARKS_FILE = "steps.json"
-#: Bytes of a run's log that are read from its end: at first, and if no window is in them.
-_NEAR = 8 << 10
-_TAIL = 1 << 18
 #: Seconds after its end in which a run is still in the metrics. Alerts look back by minutes. Without a limit each node
 #: would export all runs that were ever left in the folder.
 EXPORTED_S = 3600.0
@@ -91,8 +88,8 @@ def _folders(path: Path) -> list[Path]:
     return []
 
 
-def state(out: Path) -> dict[str, Any]:
-    """One run, as ``top --json`` prints it. Unknown values are None. The summary tells, or else the last window.
+def state(out: Path, fold: Fold | None = None) -> dict[str, Any]:
+    """One run, as ``top --json`` prints it. Unknown values are None. The fold of its log may be given.
     ``records_lost`` and ``mismatches`` are 0 from the start: an alert sees a count grow only if it was there before.
 
     Keys: ``run`` (results folder), ``job`` (command), ``emulated``, ``state`` (tuning, waiting, ended, no tuner),
@@ -101,50 +98,42 @@ def state(out: Path) -> dict[str, Any]:
     ``kept``, ``verdict`` (words), ``gain`` (share of the step), ``gain_ci95``, ``cost_s``, ``budget_s``, ``agreement``
     (OPEN: the ranks switch), ``agreement_why``, ``records_lost``, ``mismatches``, ``why`` (it is over).
     """
-    header, summary = read_object(out / "trace" / "header.json"), RunSummary.read(out)
-    last = _last_window(out)
-    run = Path(str(_known(header.get("run"), summary.run, "")))
+    fold = fold or Fold.read(out)
+    summary, last, header = fold.summary, fold.window, fold.header
+    run = Path(str(header.get("run") or summary.run or ""))
     alive = bool(run.name) and is_locked(run / TUNER)
-    newest = last if alive else {}  # until the verdict no summary of this tuner is there
     agreement = summary.agreement or {}
-    why = _known(summary.ended, summary.failure, summary.dropped)
-    # After the verdict few windows are measured: the table's time is what it was confirmed with.
-    confirmed_ms = summary.tuned_step_ms if summary.kept else None
     return {
         "run": str(out),
         "job": header.get("job"),
         "emulated": header.get("emulated"),
         "state": _state(alive, bool(last), bool(summary)),
         "tuner_died": _has_died(alive, summary, run),
-        "step": _step(out, newest, summary) or last.get("last_step"),
-        "step_ms": _known(confirmed_ms, last.get("step_ms")),
+        "step": summary.steps or None,
+        "step_ms": _step_ms(summary, last),
         "step_times_ms": _step_times(out),
         "phase": last.get("phase"),
         "window": last.get("index"),
-        "in_force": _known(summary.in_force, last.get("in_force")),
+        "in_force": summary.in_force,
         "decisions": _n_decisions(summary),
         "kept": summary.kept,
         "verdict": verdict(summary) if summary else None,
         "gain": summary.saved and summary.saved[0],
         "gain_ci95": summary.saved and summary.saved[1:],
-        "cost_s": _known(newest.get("cost_s"), summary.cost_s, last.get("cost_s")),
-        "budget_s": _known(newest.get("budget_s"), summary.budget_s, last.get("budget_s")),
+        "cost_s": summary.cost_s,
+        "budget_s": summary.budget_s,
         "agreement": agreement.get("state"),
         "agreement_why": plain(agreement.get("why")),
-        "records_lost": _most(summary.records_lost, header.get("records_lost")) or 0,
+        "records_lost": max(filter(None, (summary.records_lost, header.get("records_lost"))), default=0),
         "mismatches": summary.consistency.get("mismatches", 0),
-        "why": plain(why),
+        "why": plain(next(filter(None, (summary.ended, summary.failure, summary.dropped)), None)),
     }
 
 
-def _step(out: Path, newest: dict[str, Any], summary: RunSummary) -> int | None:
-    """The last step by the newest window or by the summary, whichever was written later: a job that is started again
-    counts its steps from 0 again."""
-    of_window = newest.get("last_step")
-    if of_window is None or summary.steps is None:
-        return _known(of_window, summary.steps)
-    is_later = _changed(out / "trace" / "windows.jsonl") >= _changed(out / "summary.json")
-    return of_window if is_later else summary.steps
+def _step_ms(summary: RunSummary, last: Mapping[str, Any]) -> Any:
+    """After the verdict few windows are measured: the table's time is what it was confirmed with."""
+    confirmed_ms = summary.tuned_step_ms if summary.kept else None
+    return last.get("step_ms") if confirmed_ms is None else confirmed_ms
 
 
 def _n_decisions(summary: RunSummary) -> int:
@@ -169,17 +158,7 @@ def beside_rank_0(out: Path) -> Path | None:
 
 def has_measured(out: Path) -> bool:
     """Whether the tuner of a run has measured a window: the one beside rank 0 does."""
-    return bool(_last_window(out))
-
-
-def _last_window(out: Path) -> dict[str, Any]:
-    """The record of the run's last window, {} before the first."""
-    # A job's own thread asks as well, every few steps: most of the log need not be read.
-    for most in (_NEAR, _TAIL):
-        lines = _tail(out / "trace" / "windows.jsonl", most)
-        if found := next((line for line in reversed(lines) if line.get("kind") == "window"), None):
-            return found
-    return {}
+    return bool(Fold.read(out).window)
 
 
 def _has_died(alive: bool, summary: RunSummary, run: Path) -> bool:
@@ -205,28 +184,6 @@ def _step_times(out: Path) -> list[float]:
     return [float(value) for value in values if isinstance(value, int | float) and value > 0]
 
 
-def _known(*values: Any) -> Any:
-    """The first that is there."""
-    return next((value for value in values if value is not None), None)
-
-
-def _most(*counts: Any) -> Any:
-    """The largest count of those that are there: the newest, of what only grows."""
-    return max((count for count in counts if count is not None), default=None)
-
-
-def _tail(path: Path, most: int) -> list[dict[str, Any]]:
-    """The lines in the last ``most`` bytes of a log; the first of them may be cut, and one that is being written."""
-    lines = []
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - most))
-        for text in file.read().splitlines():
-            with contextlib.suppress(ValueError):
-                if isinstance(line := parse_json(text), dict):
-                    lines.append(line)
-    return lines
-
-
 def _is_past(one: dict[str, Any]) -> bool:
     """Whether a run of :func:`state` ended more than EXPORTED_S ago: nothing of it lives, or changes its folder.
 
@@ -236,7 +193,7 @@ def _is_past(one: dict[str, Any]) -> bool:
     trace, run = out / "trace", run_of(out)
     if one["state"] in ALIVE or one["tuner_died"] or (run is not None and _job_lives(run)):
         return False
-    files = (trace / "header.json", trace / "windows.jsonl", out / "summary.json", out / SPARKS_FILE)
+    files = (trace / "header.json", out / LOG_FILE, out / "summary.json", out / SPARKS_FILE)
     return time.time() - max(map(_changed, (trace, *files))) > EXPORTED_S
 
 

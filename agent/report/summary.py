@@ -1,18 +1,24 @@
-"""What a run of the tuner came to: the schema of ``summary.json``, which every view of a run reads."""
+"""What a run of the tuner came to: the schema of ``summary.json``, and the one function that gives it: a fold of a log.
+
+The log is ``trace/windows.jsonl``. Each line is an event: its ``kind``, its ``time``, the ``step`` of the job and its
+facts. The tuner appends to it, and knows its own run by the same fold as everybody who reads the folder. So a tuner
+that was killed leaves the summary that it would have written.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...traces.header import plain
-from ...traces.outside import read_json, write_whole
-from ...traces.reasons import Why, revived
+from ...traces.outside import parse_json, read_json, write_whole
+from ...traces.reasons import RunEnds, Why, revived
 
 if TYPE_CHECKING:  # `top` reads summaries, and needs no tables
     from ...traces.files import Trace
@@ -20,6 +26,27 @@ if TYPE_CHECKING:  # `top` reads summaries, and needs no tables
 _FILE = "summary.json"
 #: Fields that are a reason: what another release wrote there is left out.
 _WHYS = ("ended", "dropped", "no_table", "failure")
+
+#: The default in place of a table's letter, in files.
+DEFAULT = "default"
+#: Where the log of a run lies, in the folder of its results.
+LOG_FILE = Path("trace", "windows.jsonl")
+
+# Kinds of events. Beside them a log has those of :data:`FIELDS`, and each ``table`` that was published.
+#: A tuner begins, in the folder ``out``; ``before``: the summary of the one whose table and figures it goes on with.
+BEGINS = "begins"
+#: Another search begins: the comparisons before it are history.
+SEARCHES = "searches"
+#: The ``rows`` of a table, by its ``letter``.
+NAMED = "named"
+#: A comparison, by its ``number`` in the search, as a ``row`` of the summary; a later line stands for an earlier one.
+COMPARISON = "comparison"
+#: A window was measured.
+WINDOW = "window"
+#: The search has come to a verdict.
+VERDICT = "verdict"
+#: Something else happened: ``what``, a reason with its facts.
+EVENT = "event"
 
 
 @dataclass
@@ -174,8 +201,8 @@ class RunSummary(OfFiles, OfEnd, OfSearch, OfCosts, OfVerdict, OfJob):
     """One run: all records in one flat object, as in ``summary.json``. What is not known is None or empty."""
 
     def __bool__(self) -> bool:
-        """False where a run has left no word."""
-        return self != RunSummary()
+        """False where a run has come to nothing yet."""
+        return self.is_decided or any((self.ended, self.dropped, self.failure))
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> RunSummary:
@@ -187,9 +214,9 @@ class RunSummary(OfFiles, OfEnd, OfSearch, OfCosts, OfVerdict, OfJob):
         )
 
     @classmethod
-    def read(cls, *folders: Path) -> RunSummary:
-        """What the first of these folders tells that holds a whole ``summary.json``."""
-        return cls.of(next(filter(None, (read_object(folder / _FILE) for folder in folders)), {}))
+    def read(cls, folder: Path) -> RunSummary:
+        """What the run in a folder has come to by now: that of its results, or its run folder."""
+        return Fold.read(folder).summary
 
     @classmethod
     def of_trace(cls, trace: Trace) -> RunSummary:
@@ -198,7 +225,7 @@ class RunSummary(OfFiles, OfEnd, OfSearch, OfCosts, OfVerdict, OfJob):
             return cls()
         folder = trace.folder.resolve()
         folders = [folder, folder.parent] if folder.name == "trace" else [folder]
-        return cls.read(*folders)
+        return Fold(trace.header, trace.log, *folders).summary
 
     def write(self, folder: Path) -> None:
         """Replace the folder's ``summary.json`` at once. Raises TraceError."""
@@ -238,6 +265,158 @@ class RunSummary(OfFiles, OfEnd, OfSearch, OfCosts, OfVerdict, OfJob):
         if self.cost_s is None or self.default_step_ms is None or self.speedup is None or self.speedup <= 1:
             return None
         return math.ceil(max(self.cost_s, 0.0) * 1e3 / (self.default_step_ms * (1 - 1 / self.speedup)))
+
+
+#: Kind of an event -> the fields of the summary that it sets, each time all of them.
+FIELDS: dict[str, tuple[str, ...]] = {
+    "stand": ("kept", "in_force", "dropped", "steps_to_first_gain", "steps_to_verdict"),
+    "rows": ("decisions", "exposed"),
+    "against_default": tuple(one.name for one in fields(OfVerdict)),
+    "costs": ("windows", "default_share_after", *(one.name for one in fields(OfCosts))),
+    "refusals": ("refused", "not_obeyed"),
+    "end": ("ended", "failure"),
+    "job": (
+        *("steps", "n_processes", "n_ranks", "loss_first", "loss_last", "consistency", "records_lost"),
+        *("agreement", "job_status", "memory"),
+    ),
+}
+#: Fields that the header of a trace tells.
+_OF_HEADER = ("cluster", "emulated", "stage", "policy", "headroom", "run", "run_id")
+
+
+class Fold:
+    """What the lines of a log come to, beside the ``header`` of their trace: ``summary``, and ``window``, the last one
+    that was measured ({}: none).
+
+    A line sets what it names, whatever was there before. ``left``: folders, the first of which that has a
+    ``summary.json`` tells of a run without a tuner's lines. A run folder is such a one: it has no log.
+    """
+
+    def __init__(
+        self, header: Mapping[str, Any], lines: Iterable[Mapping[str, Any]] = (), *left: Path
+    ) -> None:
+        self.window: Mapping[str, Any] = {}
+        self._header, self._left = header, left
+        self._out: Path | None = None  # the tuner's folder, once one has begun
+        self._told: dict[str, Any] = {}  # fields
+        self._named: dict[str, list[dict[str, Any]]] = {}  # rows by letter
+        self._rows: dict[int, dict[str, Any]] = {}  # comparisons by number
+        self._summary: RunSummary | None = None
+        for line in lines:
+            self.take_any(line)
+
+    @classmethod
+    def read(cls, out: Path) -> Fold:
+        """The run whose results lie in a folder. Damaged lines are left out."""
+        return Follower(out).fold()
+
+    @property
+    def header(self) -> Mapping[str, Any]:
+        """Of the trace: it tells what was asked for."""
+        return self._header
+
+    @header.setter
+    def header(self, header: Mapping[str, Any]) -> None:
+        self._header, self._summary = header, None
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        """The next line."""
+        kind, self._summary = line.get("kind"), None
+        if isinstance(line.get("step"), int):
+            self._told["steps"] = line["step"]
+        if kind == BEGINS:
+            self._begin(line)
+        elif kind == SEARCHES:
+            self._rows.clear()
+        elif kind == NAMED:
+            self._named[str(line["letter"])] = line["rows"]
+        elif kind == COMPARISON:
+            self._rows[int(line["number"])] = line["row"]
+        elif kind == WINDOW:
+            self.window = line
+            self._told |= {name: line[key] for name, key in _OF_WINDOW.items() if line.get(key) is not None}
+        elif kind in FIELDS:
+            self._told |= {name: revived(line[name]) for name in FIELDS[kind] if name in line}
+
+    def take_any(self, line: Mapping[str, Any]) -> None:
+        """A line from a file: one that is damaged says nothing."""
+        with contextlib.suppress(LookupError, TypeError, ValueError):
+            self.take(line)
+
+    def _begin(self, line: Mapping[str, Any]) -> None:
+        """A tuner begins: of those before it only what it goes on with holds."""
+        self.window, self._out = {}, Path(str(line["out"]))
+        before = RunSummary.of(line.get("before") or {})
+        self._told = {name: getattr(before, name) for name in _GOES_ON}
+        self._named, self._rows = dict(before.tables), dict(enumerate(before.comparisons))
+
+    @property
+    def summary(self) -> RunSummary:
+        """What the run has come to. Nobody changes it."""
+        if self._summary is None:
+            self._summary = self._begun(self._out) if self._out else self._not_begun()
+        return self._summary
+
+    def _not_begun(self) -> RunSummary:
+        """Of a run without a tuner's lines: what was left of it, and what its windows tell."""
+        left = next(filter(None, (read_object(folder / _FILE) for folder in self._left)), {})
+        return RunSummary.of(self._told | {name: value for name, value in left.items() if value is not None})
+
+    def _begun(self, out: Path) -> RunSummary:
+        header = {name: self.header[name] for name in _OF_HEADER if name in self.header}
+        found = RunSummary(**(self._told | header))
+        found.emulated = bool(found.emulated)
+        found.bytes_scale = self.header.get("bytes_scale", 1.0)
+        found.compute_scale = self.header.get("compute_scale", 1.0)
+        if not found.kept:
+            found.kept, found.in_force = False, DEFAULT
+            found.no_table = found.dropped or (RunEnds.NO_GAIN() if found.is_decided else None)
+        found.comparisons = [self._rows[number] for number in sorted(self._rows)]
+        found.tables = self._tables(found)
+        found.table = str(out / "table.json") if found.kept else None
+        found.trace, found.report, found.log = (
+            str(out / name) for name in ("trace", "report.html", "tuner.log")
+        )
+        return found
+
+    def _tables(self, found: RunSummary) -> dict[str, list[dict[str, Any]]]:
+        """The current table, and those that were compared."""
+        named = {found.in_force, *(row[side] for row in found.comparisons for side in ("table", "against"))}
+        return {name: rows for name, rows in self._named.items() if name in named}
+
+
+#: Fields that a window tells -> the names that it has for them.
+_OF_WINDOW = {"steps": "last_step", "windows": "index", "in_force": "in_force"}
+_OF_WINDOW |= {"cost_s": "cost_s", "budget_s": "budget_s"}
+#: Fields of an earlier tuner that hold until the one that goes on with its table searches.
+_GOES_ON = tuple(one.name for kind in (OfVerdict, OfCosts, OfSearch) for one in fields(kind))
+
+
+class Follower:
+    """Reads the log of a run again and again: each time the lines that are new."""
+
+    def __init__(self, out: Path) -> None:
+        self._out, self._file, self._end = out, (0, 0), 0
+        self._fold = Fold({}, (), out)
+
+    def fold(self) -> Fold:
+        """The run as it is now. Damaged lines are left out."""
+        with contextlib.suppress(OSError), (self._out / LOG_FILE).open("rb") as log:
+            found = os.fstat(log.fileno())
+            file = found.st_dev, found.st_ino
+            if file != self._file or found.st_size < self._end:  # another run's, or some of its lines went
+                self._file, self._end = file, 0
+                self._fold = Fold({}, (), self._out)
+            log.seek(self._end)
+            for text in log:
+                with contextlib.suppress(ValueError):
+                    if isinstance(line := parse_json(text), dict):
+                        self._fold.take_any(line)
+                self._end += len(text)
+                if not text.endswith(b"\n"):  # it is being written: next time it is read whole
+                    self._end -= len(text)
+        self._fold.header = read_object(self._out / "trace" / "header.json")
+        return self._fold
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -6,23 +6,19 @@ All figures come from the summary. A comparison always names its two sides; tabl
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from ...traces.reasons import Happened, Why, changed
 from ...traces.reasons import ms as ms
 from ...traces.reasons import seconds as seconds
 from ...traces.records import decided, format_range
-from .summary import OfVerdict, RunSummary
+from .summary import DEFAULT as DEFAULT
+from .summary import RunSummary
 
-#: The default instead of a table's letter: in files, and for people.
-DEFAULT, OWN = "default", "NCCL's default"
+#: The default instead of a table's letter, for people.
+OWN = "NCCL's default"
 #: The same in a run with --headroom: the default has the channels of a run without it.
 UNTOUCHED = "NCCL untouched"
-#: Kind of the line in a trace's log that the tuner writes at each verdict: its ``step``, and :func:`verdict_facts`.
-VERDICT = "verdict"
-#: Kind of the lines that tell what happened: ``step``, and ``what`` (a reason with its facts).
-EVENT = "event"
 #: Phase of a window in the log -> its name for people.
 PHASES = {"verify": "comparison", "refine": "trial"}
 #: How a window was measured -> the same for people.
@@ -70,12 +66,6 @@ def cost(s: RunSummary) -> str:
         return ""
     paid = f", repaid after {s.repaid_after:,} steps" if s.repaid_after is not None else ""
     return f"found at the cost of {seconds(s.cost_s)}{paid}" if s.cost_s > 0 else "found at no cost"
-
-
-def verdict_facts(s: RunSummary) -> dict[str, Any]:
-    """The verdict as a line of the log holds it."""
-    names = ("kept", "in_force", *(one.name for one in fields(OfVerdict)))
-    return {name: getattr(s, name) for name in names}
 
 
 def verdict(s: RunSummary) -> str:

@@ -82,7 +82,7 @@ def tuner_of(job: WatchedJob, out: Path, memory: Path | None = None) -> Iterator
     """The tuner of a fake job; it draws no page."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(daemon, "Job", lambda run, on_state: job)
-        patch.setattr(daemon.ReportPage, "draw_soon", lambda page, summary: None)
-        patch.setattr(daemon.ReportPage, "draw_last", lambda page, summary: "")
+        patch.setattr(daemon.ReportPage, "draw_soon", lambda page: None)
+        patch.setattr(daemon.ReportPage, "draw_last", lambda page: "")
         asked = Request(out=out, policy="expected-improvement", memory=str(memory) if memory else None)
         yield daemon.Daemon(asked, job.run)

@@ -17,7 +17,8 @@ from ....traces.files import Trace
 from ....traces.queries.lives import last_life
 from ....traces.queries.steps import of_one_rank
 from ....traces.records import MIXED
-from ..verdict import DEFAULT, VERDICT, ms, side
+from ..summary import VERDICT
+from ..verdict import DEFAULT, ms, side
 
 Array = np.ndarray[Any, Any]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from html import escape
@@ -190,10 +189,7 @@ def _settings(s: RunSummary, trace: Trace) -> str:
     return section("Settings and versions", "", f'<div class="two">{cards}</div>')
 
 
-if __name__ == "__main__":  # for the daemon: python -m ... FOLDER MOST_EVENTS < summary
+if __name__ == "__main__":  # for the daemon: python -m ... FOLDER MOST_EVENTS
     _out = Path(sys.argv[1])
-    _summary, _trace = (
-        RunSummary.of(json.load(sys.stdin)),
-        Trace.read(_out / "trace", most_events=int(sys.argv[2])),
-    )
-    write_report(_out / "report.html", _summary, _trace)
+    _trace = Trace.read(_out / "trace", most_events=int(sys.argv[2]))
+    write_report(_out / "report.html", RunSummary.of_trace(_trace), _trace)

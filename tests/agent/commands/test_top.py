@@ -8,11 +8,13 @@ import time
 import pytest
 from command import invoke
 from dynamiccl.agent.commands.top import HEADS
-from dynamiccl.agent.report import runs as listing
+from dynamiccl.agent.report import summary as summaries
 from dynamiccl.agent.report.runs import EXPORTED_S, find_runs, state
+from dynamiccl.agent.report.summary import Follower, RunSummary, read_object
 from dynamiccl.envs.live.locks import lock
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.reasons import RunEnds
+from left_run import leave
 from synthetic_trace import write_run
 
 
@@ -45,26 +47,39 @@ def test_the_state_of_runs(runs):
 def test_while_the_tuner_lives_its_last_window_tells_the_cost(runs):
     """Before: cost and budget stood still from the verdict on, and an alert on them stayed on."""
     live = runs / "live"
-    (live / "summary.json").write_text(json.dumps({"cost_s": 1.0, "budget_s": 2.0, "steps": 1}))
     path = live / "trace" / "windows.jsonl"
     last = [json.loads(line) for line in path.read_text().splitlines() if '"step_ms"' in line][-1]
+    leave(
+        live,
+        RunSummary(cost_s=1.0, budget_s=2.0, steps=1, run=read_object(live / "trace" / "header.json")["run"]),
+    )
     with path.open("a") as file:
         file.write(json.dumps(last | {"cost_s": 5.0, "budget_s": 9.0, "last_step": 77}) + "\n")
     found = state(live)
     assert (found["cost_s"], found["budget_s"], found["step"]) == (5.0, 9.0, 77)
 
 
-def test_only_the_end_of_a_long_log_is_read_for_its_last_window(runs, monkeypatch):
-    """Before: all lines of the last 256 KiB were parsed, in the job's own thread too."""
-    path = runs / "live" / "trace" / "windows.jsonl"
-    last = [json.loads(line) for line in path.read_text().splitlines() if '"step_ms"' in line][-1]
-    lines = [json.dumps(last | {"last_step": 1000 + i}) + "\n" for i in range(600)]
-    parsed = []
-    monkeypatch.setattr(listing, "parse_json", lambda text: parsed.append(text) or json.loads(text))
-    path.write_text("".join(lines))
-    assert state(runs / "live")["step"] == 1599 and len(parsed) < 100
-    path.write_text("".join([*lines, *['{"kind": "other"}\n'] * 2000]))
-    assert state(runs / "live")["step"] == 1599, "many lines of another kind came after it"
+def test_who_follows_a_run_reads_the_new_lines_only(runs, monkeypatch):
+    """The job's own thread asks as well, every few steps. Before: its last 256 KiB were parsed each time."""
+    path, parsed = runs / "live" / "trace" / "windows.jsonl", []
+    monkeypatch.setattr(summaries, "parse_json", lambda text: parsed.append(text) or json.loads(text))
+    follower = Follower(runs / "live")
+    assert follower.fold().summary == RunSummary.read(runs / "live")
+    whole = '{"kind": "window", "last_step": 1234, "index": 9}'
+    for text, step in (
+        (whole[:20], None),
+        (whole[20:], 1234),
+        ("\n", 1234),
+        ('{"kind": "job", "step": 7}\n', 7),
+    ):
+        with path.open("a") as log:
+            log.write(text)
+        parsed.clear()
+        found = follower.fold().summary.steps
+        assert found == step or step is None
+        assert len(parsed) <= 1, "what was read before is not read again"
+    path.write_text('{"kind": "window", "last_step": 5}\n')  # the writer has thinned it
+    assert follower.fold().summary.steps == 5
 
 
 def test_every_key_of_a_run_is_told(runs):

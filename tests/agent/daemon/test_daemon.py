@@ -10,10 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 from dynamiccl.agent.daemon.daemon import Daemon
+from dynamiccl.agent.daemon.events import Events
+from dynamiccl.agent.daemon.outcome import Outcome
 from dynamiccl.agent.daemon.request import Request
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.envs.live import reader, turns
 from dynamiccl.envs.live.job_ends import Closed
+from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.nccl import site_switch
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import TableFile, decode_table
@@ -180,14 +183,14 @@ def test_after_the_verdict_a_job_is_left_alone_where_that_was_asked(once):
     """``tune --once``: no step of the search after its verdict, and the end says why."""
     said, steps = [], []
     daemon = Daemon.__new__(Daemon)
-    daemon.request, daemon.outcome, daemon._closed = Request(once=once), RunSummary(), False
+    daemon.request, daemon._events, daemon._closed = Request(once=once), Events(lambda: 0), False
     alive = iter([True, True, False])
     daemon.job = SimpleNamespace(is_alive=lambda: next(alive), thin=False, writer=None)
     daemon._page = SimpleNamespace(keep_up=lambda summary: None)
     daemon._results = SimpleNamespace(are_old=False)
     daemon.on_phase, daemon._step = said.append, lambda: steps.append(1)
     search = SimpleNamespace(is_over=True, is_done=True)
-    daemon.tuner = SimpleNamespace(search=search)
+    daemon.tuner = SimpleNamespace(search=search, result=Outcome(LiveWindows(None), daemon._events))
     daemon._watch()
     assert (daemon.outcome.ended, len(steps)) == ((RunEnds.ONCE(), 0) if once else (None, 2))
     assert said == [str(RunEnds.ONCE())] * once
@@ -198,9 +201,8 @@ def test_trials_after_the_verdict_are_announced_with_what_switches_them_off(once
     """Before: a window of 35 % more came after the verdict, without a word."""
     daemon, said = Daemon.__new__(Daemon), []
     daemon.request, daemon.on_phase = Request(once=once), said.append
-    daemon.outcome, logged = RunSummary(), []
-    writer = SimpleNamespace(log=lambda kind, line: logged.append((kind, line["step"])))
-    daemon.job = SimpleNamespace(writer=writer, last_step=130)
+    daemon._events, logged = Events(lambda: 130), []
+    daemon._events.open(lambda kind, line: logged.append((kind, line["step"])))
     daemon._summary = lambda: RunSummary(steps_to_verdict=126, detectable=0.02)
     state = SimpleNamespace(noise=SimpleNamespace(window_steps=5))
     search = SimpleNamespace(is_over=True, is_done=False, trials_left=80, state=state)

@@ -1,5 +1,6 @@
 """What lies on disk while the job lives, and whatever ends its tuner: others read nothing else."""
 
+import json
 import os
 import signal
 from dataclasses import replace
@@ -21,6 +22,7 @@ from dynamiccl.envs.nccl.tables import DROPPED, TABLE, load_table, why_dropped
 from dynamiccl.traces.reasons import RunEnds
 from dynamiccl.traces.records import TUNED_FUNCS, Slot
 from fake_job import GATHER
+from left_run import leave
 from watched_job import GOOD, OTHER, WatchedJob, tuner_of
 
 TWO_WAYS = RunEnds.TWO_WAYS(example="x")
@@ -183,7 +185,7 @@ def test_the_death_of_a_tuner_shows_also_after_it_dropped_a_table(folder, tmp_pa
         (alone | {"failure": TWO_WAYS, "ended": TWO_WAYS}, True),
         (alone | {"ended": RunEnds.STOPPED()}, False),
     ):
-        replace(summary, run=str(folder.path), **reasons).write(out)
+        leave(out, replace(summary, **reasons))
         assert state(out)["tuner_died"] == has_died, reasons
 
 
@@ -192,7 +194,8 @@ def test_figures_that_move_by_themselves_are_written_now_and_then(folder, tmp_pa
     monkeypatch.setattr(summarise, "EVERY_S", 0.0)
 
     def look(job):
-        seen.append((state(out)["step"], job.last_step, state(out)["records_lost"]))
+        written = json.loads((out / "summary.json").read_text())["records_lost"]
+        seen.append((state(out)["step"], job.last_step, written))
         job.lost["a ring"] = len(seen)
         if len(seen) == 20:  # from here on the files are young
             monkeypatch.setattr(summarise, "EVERY_S", 1e9)
@@ -201,8 +204,9 @@ def test_figures_that_move_by_themselves_are_written_now_and_then(folder, tmp_pa
     with tuner_of(WatchedJob(folder, look), out) as one:
         one.serve()
     behind = [now - told for told, now, _ in seen]
-    assert all(0 <= steps <= 40 for steps in behind[:20]) and behind[-1] > behind[20]
-    assert seen[0][2] == 0 and seen[19][2] >= 17
+    assert all(0 <= steps <= 40 for steps in behind)
+    lost = [records for _, _, records in seen]
+    assert lost[0] == 0 and lost[19] >= 17 and lost[-1] == lost[21]
 
 
 @pytest.fixture
@@ -234,7 +238,7 @@ def test_a_further_signal_at_the_end_costs_nothing_of_the_results(folder, tmp_pa
         order.append(RunSummary.read(out).ended)  # the summary comes first: a store may take its time
         return leave(memory, tuner)
 
-    def draws(page, summary):
+    def draws(page):
         order.append("page")
         os.kill(os.getpid(), signal.SIGTERM)  # now it cuts short what is left
         order.append("drawn")
@@ -312,8 +316,7 @@ def test_a_restarted_tuner_tells_the_earlier_figures_until_it_has_searched_itsel
         first, kept = one.serve(), dict(one.job.confirmed)
     dear = {"cost_s": 1000.0, "budget_s": 2000.0, "windows": 50, "trials": 4, "trials_cost_s": 9.0}
     vars(first).update(dear, speedup=3.0, speedup_ci95=[2.9, 3.1])
-    for place in (out, folder.path):
-        first.write(place)
+    leave(out, first)
     for fd in (one._lock, one._out_lock):
         os.close(fd)
     job, stands, said = WatchedJob(folder, lambda job: look(job)), [], []

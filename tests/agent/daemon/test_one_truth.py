@@ -64,7 +64,7 @@ def tuned_run(folder, seed, steps, part, spread):
         while tuner.search is not None and not tuner.search.is_done and len(lines) < 150:
             tuner.step()
     except JobEnded as error:
-        tuner.outcome.ended = error.why
+        tuner.result.ended(error.why)
     s = tuner.sum_up()
     s.emulated, s.trace = True, str(folder / "trace")
     s.steps, s.report = job.last_step, str(folder / "report.html")

@@ -20,9 +20,11 @@ from dynamiccl.envs.nccl import run_folder
 from dynamiccl.envs.nccl.run_folder import PLANS, RUN_ID, STOP, TUNER
 from dynamiccl.envs.nccl.shm import RunFolder, decode_table
 from dynamiccl.envs.nccl.tables import DROPPED, TABLE, load_table, to_json, why_dropped
+from dynamiccl.traces.header import plain
 from dynamiccl.traces.reasons import NotAgreeing, NotTuning, RunEnds
 from dynamiccl.traces.records import Decision, Table
 from fake_job import GATHER
+from left_run import leave
 from ring_files import RingFile
 
 SILENT = NotAgreeing.NOT_REPORTED(rank=2)
@@ -249,9 +251,8 @@ def results(run, tmp_path):
     profile = SimpleNamespace(slot=GATHER, n_bytes=2**25, own="ring/simple/8", call_us=100.0)
     tuner = SimpleNamespace(outcome=RunSummary(), decisions=KEPT, windows=SimpleNamespace(profiles=[profile]))
     memory.leave(tuner)
-    told = RunSummary(kept=True, in_force="B", trace=str(out / "trace"), memory=memory.told())
-    told.write(out)
-    told.write(run.path)
+    leave(out, RunSummary(kept=True, in_force="B", memory=memory.told()))
+    RunSummary.read(out).write(run.path)
     return SimpleNamespace(
         out=out, recalled=lambda job="train.py": Memory(memory.url, job, print).recall(facts, [profile])
     )
@@ -266,7 +267,8 @@ def test_stop_leaves_the_table_beside_and_says_where(run, results):
     assert {r.decision for r in load_table(results.out / DROPPED).rules} == {KEPT[GATHER]}
     assert why_dropped(results.out / DROPPED) == RunEnds.STOPPED() and not (results.out / TABLE).exists()
     summary = RunSummary.read(results.out)
-    assert not summary.kept and summary.dropped == RunEnds.STOPPED()
+    assert not summary.kept and summary.dropped == summary.ended == RunEnds.STOPPED()
+    assert json.loads((results.out / "summary.json").read_text()) == plain(vars(summary))
     refused = invoke(["apply", results.out, "--", "true"])
     assert refused.exit_code == 2
     assert f"dropped its table ({RunEnds.STOPPED()}): to use it all the same" in refused.stderr

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from dynamiccl.agent.commands.tune import tune
-from dynamiccl.agent.daemon.account import TableNames
 from dynamiccl.agent.daemon.daemon import config_of
+from dynamiccl.agent.daemon.events import Events
 from dynamiccl.agent.daemon.outcome import Outcome
 from dynamiccl.agent.daemon.request import Request
 from dynamiccl.agent.daemon.tuner import Tuner
@@ -150,7 +150,7 @@ def test_a_slow_first_window_does_not_end_tuning_for_good():
     assert not tuner.looks_again()  # its steps are the job's: it waits
     job.last_step += 100
     assert tuner.looks_again()
-    tuner.run()
+    outcome = tuner.run()
     assert outcome.kept and not outcome.ended and outcome.speedup is not None
     assert not tuner.looks_again()
 
@@ -180,15 +180,17 @@ def test_a_search_that_only_costs_ends_within_its_budget():
 
 def test_the_watch_takes_a_table_back_and_says_so():
     job = FakeJob(truth, noise=0.002)
-    outcome, _lines, tuner = run("expected-improvement", job)
+    _, _, tuner = run("expected-improvement", job)
     while not tuner.search.is_done:
         tuner.step()
     for _ in range(400):  # the first visits to the default come soon
         tuner.step()
+    outcome = tuner.sum_up()
     assert outcome.kept and outcome.default_share_after < 0.01 and job.confirmed == tuner.decisions
     job.step_ms = lambda d: STEP_MS * (1.2 if any(not x.is_auto for x in d.values()) else 1)
     tuner.step()
     tuner.step()
+    outcome = tuner.outcome
     assert not outcome.kept and outcome.dropped == RunEnds.SLOWER() and job.confirmed == {}
 
 
@@ -292,7 +294,8 @@ def test_by_turns_a_trial_costs_what_its_own_steps_cost():
 
 def test_what_became_of_an_earlier_table_is_not_told_of_a_later_one():
     """Before: REVERTED, "the table is no longer faster", of a table that a change of the job had ended."""
-    outcome = Outcome(LiveWindows(FakeJob(truth)), TableNames())
+    windows = SimpleNamespace(decisions=lambda configs: {}, job=FakeJob(truth))
+    outcome = Outcome(windows, Events(lambda: 0))
     account = SimpleNamespace(default_since_verdict=0, since_verdict=0)
 
     def note(kept, dropped):
@@ -300,7 +303,7 @@ def test_what_became_of_an_earlier_table_is_not_told_of_a_later_one():
         search = SimpleNamespace(
             marks=marks, confirmed=np.array([kept]), state=SimpleNamespace(account=account)
         )
-        outcome._note_milestones(search)
+        outcome._stands(search)
         return bool(outcome.summary.dropped)
 
     stands = [note(*stand) for stand in ((1, 0), (0, 1), (0, 1), (1, 1), (0, 1), (1, 1), (0, 2))]

@@ -50,7 +50,7 @@ def test_files_that_have_not_changed_are_not_read_again(tuned, monkeypatch):
     from dynamiccl.agent.integrations import current
 
     reads = []
-    monkeypatch.setattr(current, "state", lambda out: reads.append(out) or state(out))
+    monkeypatch.setattr(current, "state", lambda *run: reads.append(run) or state(*run))
     values = Values(every=1)
     first = values.at(1)
     assert values.at(2) == first and len(reads) == 1
@@ -269,14 +269,13 @@ class Kept:
 def states(monkeypatch, *scripted):
     """Let a run stand in these states one after another: (its state, last step, number of the last window)."""
     found = iter({"state": state, "step": step, "window": window} for state, step, window in scripted)
-    monkeypatch.setattr(following, "state", lambda out: next(found))
+    monkeypatch.setattr(following, "state", lambda *run: next(found))
 
 
 def test_a_job_that_is_started_anew_is_logged_from_its_first_window(tmp_path, monkeypatch):
     """Before: nothing until it had come as far as the job before it."""
     alive = [("tuning", step, step // 10) for step in (10, 20, 20, 10, 30)]
-    killed = ("no tuner", 5, 3)  # its summary is older than its last window
-    states(monkeypatch, *alive, killed, ("ended", 40, 4))
+    states(monkeypatch, *alive, ("ended", 40, 4))
     follow(tmp_path, kept := Kept(), every_s=0, patience_s=60)
     assert kept.steps == [10, 20, 10, 30, 40]
 

@@ -1,7 +1,6 @@
 """The report of a job that was started again shows its last life, and says so. Before: two lives by step number."""
 
 import json
-import os
 from dataclasses import replace
 
 import pytest
@@ -14,9 +13,10 @@ from dynamiccl.agent.report.html.figures import timeline_figure
 from dynamiccl.agent.report.html.report import write_report
 from dynamiccl.agent.report.losses import difference, loss_lines, read_losses
 from dynamiccl.agent.report.slow_rank import find
-from dynamiccl.agent.report.summary import RunSummary
+from dynamiccl.agent.report.summary import LOG_FILE, RunSummary
 from dynamiccl.traces.queries.costs import generations
 from dynamiccl.traces.queries.lives import last_life
+from left_run import leave
 from restarted import LIVES, restarted
 
 
@@ -119,18 +119,13 @@ def test_the_report_says_what_it_lacks(tmp_path):
     assert "started again" not in write_report(tmp_path / "one.html", RunSummary(), one_life).read_text()
 
 
-@pytest.mark.parametrize("is_summary_later", [False, True])
-def test_the_step_of_a_run_is_the_one_told_last(tmp_path, monkeypatch, is_summary_later):
-    """Before: the larger of the two, so that it stood still until the new processes had taken as many steps."""
-    (tmp_path / "trace").mkdir()
-    (tmp_path / "trace" / "header.json").write_text(json.dumps({"run": str(tmp_path / "run")}))
-    window, summary = tmp_path / "trace" / "windows.jsonl", tmp_path / "summary.json"
-    window.write_text(json.dumps({"kind": "window", "last_step": 35}) + "\n")
-    summary.write_text(json.dumps({"steps": 90}))
-    os.utime(window, (100, 100))
-    os.utime(summary, (101, 101) if is_summary_later else (99, 99))
-    monkeypatch.setattr(runs, "is_locked", lambda path: True)
-    assert runs.state(tmp_path)["step"] == (90 if is_summary_later else 35)
+@pytest.mark.parametrize("later", [{"kind": "window", "last_step": 35}, {"kind": "job", "step": 35}])
+def test_the_step_of_a_run_is_the_one_told_last(tmp_path, later):
+    """Before: the largest, so that it stood still until the new processes had taken as many steps."""
+    leave(tmp_path, RunSummary(steps=90))
+    with (tmp_path / LOG_FILE).open("a") as log:
+        log.write(json.dumps(later) + "\n")
+    assert runs.state(tmp_path)["step"] == 35
 
 
 def test_a_job_without_a_slot_is_looked_at_again_after_a_restart():

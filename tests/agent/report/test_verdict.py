@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from dynamiccl.agent.daemon.console import show_summary
 from dynamiccl.agent.daemon.daemon import Daemon
+from dynamiccl.agent.daemon.events import Events
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.texts import consistency_text
 from dynamiccl.agent.report.verdict import outcome, rows_text, verdict
@@ -45,7 +46,8 @@ def test_the_verdict_is_one_sentence_with_its_strength_its_cost_and_its_payback(
 def test_a_run_that_ends_in_its_search_is_not_told_to_have_a_verdict_after_none_steps():
     """Seen: "verdict after None steps: KEPT A", of a job that ended soon after its first table was confirmed."""
     daemon, said = object.__new__(Daemon), []
-    daemon.outcome, daemon._say = RunSummary(kept=True, ended=RunEnds.JOB_STATUS(status=0)), said.append
+    daemon._events, daemon._say = Events(lambda: 0), said.append
+    daemon._events.tell("end", ended=RunEnds.JOB_STATUS(status=0))
     daemon._summary = lambda: decided_run(steps_to_verdict=None)
     daemon.tuner = SimpleNamespace(search=None)
     daemon._say_verdict()
@@ -55,7 +57,8 @@ def test_a_run_that_ends_in_its_search_is_not_told_to_have_a_verdict_after_none_
 def test_a_run_that_is_stopped_in_its_search_is_told_so_once():
     """Seen: "stopped by `dynamiccl stop`" in two lines, one after the other. The watch, which comes next, says it."""
     daemon, said = object.__new__(Daemon), []
-    daemon.outcome, daemon._say = RunSummary(ended=RunEnds.STOPPED()), said.append
+    daemon._events, daemon._say = Events(lambda: 0), said.append
+    daemon._events.tell("end", ended=RunEnds.STOPPED())
     daemon._summary = lambda: decided_run(steps_to_verdict=None)
     daemon.tuner = SimpleNamespace(search=None)
     daemon._say_verdict()

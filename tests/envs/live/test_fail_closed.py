@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 from dynamiccl.agent.daemon.daemon import Daemon
-from dynamiccl.agent.report.summary import RunSummary
+from dynamiccl.agent.daemon.events import Events
+from dynamiccl.agent.daemon.outcome import Outcome
 from dynamiccl.envs.live.fail_closed import TABLE, Holds, Until, page, row_of
 from dynamiccl.envs.live.job_ends import Closed
+from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.traces.reasons import NotAgreeing, RowRefused, RunEnds
 from paths import ROOT
 
@@ -53,7 +55,9 @@ def test_the_tuner_does_what_the_table_says(row):
     daemon.job = SimpleNamespace(
         confirm=published.append, writer=None, audit=SimpleNamespace(mismatches=0, is_told=False)
     )
-    daemon.outcome, daemon._closed = RunSummary(kept=True), None
+    daemon._events, daemon._closed = Events(lambda: 0), None
+    daemon._events.tell("stand", kept=True)
+    daemon.tuner = SimpleNamespace(result=Outcome(LiveWindows(None), daemon._events))
     daemon.on_phase, daemon._leave = told.append, lambda: None
     goes_on = daemon._obey(Closed(given(row.reasons[0])))
     assert published == [{}] * (row.holds is Holds.DEFAULT) and goes_on == (row.until is not Until.ASKED)
