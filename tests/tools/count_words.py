@@ -8,11 +8,10 @@ and are counted apart. The second column is what the site shows of a page, with 
 import argparse
 import ast
 import importlib.util
-import io
 import json
 import re
+import sys
 from collections.abc import Iterator
-from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,15 +70,12 @@ def of_api(page: str) -> set[str]:
 
 def helps() -> dict[str, int]:
     """Words of ``--help``, by command."""
-    from dynamiccl.agent.cli import NAMES, run
+    sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+    from command import NAMES, invoke
 
-    found = {}
-    for name in ("", *NAMES):
-        out = io.StringIO()
-        with redirect_stdout(out), suppress(SystemExit):
-            run([*name.split(), "--help"])
-        found[f"dynamiccl {name}".strip()] = words(out.getvalue())
-    return found
+    return {
+        f"dynamiccl {name}".strip(): words(invoke([*name.split(), "--help"]).stdout) for name in ("", *NAMES)
+    }
 
 
 def table() -> dict[str, tuple[int, int]]:
