@@ -9,7 +9,6 @@ from ...envs.bench.job_suites import JobSuite
 from ...envs.bench.scores import Scores, by_stratum, ranks, summary
 from ...envs.bench.submissions import AGAIN, claimed, replay, rows_of
 from ...envs.search.config import HORIZON
-from ..policies.choosing import LSTM, RULE
 from .run import READERS, UNRANKED
 
 #: A row of the board, see :meth:`Board.rows`.
