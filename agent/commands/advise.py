@@ -55,7 +55,7 @@ def advise(
     default steps no table is advised. The columns "of the step" and "exposed" are measured. For a finished run of
     `dynamiccl tune` you see the measured verdict instead.
 
-    One file is enough. docs/your-job.md lists the presets of --cluster. It says how to record a profile, and what each
+    One file is enough. docs/start.md lists the presets of --cluster. It says how to record a profile, and what each
     answer means.
 
     The last line is the answer: nothing to win here, worth a sweep, or cannot tell: profile first. It says why.
