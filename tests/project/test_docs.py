@@ -177,8 +177,8 @@ MARKS = ("real NCCL", "stand-in", "model", "records", "no NCCL", "none")
 
 def test_the_page_has_each_fault_that_the_job_notices_and_no_other():
     """All others are in the list alone: there the job trains on as without the tuner."""
-    table = DEPLOYMENT.read_text("utf-8").partition("In these the job notices the tuner:")[2].lstrip()
-    lines = table.partition("\n\n")[0].splitlines()[2:]
+    table = DEPLOYMENT.read_text("utf-8").partition("In these faults the job notices the tuner.")[2]
+    lines = table.partition("\n\n")[2].partition("\n\n")[0].splitlines()[2:]
     cells = [line.split("|")[1].replace("`", "").strip() for line in lines]
     assert cells == [fault["row"] for fault in FAULTS.values() if fault.get("noticed")] and len(cells) > 5
     assert all("noticed" in fault or len(fault["effect"]) > 5 for fault in FAULTS.values())
