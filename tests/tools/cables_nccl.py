@@ -639,10 +639,10 @@ def gains_table():
         for place, by_run in enumerate(columns.values()):
             if arm in by_run.index:
                 n_runs = len(by_run.loc[arm].dropna())
-                gained = "" if arm == "untouched" else f"{words(against(by_run, arm, 'untouched'))}, "
-                cells[place] = f"{gained}{n_runs} runs"
+                gained = "" if arm == "untouched" else f"{words(against(by_run, arm, 'untouched'))} "
+                cells[place] = f"{gained}({n_runs})"
         rows.append([arm_words, *cells])
-    return table(["arm", *columns], rows)
+    return table(["arm (runs)", *columns], rows)
 
 
 def by_turns(rows, base):
