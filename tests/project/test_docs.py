@@ -180,7 +180,8 @@ def test_the_page_has_each_fault_that_the_job_notices_and_no_other():
     table = DEPLOYMENT.read_text("utf-8").partition("In these faults the job notices the tuner.")[2]
     lines = table.partition("\n\n")[2].partition("\n\n")[0].splitlines()[2:]
     cells = [line.split("|")[1].replace("`", "").strip() for line in lines]
-    assert cells == [fault["row"] for fault in FAULTS.values() if fault.get("noticed")] and len(cells) > 5
+    assert sorted(cells) == sorted(one["row"] for one in FAULTS.values() if one.get("noticed"))
+    assert len(cells) > 5
     assert all("noticed" in fault or len(fault["effect"]) > 5 for fault in FAULTS.values())
 
 
