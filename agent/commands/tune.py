@@ -179,8 +179,8 @@ def tune(ctx: click.Context, /, **_: Any) -> None:
     """Tune a training job while it trains.
 
     Each trial alternates another table of settings with the current one, at first NCCL's default. A statistical test
-    decides which stays. Start it on every node: the one with rank 0 tunes. Exit status, signals and output are the job's.
-    `dynamiccl show` tells what happened, OPERATING.md what it may do to a job.
+    decides which stays. Start it on every node: the one with rank 0 tunes. Exit status, signals and output are the
+    job's. `dynamiccl show` tells what happened, OPERATING.md what it may do to a job.
 
     \b
     dynamiccl tune                             # the built-in job
