@@ -52,7 +52,7 @@ def advise(
 
     One profile of PyTorch is enough, with at least 30 steps. Two folders: do collectives explain a regression? The
     columns "of the step" and "exposed" are measured, gains are predicted; nobody has checked them on GPUs.
-    docs/start.md says how to record, lists the presets and explains the answers; traces/README.md has other tools' files.
+    docs/start.md says how to record, lists the presets and explains the answers.
 
     \b
     dynamiccl advise --sample
