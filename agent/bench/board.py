@@ -9,7 +9,6 @@ from ...envs.bench.job_suites import JobSuite
 from ...envs.bench.scores import Scores, by_stratum, ranks, summary
 from ...envs.bench.submissions import AGAIN, claimed, replay, rows_of
 from ...envs.search.config import HORIZON
-from ..policies.choosing import LSTM, RULE
 from .run import READERS, UNRANKED
 
 #: A row of the board, see :meth:`Board.rows`.
@@ -111,8 +110,6 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str], str], ...] = (
 )
 
 
-#: Entrants whose figures are told by world.
-WORLDS_OF = (LSTM, RULE)
 #: Columns that a terminal has room for, and their heads there.
 BRIEF = {0: "", 1: "policy", 2: "lost of 20,000 steps", 3: "of the gain", 5: "steps to verdict (median, p90)"}
 
@@ -198,24 +195,4 @@ class Board:
         lines += ["| " + " | ".join(_cell(say(row)) for _, say, _ in COLUMNS) + " |" for row in self.rows()]
         for name, why in self.refused.items():
             lines.append(f"| | {_cell(name)} | refused: {_cell(why)} |" + " |" * (len(COLUMNS) - 3))
-        return "\n".join(lines) + "\n"
-
-    def by_world(self, entrants: Sequence[str] = WORLDS_OF) -> str:
-        """A table of each world's jobs for these entrants; '' if none of them has played."""
-        names = [name for name in entrants if name in self.figures]
-        if not names:
-            return ""
-        heads = [f"{name}: {what}" for name in names for what in ("lost", "verdict", "nothing tried")]
-        lines = ["| world | jobs | " + " | ".join(heads) + " |", "|" + "---|" * (2 + len(heads))]
-        worlds = {name: by_stratum(self.scores[name], self.strata) for name in names}
-        for world, first in worlds[names[0]].items():
-            cells = [world, str(first["jobs"])]
-            for name in names:
-                row = worlds[name][world]
-                cells += [
-                    f"{row['lost']:,.0f}",
-                    _steps(row["steps_to_verdict"]),
-                    _steps(row["steps_to_quiet"]),
-                ]
-            lines.append("| " + " | ".join(cells) + " |")
         return "\n".join(lines) + "\n"

@@ -7,6 +7,7 @@ has them; its docstring is the help. A job's command is a :func:`job`. ``agent/c
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import pwd
 import sys
@@ -71,13 +72,13 @@ class _Option(_Given, click.Option):
 
 
 class Number(click.FloatRange):
-    """A number within limits. click lets "nan" pass all of them."""
+    """A number within limits. click lets "nan" pass all of them, and "inf" pass those without an upper one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """As click's."""
         found = super().convert(value, param, ctx)
-        if found != found:
-            self.fail(f"{value!r} is not a number", param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
         return found
 
 

@@ -50,34 +50,13 @@ def advise(
 ) -> None:
     """Predict whether a recorded job is worth a tuning run, and which table to try first.
 
-    All gains are predictions. They come from the model that a search starts with, before it has measured anything.
-    In simulated jobs about 8 of 10 intervals contain the true gain; nobody has checked this on GPUs. Below 30 recorded
-    default steps no table is advised. The columns "of the step" and "exposed" are measured. For a finished run of
-    `dynamiccl tune` you see the measured verdict instead.
-
-    One file is enough. docs/your-job.md lists the presets of --cluster. It says how to record a profile, and what each
-    answer means.
-
-    The last line is the answer: nothing to win here, worth a sweep, or cannot tell: profile first. It says why.
-
-    Give two folders to compare two recordings of one job. The answer says whether collectives explain why the second
-    one takes longer.
-
-    \b
-    Files of other tools, recognised by their first bytes, also under gzip:
-      PyTorch's profiles  with record_shapes=True and its step(), one per rank
-      Nsight Systems      nsys export --type sqlite --include-json true
-      NCCL's Inspector    the .log files of NCCL_INSPECTOR_DUMP_DIR
-      NCCL's log          NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,COLL,TUNING
-      Flight Recorder     JSON or pickle, one per rank
-
-    The last three have no steps. They show which collectives run and which settings NCCL chose. No gain is predicted
-    from them.
+    One profile of PyTorch is enough, with at least 30 steps. Two folders: do collectives explain a regression? The
+    columns "of the step" and "exposed" are measured, gains are predicted; nobody has checked them on GPUs.
+    docs/start.md says how to record, lists the presets and explains the answers.
 
     \b
     dynamiccl advise --sample
     dynamiccl advise profiles/ --cluster dgx-h100-2x8 --out table.json
-    dynamiccl advise rank0.json rank1.json --cluster mine.toml
     dynamiccl advise last-week/ today/
     """
     from ...traces.files import TraceError

@@ -58,21 +58,9 @@ def apply(
 ) -> None:
     """Run COMMAND under a fixed TABLE. NCCL decides all collectives that the table does not name.
 
-    Nothing is tuned. All ranks of a communicator start to use the table at the same collective, after each of them has
-    shown that its NCCL has loaded the plugin. If one has not, none of them uses the table on this communicator. The
-    last line says how many calls used the table, or why none did. Start the same command on every node, or hand all
-    variables that begin with NCCL_ and DYNAMICCL_ to the other nodes (mpirun -x, srun --export=ALL).
-
-    After 5 steps the command times 20 steps under the table, 40 under NCCL's default and 20 under the table, which
-    stays. It prints both step times. `dynamiccl stop --all` and the site's off switch take the table back.
-
-    After a run on several nodes only the results folder of rank 0 has a table. Copy its table.json to a place that all
-    nodes can read, and give that file. If the run had --headroom, give it here too:
-    the table also holds all other calls to NCCL's own channel counts.
-
-    --no-gate only sets the environment. The job may then be JAX, nccl-tests or an inference server, or run NCCL 2.27,
-    under which no table can change while a job runs. Each process uses the table as soon as it loads the plugin.
-    Nothing checks that all processes load it. If one does not, it hangs together with its peers.
+    On each communicator all ranks use the table or none does, except with --no-gate: then a process without the plugin
+    hangs with its peers. It prints the step time beside the default's. Start it on every node, with the table of rank
+    0's folder, and the same --headroom as the run that found it.
 
     \b
     dynamiccl apply runs/tune/latest -- torchrun --nproc-per-node 8 train.py

@@ -64,24 +64,13 @@ def bench(
 ) -> None:
     """Compare policies on a suite of whole simulated jobs. Each job is tuned as by `dynamiccl tune --policy X`.
 
-    A policy is any object with predict(observation, state, episode_start, deterministic) -> (action, state), asked one
-    turn at a time: observations are (1, N_OBSERVATION), actions (1,) int64, as in dynamiccl/Sim-v0. The module
-    dynamiccl.envs.search.observation says what an observation holds; its decode(observation) gives plain arrays.
-
-    One object plays 20 jobs interleaved, so it keeps its memory in the state. deterministic is True. If a decision
-    takes more than 1 s of processor time, or 20 jobs take more than --limit, the policy is refused. Limits of a search:
-    20 windows, or three per slot; 250 trial windows after the verdict; and the budget, as in tune.
-
     One policy plays a job in 1.2 to 3 s of a core. Without --policy and --jobs all eight known policies play all
-    1,000 jobs: 3 to 7 hours of a core. The board on file has 120 jobs of standard, 60 of held-out and 60 of unseen.
+    1,000 jobs: 3 to 7 hours of a core. docs/environments.md says how a policy is asked.
 
     \b
     dynamiccl bench --policy my_module:MyPolicy --jobs 40
     dynamiccl bench --policy model.zip --jobs 40    # of stable-baselines3
-    dynamiccl bench --world many --policy my_module:MyPolicy
-    dynamiccl bench --filed --policy my_module:MyPolicy    # with those on file
     dynamiccl bench --filed --check 8
-    dynamiccl bench --backend ray --processes 64    # on a Ray cluster
     """
     suite = ":".join([suite, *([",".join(world)] if world else [])])
     if filed:

@@ -30,14 +30,12 @@ if TYPE_CHECKING:
 def doctor(command: list[str] | None, trace: Sequence[Path], json: bool) -> None:
     """Check this machine and environment: can a job be tuned here, and safely?
 
-    Each problem is printed with its cure. The exit status is 1 if something must be changed, else 0. Run it in the
-    job's environment. From the job's command it reads --nproc-per-node, and which Python the first word is or names in
-    its first line: it looks at that Python's packages. The last line is the answer: nothing to win here, worth a sweep,
+    Each problem is printed with its cure; exit status 1: something must be changed. Run it in the job's environment. It
+    looks at the Python that the job's command names. The last line is the answer: nothing to win here, worth a sweep,
     or cannot tell: profile first.
 
     \b
     dynamiccl doctor -- torchrun --nproc-per-node 8 train.py
-    dynamiccl doctor --trace runs/tune/latest
     dynamiccl doctor --trace runs/node0 --trace runs/node1    # equal settings?
     """
     from ..advice.outlook import of_machine, of_trace

@@ -26,24 +26,9 @@ if TYPE_CHECKING:
 def stop(run: str | None, every: bool, wait: float, bad: bool, json: bool) -> None:
     """End tuning for good and restore NCCL's default on all ranks. The job continues.
 
-    The tuner of the run ends. Without a tuner the table is withdrawn too. Then the command waits until every
-    communicator of the job reports the default. If the tuner does not answer for half of --wait, the table is
-    withdrawn, and the command names the process to kill. A rank that once waited too long for the job's store keeps its
-    table until the job ends: the command says so. `dynamiccl tune --attach RUN --again`
-    starts again. Give the command on the node of rank 0, as the job's user or as root, with that node's results folder.
-    If nodes share a folder, runs/tune/latest may belong to another node.
-
-    The table that was in use stays in the results as dropped-table.json, with the reason. `dynamiccl apply` takes that
-    file. The memory between jobs holds it too, so the next run of this job compares it with the default first. With
-    --bad it does not.
-
-    --all also stops jobs of `dynamiccl apply`, which have no results folder. It sees the runs whose run folder is on
-    this machine, not those in containers with a shared memory of their own. To stop the runs of all users, set the
-    site's off switch.
-
-    The exit status is 0 once all ranks report the default or the job has ended, 1 if not within --wait seconds or if
-    rank 0 is on another node, and 2 if the folder holds no run or the run had ended before. With --all it is 0 if that
-    holds for each run, and if there is none.
+    Give it on the node of rank 0, as the job's user or root. It waits until every communicator reports the default; if
+    the tuner does not answer, it withdraws the table itself and names the process to kill. The table stays as
+    dropped-table.json. Exit status: 0 done, 1 not within --wait or rank 0 elsewhere, 2 no run.
 
     \b
     dynamiccl stop runs/tune/latest

@@ -79,21 +79,11 @@ def sweep(
 ) -> None:
     """Measure all-gather and reduce-scatter under each algorithm, protocol and channel count, and write a table.
 
-    It measures single calls, without a job beside them. The best call is not always the best step: confirm a table with
-    your job (`dynamiccl apply`), or let `dynamiccl tune` measure steps.
-
-    In each round NCCL makes a new communicator, and each setting is called six times, in an order drawn anew. NCCL
-    untouched is among them twice. The best setting is chosen on half of the rounds and scored on the other half. The
-    table holds settings whose gain is beyond its interval of 95 % and beyond that of the second untouched one. It tries
-    what a search would try: what NCCL offers this communicator, and no setting that is known to be dangerous.
-
-    On one node it starts its ranks by torchrun. On several nodes start it by torchrun yourself. The folder that it
-    prints holds the rows (rows.csv), what they were measured on (manifest.json, without names and addresses), and
-    table.json. envs/results/README.md says how to give such a folder to the project.
+    The best call is not always the best step: confirm the table with your job. Each round has a new communicator and
+    NCCL untouched twice; half of the rounds choose, the others score. On several nodes start it by torchrun.
 
     \b
     dynamiccl sweep --bytes 1MiB:64MiB
-    dynamiccl sweep --trace runs/tune/latest
     torchrun --nnodes 2 --nproc-per-node 8 ... --no-python dynamiccl sweep
     dynamiccl sweep --judge runs/sweep/2026-11-29T101500
     """

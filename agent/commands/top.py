@@ -31,12 +31,8 @@ _AGREE = {"OPEN": "yes", "WAITING": "not yet", "LOSING": "not all", "SHUT": "no"
 def top(runs: Sequence[Path], once: bool, json: bool, every: float, metrics: Path | None) -> None:
     """List runs with their step, phase, current table, gain, cost of the search, agreement and lost records.
 
-    "over the run" draws the step times of the run from 0, as the last report had them; the tuner writes a report every
-    half minute. This command reads only the folders of the runs. The jobs do not notice. It looks in each folder and
-    two levels below it. In --metrics the label of each run is the path of its results folder. A run stays there for an
-    hour after its end.
-
-    state: tuning; waiting (the tuner has measured nothing yet, or rank 0 is on another node); ended; no tuner.
+    It looks in each folder and two levels below it; the jobs do not notice. "over the run" draws the step times from 0.
+    state: tuning; waiting (nothing measured yet, or rank 0 is elsewhere); ended; no tuner.
 
     \b
     dynamiccl top

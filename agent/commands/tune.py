@@ -178,34 +178,14 @@ class Call(NamedTuple):
 def tune(ctx: click.Context, /, **_: Any) -> None:
     """Tune a training job while it trains.
 
-    A table has one setting (algorithm, protocol, channel count) for each kind and size of all-gather and
-    reduce-scatter. A policy chooses tables to try. A trial measures such a table for a limited number of collectives.
-    The trial table and the current table (at first NCCL's default) alternate step by step. In jobs whose steps have
-    different numbers of collectives, windows of some steps take turns. All ranks switch tables at the same collective.
-    A statistical test decides whether the tuner keeps the table. It monitors the kept table until the job ends.
-
-    The kept table is stored for the next run of the job on the same cluster (OPERATING.md says where). There it is the
-    first candidate, and is compared with the default like any other table.
-
-    With --headroom N, NCCL prepares N channels, so that tables may use them. --untouched RUN names the results of a
-    run of this job without that option. Its channel counts make the untouched table, which holds from the ranks' first
-    agreement on wherever no other table decides. So a gain is one against NCCL untouched. A job that groups calls, or
-    captures them in CUDA graphs, is not tuned then: no table can hold NCCL untouched there.
-
-    With a COMMAND this is a launcher for schedulers. Its exit status is the job's (128 + n after signal n). It passes
-    on all signals and the job's output. The tuner prints one line per event to stderr. `dynamiccl top` in another
-    terminal shows the state of the run. The tuner is a separate process: the job does not notice its end, and
-    `--attach` starts a new one. Start this command on every node. The node with rank 0 tunes, and its results folder
-    holds the verdict. The others serve their part of the job.
-
-    If `dynamiccl doctor` finds something that must be changed, or the results cannot be written, the command exits with
-    status 2 and does not start the job. With --or-untuned it starts the job untuned.
+    Each trial alternates another table of settings with the current one, at first NCCL's default. A statistical test
+    decides which stays. Start it on every node: the one with rank 0 tunes. Exit status, signals and output are the
+    job's. `dynamiccl show` tells what happened, OPERATING.md what it may do to a job.
 
     \b
     dynamiccl tune                             # the built-in job
     dynamiccl tune --cluster dgx-h100-2x8      # emulated, on the CPU with gloo
     dynamiccl tune -- torchrun --nproc-per-node 8 train.py
-    srun --ntasks-per-node 1 dynamiccl tune -- torchrun --nnodes 2 ... train.py
     dynamiccl tune --attach runs/tune/latest   # a new tuner for a running job
     """
     # Import nothing large: the job waits for these imports. The tuner imports the rest while the job starts.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # none of them before a policy is made: a job that is to be s
 
 #: The rule, and the LSTM, which adds what it learned to the rule's scores.
 RULE, LSTM = "expected-improvement", "lstm"
-#: What decides where nothing else is asked for. On simulated jobs the two are as good, see agent/README.md.
+#: What decides where nothing else is asked for. On simulated jobs the two are as good, see docs/evidence.md.
 DEFAULT = LSTM
 #: Ending of a file of trained weights, which is a policy too.
 WEIGHTS = ".npz"

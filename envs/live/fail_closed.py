@@ -1,7 +1,7 @@
 """What comes of each event that is not the normal course: one table. Whoever decides reads it here.
 
 A run always is in one of three states: under NCCL's default, under the confirmed table as it is, or under one of these
-without tuning, until something begins anew. ``docs/safety.md`` shows this table.
+without tuning, until something begins anew. ``OPERATING.md`` shows this table.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def help_of(command):
 
 def test_the_board_takes_as_long_as_its_jobs():
     """Before: 2 to 6 hours of a core for 8,000 plays of 1.2 to 3 s."""
-    path = Path(__file__).resolve().parents[2] / "docs" / "leaderboard.md"
+    path = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
     page, told = " ".join(path.read_text(encoding="utf-8").split()), help_of("bench")
     low, high = map(float, re.search(r"One policy plays a job in ([\d.]+) to (\d+) s", told).groups())
     assert f"one job in {low} s on average. A busy core needs about {high:.0f} s" in page

@@ -69,3 +69,10 @@ def test_nearly_a_third_on_the_flow_limited_cable():
     gained = cables_nccl.by_turns(rows.query("arm == 'raised'"), cables_nccl.TURNS.index("pinned"))
     for name in ("free", "best", "best of our offer"):
         assert 30 < gained[cables_nccl.TURNS.index(name)][0] < 40
+
+
+@pytest.mark.parametrize("job", ["fsdp2-512x1", "zero-512x1"])
+def test_a_table_beside_the_socket_cure_is_as_the_page_says(job):
+    rows = pd.read_csv(cables_nccl.DATA / "gains" / f"gains-4gbit-flow-1gbit-{job}.csv.gz")
+    figures = cables_nccl.against(cables_nccl.medians(rows), "best of our offer", "sockets 1 x 4")
+    assert cables_nccl.words(figures) in " ".join(PAGE.split())

@@ -273,11 +273,3 @@ def test_tests_import_the_installed_package():
             rf"^(?:from|import) ({'|'.join(FOLDERS)})\b", path.read_text(encoding="utf-8"), flags=re.M
         )
         assert not bare, f"{name_of(path)} imports {bare} bare"
-
-
-def test_the_picture_of_the_architecture_is_of_these_imports():
-    from architecture import section
-
-    assert section() in (ROOT / "CONTRIBUTING.md").read_text(), (
-        "python tests/tools/architecture.py draws it anew"
-    )

@@ -53,15 +53,15 @@ def folder(tmp_path_factory):
     pytest.importorskip("sb3_contrib", reason="sb3-contrib is not installed")
     made = tmp_path_factory.mktemp("reader")
     (made / "my_lstm.py").write_text(block("environments.md", "class MaskedLstm"))
-    (made / "my_module.py").write_text(block("leaderboard.md", "def MyPolicy"))
-    (made / "compare.py").write_text(block("leaderboard.md", "evaluate_policy"))
+    (made / "my_module.py").write_text(block("environments.md", "def MyPolicy"))
+    (made / "compare.py").write_text(block("environments.md", "evaluate_policy"))
     (made / "said.txt").write_text(python(made, "-c", TRAIN))
     return made
 
 
-def test_no_snippet_of_these_pages_is_left_out():
+def test_no_snippet_of_the_page_is_left_out():
     """Three here; the jobs of ``Replay-v0`` and ``Live-v0`` in test_docs.py."""
-    assert [len(blocks(page)) for page in ("environments.md", "leaderboard.md")] == [3, 2]
+    assert len(blocks("environments.md")) == 5
 
 
 @pytest.mark.slow

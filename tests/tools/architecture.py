@@ -1,13 +1,14 @@
-"""Draws the imports between the rooms into CONTRIBUTING.md: ``python tests/tools/architecture.py``; a test compares."""
+"""Prints a picture of the imports between the rooms, in Mermaid: ``python tests/tools/architecture.py``.
+
+An arrow is an import. It leaves out an arrow if other arrows form a path between its ends.
+"""
 
 import sys
 from pathlib import Path
 
 sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in ("project", "helpers")]
 
-from test_layers import ROOT, STATED, arrows
-
-TITLE = "## The architecture, drawn from the imports"
+from test_layers import STATED, arrows
 
 
 def shortest(found):
@@ -29,16 +30,5 @@ def picture():
     return "\n".join([*lines, "```"])
 
 
-def section():
-    text = (
-        "An arrow is an import. The drawing leaves out an arrow if other arrows form a path between its ends."
-    )
-    return f"{TITLE}\n\n{text}\n\n{picture()}\n"
-
-
 if __name__ == "__main__":
-    file = ROOT / "CONTRIBUTING.md"
-    before, _, rest = file.read_text().partition(TITLE)
-    after = rest.partition("\n## ")[2]
-    file.write_text(before + section() + (f"\n## {after}" if after else ""))
-    print(f"{len(shortest(arrows()))} arrows drawn into {file.name}")
+    print(picture())

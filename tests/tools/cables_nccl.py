@@ -577,6 +577,7 @@ CABLE_WORDS = {
     "4gbit-flow-1gbit": "4 Gbit/s, 1 Gbit/s a TCP flow",
     "10gbit": "10 Gbit/s",
 }
+CABLE_SHORT = {"2gbit": "2", "4gbit-flow-1gbit": "4, flow 1", "10gbit": "10"}
 JOB_WORDS = {
     "fsdp2-512x1": "FSDP2, 8 MiB",
     "zero-512x1": "`zero()` stage 3, 8 MiB",
@@ -586,12 +587,12 @@ ARM_WORDS = {
     "untouched": "NCCL untouched",
     "untouched again": "NCCL untouched, again (A/A)",
     "sockets 4 alone": "`NCCL_NSOCKS_PERTHREAD=4` alone",
-    "sockets 1 x 4": "socket cure: `NCCL_SOCKET_NTHREADS=1 NCCL_NSOCKS_PERTHREAD=4`",
-    "sockets 4 x 4": "socket cure: `NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4`",
-    "pinned": "raised to 8 channels, under the untouched table",
-    "free": "raised to 8 channels, NCCL's own choice",
+    "sockets 1 x 4": "socket cure: `NCCL_SOCKET_NTHREADS=1`, `NCCL_NSOCKS_PERTHREAD=4`",
+    "sockets 4 x 4": "the same with 4 threads",
+    "pinned": "raised, the untouched table",
+    "free": "raised, NCCL's own choice",
     "best": "raised, the sweep's best",
-    "best of our offer": "raised, the sweep's best that our tables allow",
+    "best of our offer": "raised, the best that our tables allow",
     "tuned": "`tune --headroom 8`, last half of the run",
 }
 
@@ -626,34 +627,22 @@ def sweep_table():
 
 
 def gains_table():
-    """True gains of jobs, by cable, job and arm."""
-    heads = [
-        "cable that we chose",
-        "job",
-        "arm",
-        "runs",
-        "step, ms (range)",
-        "shorter than untouched",
-        "shorter than the socket cure",
-    ]
+    """How much shorter a step is than under NCCL untouched: a row for each arm, a column for each job on a cable."""
+    columns = {}
+    for cable, job in itertools.product(CABLES, JOB_WORDS):
+        path = DATA / "gains" / f"gains-{cable}-{job}.csv.gz"
+        if path.exists():
+            columns[f"{CABLE_SHORT[cable]}: {JOB_WORDS[job]}"] = medians(pd.read_csv(path))
     rows = []
-    for cable in CABLES:
-        for job, job_words in JOB_WORDS.items():
-            path = DATA / "gains" / f"gains-{cable}-{job}.csv.gz"
-            if not path.exists():
-                continue
-            by_run = medians(pd.read_csv(path))
-            for arm, arm_words in ARM_WORDS.items():
-                if arm not in by_run.index:
-                    continue
-                of = by_run.loc[arm].dropna()
-                step = f"{np.exp(np.log(of).mean()):.0f} ({of.min():.0f} to {of.max():.0f})"
-                gained = [
-                    words(against(by_run, arm, base)) if arm != base else ""
-                    for base in ("untouched", "sockets 1 x 4")
-                ]
-                rows.append([CABLE_WORDS[cable], job_words, arm_words, len(of), step, *gained])
-    return table(heads, rows)
+    for arm, arm_words in ARM_WORDS.items():
+        cells = [""] * len(columns)
+        for place, by_run in enumerate(columns.values()):
+            if arm in by_run.index:
+                n_runs = len(by_run.loc[arm].dropna())
+                gained = "" if arm == "untouched" else f"{words(against(by_run, arm, 'untouched'))} "
+                cells[place] = f"{gained}({n_runs})"
+        rows.append([arm_words, *cells])
+    return table(["arm (runs)", *columns], rows)
 
 
 def by_turns(rows, base):
@@ -683,78 +672,40 @@ def turns_table():
     return table(heads, rows)
 
 
-#: Files of planted gains: what ran, its turns, its `tune` runs.
-PLANTED_RUNS = (
-    ("8 MiB, `tune`", "plants-turns", "plants-tune"),
-    ("8 MiB, `tune --headroom 4`", "plants-turns", "plants-headroom-512x1"),
-    ("2 MiB, `tune --headroom 4`", "plants-turns-256x1", "plants-headroom-256x1"),
-)
+#: Files of the runs of `tune` on planted gains.
+PLANTED_RUNS = ("plants-tune", "plants-headroom-512x1", "plants-headroom-256x1")
 
 
 def plants_table():
-    """What was planted, and what `tune` made of it."""
-    heads = ["job, FSDP2", "planted", "one flow gets", "by turns: 2 channels", "4 channels", "1 again (A/A)"]
-    heads += ["runs", "kept", "kept table says", "undecided or dropped", "cost of the search, s (median)"]
+    """What was planted in a job with one block of 8 MiB, and what `tune` made of it."""
+    heads = ["planted", "one flow gets", "2 channels, by turns", "4 channels", "1 again (A/A)"]
     rows = []
-    for (job, turns, runs), (name, flow) in itertools.product(PLANTED_RUNS, PLANTS.items()):
-        turns_path = DATA / "gains" / f"{turns}-{name}.csv.gz"
-        path = DATA / "gains" / f"{runs}-{name}-verdicts.csv"
-        if not path.exists():
-            continue
-        gained = [""] * 3
-        if turns_path.exists():
-            gained = [words(one) for one in list(by_turns(pd.read_csv(turns_path), 0).values())[1:]]
-        told = pd.read_csv(path)
-        kept = told[told["kept"]]
-        says = ", ".join(f"{100 * (1 - 1 / x):.1f} %" for x in kept["speedup"])
-        cost = f"{told['cost_s'].median():.1f}"
-        seen = [len(told), len(kept), says, len(told) - len(kept), cost]
-        rows.append([job, f"{name} %", flow, *gained, *seen])
-    return table(heads, rows)
-
-
-def loads_table():
-    """Load averages of the rows: least, median, most."""
-    groups = {
-        "sweep": "sweep/*",
-        "whole jobs, planted gains": "gains/*[0-9].csv.gz",
-        "not counted": "gains/*-busy.csv.gz",
-    }
-    rows = []
-    for name, pattern in groups.items():
-        load = pd.concat([pd.read_csv(path)["load"] for path in DATA.glob(pattern) if path.suffix == ".gz"])
-        rows.append([name, len(load), f"{load.min():.1f}", f"{load.median():.1f}", f"{load.max():.1f}"])
-    return table(["rows", "number", "least load", "median load", "most load"], rows)
+    for name, flow in PLANTS.items():
+        turns = by_turns(pd.read_csv(DATA / "gains" / f"plants-turns-{name}.csv.gz"), 0)
+        paths = [DATA / "gains" / f"{runs}-{name}-verdicts.csv" for runs in PLANTED_RUNS]
+        told = pd.concat([pd.read_csv(path) for path in paths if path.exists()])
+        gained = [words(one) for one in list(turns.values())[1:]]
+        rows.append([f"{name} %", flow, *gained, len(told), int(told["kept"].sum())])
+    return table([*heads, "runs of `tune`", "kept"], rows)
 
 
 def tuned_table():
-    """Every run of `tune --headroom 8`, in its own words."""
-    heads = [
-        "cable that we chose",
-        "job",
-        "date",
-        "kept",
-        "shorter than NCCL untouched, by the report",
-        "verdict at step",
-    ]
-    heads += ["cost of the search, s"]
+    """The runs of `tune --headroom 8` by cable, and the gains in their own words."""
     rows = []
-    for cable, job in itertools.product(CABLES, JOB_WORDS):
-        for path in sorted((DATA / "gains").glob(f"gains-{cable}-{job}*-verdicts.csv")):
-            for one in pd.read_csv(path).itertuples():
-                speedups = (one.speedup, one.speedup_low, one.speedup_high)
-                says = "no verdict" if np.isnan(one.speedup) else words([100 * (1 - 1 / x) for x in speedups])
-                at = "" if np.isnan(one.steps_to_verdict) else f"{one.steps_to_verdict:.0f}"
-                date = one.date[:16].replace("T", " ")
-                kept = "yes" if one.kept else "no"
-                rows.append([CABLE_WORDS[cable], JOB_WORDS[job], date, kept, says, at, f"{one.cost_s:.1f}"])
-    return table(heads, rows)
+    for cable in CABLES:
+        paths = [p for job in JOB_WORDS for p in (DATA / "gains").glob(f"gains-{cable}-{job}*-verdicts.csv")]
+        told = pd.concat([pd.read_csv(path) for path in sorted(paths)]).sort_values("date")
+        kept = told[told["kept"]]
+        ends = kept[["speedup", "speedup_low", "speedup_high"]].to_numpy()
+        says = "; ".join(words([100 * (1 - 1 / x) for x in one]) for one in ends)
+        rows.append([CABLE_WORDS[cable], len(told), len(kept), says])
+    return table(["cable that we chose", "runs", "kept", "shorter than NCCL untouched, by the report"], rows)
 
 
 def page_tables():
     """The tables of docs/evidence.md by name."""
     found = {"sweep": sweep_table(), "gains": gains_table(), "turns": turns_table(), "plants": plants_table()}
-    return found | {"tuned": tuned_table(), "loads": loads_table()}
+    return found | {"tuned": tuned_table()}
 
 
 def tables(options):

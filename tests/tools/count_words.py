@@ -1,25 +1,25 @@
 """Print the words that readers meet, by page: ``python tests/tools/count_words.py``, with ``--json`` for programs.
 
 Counted are all pages of the checkout, the help of each command, the docstrings that the site shows on the page of the
-API, and what other docstrings have beyond 60 words. A word has a letter or a digit. The log and the changelog are notes
-and are counted apart. The second column is what the site shows of a page, with the blocks that it takes from elsewhere.
+API, and what other docstrings have beyond 60 words. A word has a letter or a digit. The log, its archive and the
+changelog are notes and are counted apart. The second column is what the site shows of a page, with the blocks that it
+takes from elsewhere.
 """
 
 import argparse
 import ast
 import importlib.util
-import io
 import json
 import re
-from collections.abc import Iterator
-from contextlib import redirect_stdout, suppress
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("agent", "envs", "traces", "zero_workload", "examples")
 #: What a docstring may have before it is counted as a page of its own.
 SHORT = 60
-NOTES = ("agent/LOG.md", "CHANGELOG.md")
+NOTES = ("agent/LOG.md", "agent/LOG-archive.md", "CHANGELOG.md")
 
 
 def words(text: str) -> int:
@@ -46,40 +46,50 @@ def shown(pages_read: dict[str, str]) -> dict[str, int]:
     }
 
 
-def docstrings() -> Iterator[tuple[str, str]]:
-    """(file, docstring) of all modules, classes and functions of the product."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+def docstrings() -> Iterator[tuple[str, str, str]]:
+    """(file, name within it, docstring) of all modules, classes and functions of the product. A module's name is ""."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+    def within(file: str, node: ast.AST, name: str) -> Iterator[tuple[str, str, str]]:
+        if isinstance(node, (ast.Module, *kinds)) and (text := ast.get_docstring(node)):
+            yield file, name, text
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, kinds):
+                yield from within(file, child, f"{name}.{child.name}".strip("."))
+            else:
+                yield from within(file, child, name)
+
     for folder in FOLDERS[:4]:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-                if isinstance(node, kinds) and (text := ast.get_docstring(node)):
-                    yield path.relative_to(ROOT).as_posix(), text
+            yield from within(path.relative_to(ROOT).as_posix(), ast.parse(path.read_text("utf-8")), "")
 
 
-def of_api(page: str) -> set[str]:
-    """Files whose docstrings the page of the API shows."""
-    names = re.findall(r"auto(?:module|class|function):: dynamiccl\.([\w.]+)", page)
-    parts = [name.split(".") for name in names]
-    paths = [
-        "/".join(part[:n]) + end
-        for part in parts
-        for n in range(1, len(part) + 1)
-        for end in (".py", "/__init__.py")
-    ]
-    return {path for path in paths if (ROOT / path).is_file()}
+def on_the_site(page: str) -> Callable[[str, str], bool]:
+    """Whether the page of the API shows the docstring of a file's name."""
+    names: list[tuple[str, str]] = []
+    for kind, dotted, options in re.findall(
+        r"auto(module|class|function):: dynamiccl\.([\w.]+)\n((?:   :.*\n)*)", page
+    ):
+        members = re.search(r":members:(.*)", options)
+        wanted = members[1].strip().replace(", ", "|") or "[a-z]\\w*" if members else None
+        place, _, last = dotted.rpartition(".")
+        if kind == "module":
+            names.append((f"{dotted.replace('.', '/')}.py", r"(?!_)\w*(\.[a-z]\w*)?"))
+        else:
+            names.append((place.replace(".", "/"), f"{last}(\\.({wanted}))?" if wanted else last))
+    return lambda file, name: any(
+        file.startswith(begin) and re.fullmatch(pattern, name) for begin, pattern in names
+    )
 
 
 def helps() -> dict[str, int]:
     """Words of ``--help``, by command."""
-    from dynamiccl.agent.cli import NAMES, run
+    sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+    from command import NAMES, invoke
 
-    found = {}
-    for name in ("", *NAMES):
-        out = io.StringIO()
-        with redirect_stdout(out), suppress(SystemExit):
-            run([*name.split(), "--help"])
-        found[f"dynamiccl {name}".strip()] = words(out.getvalue())
-    return found
+    return {
+        f"dynamiccl {name}".strip(): words(invoke([*name.split(), "--help"]).stdout) for name in ("", *NAMES)
+    }
 
 
 def table() -> dict[str, tuple[int, int]]:
@@ -87,10 +97,10 @@ def table() -> dict[str, tuple[int, int]]:
     texts = pages()
     of_site = shown(texts)
     rows = {name: (words(text), of_site.get(name, 0)) for name, text in texts.items() if name not in NOTES}
-    api = of_api(texts["docs/api.md"])
-    told = [(words(text), file in api) for file, text in docstrings()]
-    rows["docstrings on the page of the API"] = (sum(n for n, is_shown in told if is_shown), 0)
-    beyond = sum(max(0, n - SHORT) for n, is_shown in told if not is_shown)
+    is_shown = on_the_site(texts["docs/api.md"])
+    told = [(words(text), is_shown(file, name)) for file, name, text in docstrings()]
+    rows["docstrings on the page of the API"] = (sum(n for n, on_site in told if on_site), 0)
+    beyond = sum(max(0, n - SHORT) for n, on_site in told if not on_site)
     rows[f"other docstrings, beyond {SHORT} words each"] = (beyond, 0)
     helped = helps()
     return rows | {f"{name} --help": (n, 0) for name, n in helped.items()}

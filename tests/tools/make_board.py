@@ -88,8 +88,7 @@ def tables(envs=ROOT / "envs", check=0):
         for submission in found["submissions"]:
             if reason := board.judge(submission, check):
                 raise ValueError(f"{name}: {submission.get('entrant')}: {reason}")
-        told = f"{board.title}, {found['date']}, simulated:\n\n{board.markdown()}"
-        parts.append(f"{told}\nBy world; steps are median, p90:\n\n{board.by_world()}")
+        parts.append(f"{board.title}, {found['date']}, simulated:\n\n{board.markdown()}")
     return "\n".join(parts)
 
 

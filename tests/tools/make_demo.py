@@ -1,7 +1,7 @@
 """Puts a finished demo on record: ``make demo && python tests/tools/make_demo.py [RUN]``, by default of ``runs/demo``.
 
 Writes ``envs/results/demo.json``, and its figures, with those of the sweep on record
-(``tests/tools/make_oracle.py``), into the table of ``agent/README.md``.
+(``tests/tools/make_oracle.py``), into the table of ``docs/evidence.md``.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from dynamiccl.traces.header import new_header
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS, PAGE = ROOT / "envs" / "results", ROOT / "agent" / "README.md"
+RESULTS, PAGE = ROOT / "envs" / "results", ROOT / "docs" / "evidence.md"
 #: What a summary has of its own machine, and no record.
 _NOT = ("run", "run_id", "trace", "table", "report", "log", "memory", "tables", "comparisons", "refused")
 

@@ -102,9 +102,15 @@ def test_facts_that_are_missing_or_foreign_are_an_error(facts):
 
 
 def test_every_reason_is_documented_and_every_documented_one_exists():
-    rows = re.findall(r"^\| `([\w-]+)` \| (.*?) \| (.+?) \|$", PAGE, flags=re.M)
-    assert {name: words for name, words, _ in rows} == {one.code: one.value for one in EXPLAINED}
-    assert len(rows) == len(EXPLAINED) and all(len(cure) > 3 for *_, cure in rows)
+    """A code stands in one row with what to do, or among those that ask nothing. Its words stand in the code alone."""
+    codes = [
+        code for line in PAGE.splitlines() if "|" not in line for code in re.findall(r"`([\w-]+)`", line)
+    ]
+    rows = re.findall(r"^\| (`[^|]+`) \| (.+?) \|$", PAGE, flags=re.M)
+    codes += [code for names, _ in rows for code in re.findall(r"`([\w-]+)`", names)]
+    told = [code for code in codes if code != "text"]
+    assert sorted(told) == sorted(one.code for one in EXPLAINED)
+    assert len(rows) > 15 and all(len(cure) > 3 for _, cure in rows)
 
 
 def is_words(node):

@@ -22,7 +22,7 @@ SMALL = [*SMALL_MODEL, "--batch", "2", "--steps", "3"]
 def options_of_the_table() -> list[str]:
     """The cells of the column "command" that are options of the job; several of one cell run one after the other."""
     table = PAGE.read_text("utf-8").partition("| subject of the documents |")[2].partition("\n\n")[0]
-    cells = [line.split("|")[4].strip() for line in table.splitlines() if line.startswith("| ")]
+    cells = [line.split("|")[3].strip() for line in table.splitlines() if line.startswith("| ")]
     return [cell for cell in dict.fromkeys(cells) if cell.startswith("`--")]
 
 

@@ -78,7 +78,7 @@ def test_what_a_run_used_equals_the_formulas(both: Both) -> None:
 
 @pytest.mark.slow
 def test_bitwise_decides_all_gathers_alone_and_changes_no_bit(both: Both, tmp_path: Path) -> None:
-    """What docs/safety.md promises. The run without --bitwise decides reduce-scatters too."""
+    """What OPERATING.md promises. The run without --bitwise decides reduce-scatters too."""
     out = tmp_path / "out"
     tune(out, "--bitwise")
     assert decided(both.tuned) == {"all_gather", "reduce_scatter"}

@@ -34,19 +34,15 @@ def gpu_check(
     costs the compute beside it.
 
     \b
-    kernels     names and grids of NCCL's kernels by setting (torch.profiler)
-    sweep       dynamiccl sweep: times of calls by setting and size
-    race-*      dynamiccl tune on an FSDP2 job: at most 8, 16 or 32 channels
-                against NCCL untouched, and again with both held to 24
+    kernels     names and grids of NCCL's kernels by setting
+    sweep       times of calls by setting and size
+    race-*      dynamiccl tune on an FSDP2 job, against NCCL untouched
     contention  how much does a collective slow down a matrix product?
 
-    Every part is a command with a deadline; if one fails, the others run. What was measured stays if you stop it.
-    Where there is one GPU, two ranks share it, and it starts its own MPS. Without a GPU it runs on the emulated cluster
-    in under three minutes, and every figure says so. Exit status 1 if a part did not end well.
+    If a part fails, the others run, and the exit status is 1. Without a GPU it is emulated.
 
     \b
     dynamiccl lab gpu-check
-    dynamiccl lab gpu-check --races
     dynamiccl lab gpu-check envs/results/FOLDER envs/results/ANOTHER
     """
     if folders:

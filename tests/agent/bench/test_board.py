@@ -198,7 +198,7 @@ def test_a_submission_of_the_layout_before_is_read(suite: JobSuite, honest: dict
     del told["scores"]["quiet"], told["figures"]["steps_to_quiet"]
     board = Board(suite)
     assert board.judge(honest | told | {"format": 5, "decisions": text}, None) == ""
-    assert "coordinate-descent" in board.markdown() and board.by_world(("coordinate-descent",))
+    assert "coordinate-descent" in board.markdown()
 
 
 def test_all_rows_are_of_the_same_jobs_and_a_terminal_has_five_columns(suite: JobSuite) -> None:

@@ -19,7 +19,7 @@ def run(*words):
 
 @pytest.fixture
 def many(tmp_path, monkeypatch):
-    """A recording that is long enough for advice, as docs/your-job.md shows it."""
+    """A recording that is long enough for advice, as docs/start.md shows it."""
     calls = [("all_gather", 100), ("all_gather", 1200), ("reduce_scatter", 2400)]
     monkeypatch.setattr(made, "STEP", [(func, 32 << 20, at, 1000) for func, at in calls])
     monkeypatch.setattr(made, "STEP_US", 4000)

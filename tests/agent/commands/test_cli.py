@@ -112,7 +112,11 @@ def test_many_options_stand_in_groups():
         (["stop", "--all", "x"], "give either RUN, the results folder of one run, or --all"),
         (["top", "--every", "x"], "Invalid value for '--every': 'x' is not a valid float range"),
         (["stop", "--wait", "-1", "x"], "Invalid value for '--wait': -1.0 is not in the range x>=0"),
-        (["stop", "--wait", "nan", "x"], "Invalid value for '--wait': 'nan' is not a number"),
+        (["stop", "--wait", "nan", "x"], "Invalid value for '--wait': 'nan' is not a finite number"),
+        (
+            ["plan", "--params", "inf", "--ranks", "8"],
+            "Invalid value for '--params': 'inf' is not a finite number",
+        ),
         (["top", "--every", ""], "Invalid value for '--every': must not be empty: leave it out"),
         (["stop", ""], "Invalid value for '[RUN]': must not be empty: leave it out"),
         (["tune", "--out", "--once"], "Invalid value for '--out': needs a value, and --once is an option"),

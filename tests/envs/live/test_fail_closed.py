@@ -38,7 +38,7 @@ def test_each_event_has_one_row():
 
 
 def test_the_page_shows_the_table_that_decides():
-    told = (ROOT / "docs" / "safety.md").read_text(encoding="utf-8")
+    told = (ROOT / "OPERATING.md").read_text(encoding="utf-8")
     assert told.partition("<!-- events -->\n")[2].partition("\n<!-- /events -->")[0] == page()
 
 
