@@ -76,6 +76,8 @@ NOISE_LEAST = 3
 
 #: Steps of a turn, and of a turn of a job of which a part of a table's effect carries over into the next step.
 TURN_STEPS, CARRIED_TURN_STEPS = 1, 2
+#: Steps of a turn in a job whose steps are not alike, so that tables cannot change with each: a window is a long turn.
+LONG_TURN_STEPS = 8
 #: Standard errors by which that part has to be above 0.
 CARRIED_ERRORS = 3.0
 #: Fewest and most quads of a comparison between two checks. Each of them needs an agreement of all ranks. With fewer

@@ -70,6 +70,7 @@ class Measured:
     last_step: int = -1
     #: (k,) of a plan with turns, see PATTERN: 0 the current table ran, 1 the plan's, -1 the step counts for nobody.
     arms: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    turns: int = 0  # steps of a turn, as they ran; 0: the plan had none
     #: Steps since the window before, while the policy made up its mind. They count as the current table's; in a running
     #: job a trial may go on for some of them.
     between: int = 0

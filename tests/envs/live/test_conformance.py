@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.live import job as live
+from dynamiccl.envs.live.confirmed import decided
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.live_env import LiveEnv
 from dynamiccl.envs.nccl.shm import decode_table
@@ -98,6 +99,8 @@ class Told(live.Job):
     def window(self, decisions, n_steps, discard=1, *more):
         self.discarded = discard
         self.answers = self.recorded.window(decisions, n_steps, discard, *more), self.recorded.take_events()
+        if decided(decisions) != self.confirmed:  # a window is of what holds
+            self.confirm(decisions)
         return super().window(decisions, n_steps, discard, *more)
 
     def poll(self):
