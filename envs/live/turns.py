@@ -35,9 +35,10 @@ UNSEEN_S = 30.0
 MOST_FAILED = 2
 #: Steps that are waited for after one of them, as an evaluation may have been in the way: four alike are a rhythm.
 ALIKE_STEPS = 5
-#: A long turn is so many steps longer than what counts of it: a table changes within a step, and the next one still has
-#: collectives of the table before. Doubled after a lease in which a turn came out too short, up to the second.
-SPARE_STEPS, MOST_SPARE_STEPS = 2, 16
+#: A long turn is so many steps longer than what counts of it: a table changes within a step, the next one still has
+#: collectives of the table before, and communicators without rank 0 may change in the one before or after. Doubled
+#: after a lease in which a turn came out too short, up to the second.
+SPARE_STEPS, MOST_SPARE_STEPS = 3, 16
 #: So many steps of a trial in a row that look like pauses of the job's are the table's doing.
 MOST_PAUSED = 2
 CURRENT, TRIAL, NOBODY = 0, 1, -1
@@ -173,13 +174,19 @@ class Lease:
         return [*range(n_steps // quad * quad)]
 
     def _long_quad(self) -> list[int]:
-        """The last steps of each turn that count; none if a turn has too few. Its two middle turns are one table's."""
+        """The middle of the steps of each turn that count; none if it has too few. Its two middle turns are one."""
         count = [at for at, arm in enumerate(self.arms) if arm != NOBODY]
         runs = [[*run] for _, run in itertools.groupby(count, lambda at: self.arms[at])]
         wanted = [self.turn_steps, 2 * self.turn_steps, self.turn_steps]
-        if len(runs) != len(wanted) or any(len(run) < n for run, n in zip(runs, wanted, strict=True)):
+        if len(runs) != len(wanted):
             return []
-        return [at for run, n in zip(runs, wanted, strict=True) for at in run[-n:]]
+        kept: list[int] = []
+        for run, n in zip(runs, wanted, strict=True):
+            if len(run) < n:
+                return []
+            begin = (len(run) - n + 1) // 2
+            kept += run[begin : begin + n]
+        return kept
 
 
 def lease_steps(remaining: int, waited: int, quad: int) -> int:

@@ -189,22 +189,22 @@ def test_a_job_without_a_rhythm_goes_on_in_long_turns(job_of, n_steps, quads):
     assert turns.arms.tolist() == np.concatenate([quad[1], quad[0]][:quads]).tolist()
     assert set(turns.durations_ms[turns.arms == TRIAL]) == {8.0}
     assert set(turns.durations_ms[turns.arms == CURRENT]) == {10.0}
-    assert long_leases(ring) == [(40, 10, 1), (40, 10, 0)][:quads]
-    assert (turns.others, turns.others_ms) == (8 * quads, pytest.approx(80.0 * quads, abs=8 * quads))
+    assert long_leases(ring) == [(44, 11, 1), (44, 11, 0)][:quads]
+    assert (turns.others, turns.others_ms) == (12 * quads, pytest.approx(108.0 * quads, abs=12 * quads))
 
 
 def test_long_turns_that_are_asked_for_are_not_looked_for_in_steps_first(job_of):
     job, ring = job_of(refuses=10**9)
     turns = job.alternate(TABLE, 32, LONG_TURN_STEPS, discard=32)
     assert len(turns.steps) == 32 and len(long_leases(ring)) == 2
-    assert all(table.turn_steps in (0, 10) for table in ring.tables)
+    assert all(table.turn_steps in (0, 11) for table in ring.tables)
 
 
 def test_after_long_turns_with_too_few_steps_they_are_longer(job_of):
     """The job's steps have more calls than they had."""
-    job, ring = job_of(refuses=10**9, short=[4, 4])
+    job, ring = job_of(refuses=10**9, short=[4, 7])
     turns = job.alternate(TABLE, 32)
-    assert [turn_steps for _, turn_steps, _ in long_leases(ring)] == [10, 12, 16] and len(turns.steps) == 32
+    assert [turn_steps for _, turn_steps, _ in long_leases(ring)] == [11, 14, 20] and len(turns.steps) == 32
     assert turns.others > 60, "what the others took is billed"
 
 
@@ -213,7 +213,7 @@ def test_a_trial_step_that_is_too_slow_ends_long_turns(job_of):
     job, _ = job_of(refuses=10**9)
     turns = job.alternate(TABLE, 32, give_up_ms=7.0)
     counted = turns.arms[turns.arms != NOBODY]
-    assert counted.tolist() == [CURRENT] * 9 + [TRIAL] * 2 and turns.durations_ms[-1] == 8.0
+    assert counted.tolist() == [CURRENT] * 10 + [TRIAL] * 2 and turns.durations_ms[-1] == 8.0
 
 
 @pytest.mark.parametrize("in_turns", [False, True])
