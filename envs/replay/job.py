@@ -120,7 +120,10 @@ class RecordedJob:
         self._is_default = False
         self._last = steps[discard:]
         counted = slice(discard, end)
-        return Turns((self.generation,), steps[counted], ms[counted], arms[counted])
+        others_ms = float(ms[:discard].sum())
+        return Turns(
+            (self.generation,), steps[counted], ms[counted], arms[counted], turn_steps, discard, others_ms
+        )
 
     def poll(self) -> None:
         """Nothing goes by between two windows."""

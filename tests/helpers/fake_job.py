@@ -107,7 +107,7 @@ class FakeJob:
         discard: int = 0,
         give_up_ms: float = float("inf"),
     ) -> Turns:
-        """Every job takes turns; two steps wait for the lease."""
+        """Two steps wait for the turns."""
         chosen = {s: d for s, d in decisions.items() if not d.is_auto}
         generation = self.publish(chosen, 100)
         self.last_step += discard + 2
@@ -116,13 +116,16 @@ class FakeJob:
             self.last_step += 1
             if self.last_step > self.steps:
                 raise JobEnded(RunEnds.JOB_STATUS(status=0))
-            self.in_force = chosen if arm else dict(self.confirmed)
             steps.append(self.last_step)
-            times.append(self.step_ms(self.in_force) * (1 + self.noise * self.rng.standard_normal()))
+            took = self.step_ms(chosen if arm else self.confirmed)
+            times.append(took * (1 + self.noise * self.rng.standard_normal()))
             if arm and times[-1] > give_up_ms:
                 break
-        self.in_force = dict(self.confirmed)
-        return Turns((generation,), np.array(steps), np.array(times), arms[: len(steps)])
+        arms = arms[: len(steps)]
+        if not chosen:
+            self._note(np.array(steps)[arms == 1].tolist())
+        self.confirm(self.confirmed)
+        return Turns((generation,), np.array(steps), np.array(times), arms, turn_steps)
 
     def poll(self):
         """Nothing goes by between two windows."""

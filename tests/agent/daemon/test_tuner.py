@@ -13,10 +13,8 @@ from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import DEFAULT, make_chooser
 from dynamiccl.agent.report.verdict import outcome as outcome_text
 from dynamiccl.agent.report.verdict import verdict
-from dynamiccl.envs.live.turns import Turns
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.search.config import SearchConfig
-from dynamiccl.envs.search.interfaces import arms_of
 from dynamiccl.traces.reasons import Happened, RowRefused, RunEnds
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
@@ -253,20 +251,10 @@ class AlternatingJob(FakeJob):
     def _ms(self, decisions):
         return truth(decisions) * (1 if self.last_step < 12 else self.pace)
 
-    def alternate(self, decisions, n_steps, turn_steps=1, discard=0, give_up_ms=float("inf")):
-        generation = self.publish(decisions, 100)
-        self.last_step += discard + 2  # two steps wait for the lease
-        steps, times, arms = [], [], arms_of(n_steps, turn_steps)
-        for arm in arms:
-            self.last_step += 1
-            now = self._ms(decisions if arm else self.confirmed)
-            self.cost_ms += now - self._ms(self.confirmed)
-            steps.append(self.last_step)
-            times.append(now * (1 + self.noise * self.rng.standard_normal()))
-            if arm and times[-1] > give_up_ms:
-                break
-        self.confirm(self.confirmed)
-        return Turns((generation,), np.array(steps), np.array(times), arms[: len(steps)])
+    def alternate(self, decisions, *more):
+        turns = super().alternate(decisions, *more)
+        self.cost_ms += (turns.arms == 1).sum() * (self._ms(decisions) - self._ms(self.confirmed))
+        return turns
 
 
 def alternating(pace):

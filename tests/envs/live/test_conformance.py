@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.live import job as live
+from dynamiccl.envs.live.confirmed import decided
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.live_env import LiveEnv
 from dynamiccl.envs.nccl.shm import decode_table
@@ -84,7 +85,7 @@ class Told(live.Job):
     """``live.Job`` over ranks that answer from the recording: steps under the table before until all have switched,
     then those of the window, with their collectives."""
 
-    tries_few = takes_turns = False
+    tries_few = False
 
     def __init__(self, folder, trace, recorded, seed, monkeypatch):
         self.ranks_here = [Rank(0, known_of(trace)), Rank(1, np.zeros(0, COLL_DTYPE))]
@@ -98,6 +99,8 @@ class Told(live.Job):
     def window(self, decisions, n_steps, discard=1, *more):
         self.discarded = discard
         self.answers = self.recorded.window(decisions, n_steps, discard, *more), self.recorded.take_events()
+        if decided(decisions) != self.confirmed:  # a window is of what holds
+            self.confirm(decisions)
         return super().window(decisions, n_steps, discard, *more)
 
     def poll(self):
@@ -215,8 +218,6 @@ class Jobs:
 
 
 class Simulated(SimWindows):
-    takes_turns = False  # nor does a recorded job
-
     def measure(self, rows, plans):
         self.jobs.plan = plans[0]
         return super().measure(rows, plans)
