@@ -129,3 +129,11 @@ def test_longer_turns_make_looks_rarer_and_they_begin_anew():
     scheduled = Comparison(np.array([18]), np.array([0]), SequentialTest(0.001, WATCH_ALPHA))
     watch.lengthen(scheduled, 8 * VISIT)
     assert watch.scheduled is scheduled and watch.schedule.usual == 8 * usual and watch.price > price
+
+
+def test_visits_to_the_default_that_the_table_survives_have_a_price_at_any_number():
+    """Before: "int too large to convert to float" at the 1,024th, and the tuner ended."""
+    watch = begun()
+    for _ in range(2_000):
+        watch._survives()
+    assert 0 < watch.price < np.inf
