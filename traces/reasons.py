@@ -331,14 +331,6 @@ class Happened(Reason):
         "{table} not decided: {speedup:changed} than {against} ({low:.1f} to {high:.1f}: {count} {unit})"
     )
     NOT_COMPARED = "{table} against {against}: no pair of windows"
-    WINDOW_GOES_ON = "the window goes on: {why}"
-    WINDOW_AGAIN = "the window is measured again: {why}"
-    TABLE_ENDED = "its table has ended"
-    TRIAL_ENDED = "its trial has ended"
-    TRIAL_REFUSED = "the ranks refuse it"
-    STEPS_DIFFER = "its steps differ"
-    LONG_STEP = "a step took {seconds:.1f} s"
-    JOB_PAUSED = "the job paused"
     TRIALS_LEFT = (
         "trials: up to {count} times {steps} steps under another table; with tune --once there are none"
     )

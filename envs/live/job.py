@@ -10,7 +10,7 @@ import math
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,15 +21,26 @@ from ...traces.assemble import EVENT_COLUMNS, WAIT_COLUMNS, empty, joined
 from ...traces.reasons import Happened, NotAgreeing, NotTuning, Why
 from ...traces.records import Decision, Decisions, Slot, Table
 from ..nccl.shm import RunFolder
+from ..search.config import LONG_TURN_STEPS
 from ..search.interfaces import QUAD
 from .confirmed import decided, without_fatal
 from .confirmed import note_confirmed as note_confirmed
 from .confirmed import read_confirmed as read_confirmed
 from .job_ends import JobEnded
 from .obedience import Disobeyed
-from .pauses import Attempt, Cut, LastRound, Rhythm
+from .pauses import Rhythm
 from .reader import Reader, log
-from .turns import ALIKE_STEPS, MOST_FAILED, Lease, Turns, lease_steps, together
+from .turns import (
+    ALIKE_STEPS,
+    MOST_FAILED,
+    MOST_SPARE_STEPS,
+    ODD_STEPS,
+    SPARE_STEPS,
+    Lease,
+    Turns,
+    lease_steps,
+    together,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,8 +54,6 @@ TAKE_S = 2.0  # how often records become tables: pandas is too slow for every po
 DISCARD = 1
 #: Steps from publishing a table to the first one under it: the poll, and the two steps that the ranks keep ahead.
 SWITCH_STEPS = 3
-#: A trial ends by itself after twice the steps of its window and so many more: the next table is late at times.
-SPARE_STEPS = 20
 #: Rows of events that are kept for :meth:`Job.take_events` when nobody takes them.
 MOST_EVENTS = 400_000
 #: Newest waits that are kept.
@@ -70,11 +79,10 @@ class Job(Reader):
     """One training job with our plugin and probe in it.
 
     ``writer``, where given, gets every event, step and table. ``on_state`` hears what is waited for. A table is
-    published *confirmed* or as a *trial*, which ends by itself some steps after its window would.
+    published *confirmed* or as a *trial*, which ends by itself.
     """
 
     tries_few = True  # it can run a table at few calls, and tell their times
-    takes_turns = True  # two tables can take turns by its steps
 
     def __init__(
         self,
@@ -215,80 +223,55 @@ class Job(Reader):
         give_up_ms: float = math.inf,
         one_of: int = 0,
     ) -> Window:
-        """Run ``n_steps`` counted steps under ``decisions`` and return them; ``one_of``: see :class:`Table`.
+        """Wait for ``n_steps`` counted steps under ``decisions``, which hold already, and return them; with ``one_of``
+        they are to hold at one call of so many, see :class:`Table`. Ends early with a step above ``give_up_ms``.
 
-        Ends early once a counted step took longer than ``give_up_ms``. After a pause the window begins anew; of a job
-        that pauses under the confirmed table too (rollouts) it goes on. Where ``decisions`` alone make it pause, that
-        is the result. Raises JobEnded.
+        Pauses of the job's do not count. Raises JobEnded; ValueError where a table that does not hold is to hold
+        throughout: it takes turns, see :meth:`alternate`.
         """
         chosen = decided(decisions)
-        counted: dict[int, float] = {}  # duration in ms by step
-        pauses = barren = 0  # in this window, and how many of them in a row without a counted step between
-        while True:
-            before = len(counted)
-            cut = self._attempt(chosen, n_steps, discard, give_up_ms, one_of, counted)
-            generation = self.generation
-            if cut is None:
-                return self._whole(chosen, counted, give_up_ms)
-            is_pause = cut.took_ms > 0
-            pauses += is_pause
-            is_barren = is_pause and len(counted) == before
-            barren = (barren + 1) * is_barren
-            if chosen == self.confirmed:
-                self.rhythm.pauses += is_pause
-            elif chosen and is_pause and pauses >= 2:
-                self._look_for_pauses(n_steps, discard)
-                if barren >= 2 or not self.rhythm.has_pauses:
-                    self.publish(self.confirmed)
-                    return Window(generation, np.array([cut.step]), np.array([cut.took_ms]))
-            if chosen and not self.rhythm.has_pauses:
-                counted.clear()
-            self._say_again(counted, cut)
+        if one_of:
+            return self._at_few_calls(chosen, n_steps, discard, give_up_ms, one_of)
+        if chosen != self.confirmed:
+            raise ValueError("this table does not hold: it is measured in turns with the one that does")
+        lease = self._holds(n_steps, discard, give_up_ms)
+        return replace(_window([lease]), disobeyed=self._disobeyed(lease))
 
-    def _whole(self, chosen: Decisions, counted: dict[int, float], give_up_ms: float) -> Window:
-        """The window of steps that were counted. One that a too slow step has ended ends its table as well: who asked
-        for it may think for long before the next window."""
-        generation = self.generation
-        disobeyed = self.obedience.verdict(generation, self.assembler.comms)
-        durations_ms = np.array([*counted.values()])
-        if chosen != self.confirmed and durations_ms[-1] > give_up_ms:
+    def _holds(
+        self, n_steps: int, discard: int = 0, give_up_ms: float = math.inf, until_steady: int = -1
+    ) -> Lease:
+        """So many steps under the confirmed table; none once rank 0 says that the turns of that generation were alike.
+        Raises JobEnded."""
+        if self._to_stay != self.confirmed:  # else it is in force already, and to stay
             self.publish(self.confirmed)
-        return Window(generation, np.array([*counted]), durations_ms, disobeyed)
+        lease = Lease(self.generation, n_steps, self.rhythm, discard)
+        self._run(lease, give_up_ms, until_steady)
+        return lease
 
-    def _say_again(self, counted: dict[int, float], cut: Cut) -> None:
-        """What becomes of a window that was cut short."""
-        happened = Happened.WINDOW_GOES_ON if counted else Happened.WINDOW_AGAIN
-        self._say(happened(why=cut.why))
+    def _at_few_calls(
+        self, chosen: Decisions, n_steps: int, discard: int, give_up_ms: float, one_of: int
+    ) -> Window:
+        leases: list[Lease] = []
+        wanted = n_steps
+        while wanted > 0:
+            self.publish(chosen, 2 * (wanted + discard), one_of)
+            lease = Lease(self.generation, wanted, self.rhythm, discard, is_trial=True)
+            self._run(lease, give_up_ms)
+            leases.append(lease)
+            if lease.is_fatal:
+                rows, rest = without_fatal(self.run.path, chosen, self.confirmed)
+                window = self._at_few_calls(rest, n_steps, discard, give_up_ms, one_of)
+                return replace(window, disobeyed=(*rows, *window.disobeyed))
+            wanted -= len(lease.kept)
+            if lease.is_given_up:  # who asked for it may think for long before the next table
+                self.publish(self.confirmed)
+                break
+            if not lease.seen:
+                self._holds(ALIKE_STEPS)
+        return replace(_window(leases), disobeyed=self._disobeyed(leases[-1]))
 
-    def _look_for_pauses(self, n_steps: int, discard: int) -> None:
-        """Whether the job pauses under the confirmed table too. Raises JobEnded."""
-        before = self.rhythm.pauses
-        if not self.rhythm.has_pauses:
-            self.window(self.confirmed, n_steps, discard)
-            self.rhythm.pauses += self.rhythm.pauses > before
-
-    def _attempt(
-        self,
-        chosen: Decisions,
-        n_steps: int,
-        discard: int,
-        give_up_ms: float,
-        one_of: int,
-        counted: dict[int, float],
-    ) -> Cut | None:
-        """Add to ``counted`` until it is whole, or what cuts that short. Raises JobEnded."""
-        trial = chosen != self.confirmed
-        if trial or chosen != self._to_stay:  # else it is in force already, and to stay
-            self.publish(chosen, 2 * (n_steps + discard) + SPARE_STEPS if trial else 0, one_of)
-        is_few = trial and one_of > 0
-        attempt = Attempt(self.generation, trial, n_steps, discard, counted, self.rhythm, is_few)
-        cut = self._run(attempt, give_up_ms)
-        if cut is None or not cut.is_fatal:
-            return cut
-        rows, rest = without_fatal(self.run.path, chosen, self.confirmed)
-        cut = self._attempt(rest, n_steps, discard, give_up_ms, one_of, counted)
-        self.obedience.leave_out(self.generation, rows)
-        return cut
+    def _disobeyed(self, lease: Lease) -> tuple[Disobeyed, ...]:
+        return self.obedience.verdict(lease.generation, self.assembler.comms)
 
     def alternate(
         self,
@@ -297,48 +280,61 @@ class Job(Reader):
         turn_steps: int = 1,
         discard: int = 0,
         give_up_ms: float = math.inf,
-    ) -> Turns | None:
+    ) -> Turns:
         """Let ``decisions`` and the confirmed table take turns of ``turn_steps`` steps, and return ``n_steps`` of them.
 
         Both numbers of steps are whole quads of turns; the first ``discard`` do not count. Ends early once a step of
-        ``decisions`` took longer than ``give_up_ms``. Afterwards the confirmed table is in force. None where the job's
-        steps are not alike: measure it in windows. Raises JobEnded.
+        ``decisions`` took longer than ``give_up_ms``. Afterwards the confirmed table is in force. Where the job's steps
+        are not alike the turns are LONG_TURN_STEPS long: as many quads of these as there is room for, at least one.
+        Raises JobEnded.
         """
         chosen = decided(decisions)
-        for _ in range(MOST_FAILED):
-            leases = self._leases(chosen, n_steps, turn_steps, discard, give_up_ms)
-            if leases[-1].is_fatal:
+        failed: list[Lease] = []
+        tries, spare = 0, SPARE_STEPS
+        while True:
+            leases = self._leases(chosen, n_steps, turn_steps, discard, give_up_ms, spare)
+            last = leases[-1]
+            if last.is_fatal:
                 rows, rest = without_fatal(self.run.path, chosen, self.confirmed)
                 turns = self.alternate(rest, n_steps, turn_steps, discard, give_up_ms)
-                return replace(turns, disobeyed=(*rows, *turns.disobeyed)) if turns else None
-            self._end_turns(leases[-1])
-            turns = together(leases, self.heard.steady, discard, n_steps)
+                return replace(turns, disobeyed=(*rows, *turns.disobeyed))
+            self._end_turns(last)
+            turns = together(leases, self.heard.steady, discard, n_steps, failed)
             if turns.has_both:
-                disobeyed = self.obedience.verdict(turns.generation, self.assembler.comms)
-                return replace(turns, disobeyed=disobeyed)
-        return None
+                return replace(turns, disobeyed=self._disobeyed(last))
+            failed += leases
+            if last.is_long:
+                spare = min(2 * spare, MOST_SPARE_STEPS)
+                continue
+            tries += 1
+            if tries >= MOST_FAILED:
+                turn_steps = LONG_TURN_STEPS
+                quad = QUAD * turn_steps
+                n_steps, discard = quad * max(n_steps // quad, 1), quad * (discard // quad)
 
     def _leases(
-        self, chosen: Decisions, n_steps: int, turn_steps: int, discard: int, give_up_ms: float
+        self, chosen: Decisions, n_steps: int, turn_steps: int, discard: int, give_up_ms: float, spare: int
     ) -> list[Lease]:
-        """Leases until all steps were seen, or one comes to nothing: the steps were not alike."""
+        """Leases until all steps were seen, or one comes to nothing: the steps were not alike. ``spare``: steps by
+        which long turns are longer, of which a lease has one quad."""
         quad = QUAD * turn_steps
+        is_long = turn_steps >= LONG_TURN_STEPS
         leases: list[Lease] = []
         wanted, waited = n_steps + discard, 0
         while wanted > 0:
-            steps = lease_steps(wanted, waited, quad)
+            lasts = turn_steps + spare * is_long
+            steps = QUAD * lasts if is_long else lease_steps(wanted, waited, quad)
             swap = 1 - len(leases) % 2
             left_out = max(wanted - n_steps, 0)
-            generation = self.publish(chosen, steps, 2, turn_steps, swap)
-            lease = Lease(generation, steps, quad, self.rhythm, left_out)
-            if cut := self._run(lease, give_up_ms):
-                lease.is_fatal = cut.is_fatal
-                # The normal course of a job that evaluates now and then: for the log, no alarm on a terminal.
-                log.debug("the alternating steps are measured again: %s", cut.why)
-            lease.is_given_up = lease.newest_ms > give_up_ms
+            if is_long and left_out:
+                left_out = 2 * steps
+            generation = self.publish(chosen, steps, 2, lasts, swap)
+            lease = Lease(generation, steps, self.rhythm, left_out, is_trial=True, turn_steps=turn_steps)
+            self._run(lease, give_up_ms)
             leases.append(lease)
-            wanted, waited = wanted - lease.n_kept, lease.waited
-            if lease.is_given_up or not lease.n_kept:
+            n_kept = len(lease.kept)
+            wanted, waited = wanted - n_kept, lease.waited
+            if lease.is_given_up or not n_kept:
                 break
         return leases
 
@@ -346,53 +342,53 @@ class Job(Reader):
         """The confirmed table alone is in force again. By itself, where all turns went by and rank 0 knows of each
         communicator in them. Else after a round, whose votes say whether the last turns were alike; where they ended
         early, after enough steps for a new rhythm."""
-        lease, steady = last.generation, self.heard.steady
-        if last.is_whole and lease in steady:
-            return
-        self.publish(self.confirmed)
-        is_early = not (last.is_whole or last.is_given_up)
-        n_steps = 1
+        is_early = not (last.is_given_up or (last.seen and last.is_whole and last.odd < ODD_STEPS))
         if is_early:
-            n_steps, steady = ALIKE_STEPS, set()
-        attempt = LastRound(self.generation, False, n_steps, 0, {}, self.rhythm, lease=lease, steady=steady)
-        self._run(attempt, math.inf)
+            self._holds(ALIKE_STEPS)
+        elif last.is_given_up or last.generation not in self.heard.steady:
+            self._holds(1, until_steady=last.generation)
 
-    def _run(self, attempt: Attempt | Lease, give_up_ms: float) -> Cut | None:
-        """Give an attempt all steps until it is whole; what cuts that short. Raises JobEnded."""
+    def _run(self, lease: Lease, give_up_ms: float = math.inf, until_steady: int = -1) -> None:
+        """Give a lease all steps until it is whole, or refused. Raises JobEnded."""
         began = last = time.monotonic()
-        while not attempt.is_whole:
+        while not (lease.is_whole or until_steady in self.heard.steady):
             alive = self.is_alive()
             self.poll()
             self.check()
             for step in itertools.chain.from_iterable(self.new_steps()):
                 last = time.monotonic()
-                if (cut := attempt.add(step, last - began)) is not None:
-                    return cut
-                if attempt.newest_ms > give_up_ms:  # however many steps a poll brings, this one is the last
+                lease.add(step, last - began)
+                if lease.newest_ms > give_up_ms:  # however many steps a poll brings, this one is the last
+                    lease.is_given_up = True
                     break
-            if attempt.newest_ms > give_up_ms or attempt.is_whole:
+            if lease.is_given_up or lease.is_whole:
                 break
             if not alive:
                 raise JobEnded(self.ended())
-            if self.heard.refused == attempt.generation:
-                why = self.heard.why or Happened.TRIAL_REFUSED()
-                return Cut(why, is_fatal=why.reason is NotAgreeing.FATAL_TRIAL)
-            if (cut := self._wait(attempt, began, last)) is not None:
-                return cut
+            if self.heard.refused == lease.generation:
+                self._refused(lease)
+                break
+            self._wait(lease, began, last)
             time.sleep(POLL_S * (5 if self.thin else 1))
         self._told = None
-        return None
 
-    def _wait(self, attempt: Attempt | Lease, began: float, last: float) -> Cut | None:
+    def _refused(self, lease: Lease) -> None:
+        """Rank 0 has refused the trial of a lease."""
+        why = self.heard.why
+        lease.is_fatal = why is not None and why.reason is NotAgreeing.FATAL_TRIAL
+        # The normal course of a job that evaluates now and then: for the log, no alarm on a terminal.
+        log.debug("a trial is refused: %s", why)
+
+    def _wait(self, lease: Lease, began: float, last: float) -> None:
         """No step has come since ``last``: say what is waited for; in a pause wait, however long, until one comes. Say
         it also if steps come, but none under the table that was published when it ``began``."""
         now = time.monotonic()
         silent_s = now - last
         is_told = bool(self.no_switch()) and now - began > 2
-        if not attempt.seen and (silent_s > 2 or is_told or self.losing()):
+        if not lease.seen and (silent_s > 2 or is_told or self.losing()):
             self._say(Happened.WAITING(why=self.waits_for()))
         if silent_s <= self.rhythm.silence_s:
-            return None
+            return
         self._say(NotTuning.PAUSED(seconds=silent_s))
         while not self._fresh:
             alive = self.is_alive()
@@ -401,10 +397,18 @@ class Job(Reader):
             if not alive and not self._fresh:
                 raise JobEnded(self.ended())
             time.sleep(POLL_S * 5)
-        took_ms = 1e3 * (time.monotonic() - last) if attempt.seen else 0.0  # else not this table's doing
-        return Cut(Happened.JOB_PAUSED(), self.last_step, took_ms)
 
     def _say(self, what: Why) -> None:
         if what != self._told:
             self._told = what
             self.on_state(what)
+
+
+def _window(leases: Sequence[Lease]) -> Window:
+    """The steps that count of leases under one table."""
+    steps, durations_ms = list[int](), list[float]()
+    for lease in leases:
+        kept = lease.kept
+        steps += [lease.steps[at] for at in kept]
+        durations_ms += [lease.durations_ms[at] for at in kept]
+    return Window(leases[-1].generation, np.array(steps), np.array(durations_ms))

@@ -146,7 +146,6 @@ class Obedience:
         """Keeps the last ``generations`` tables; of each ``enough`` collectives are looked at."""
         self.generations, self.enough = generations, enough
         self._tables: dict[int, tuple[Table, list[Array]]] = {}
-        self._left_out: dict[int, tuple[Disobeyed, ...]] = {}  # rows that a table was published without
 
     def expect(self, table: Table) -> None:
         """A table was published."""
@@ -154,11 +153,6 @@ class Obedience:
             self._tables[table.generation] = (table, [])
             while len(self._tables) > self.generations:
                 del self._tables[next(iter(self._tables))]
-
-    def leave_out(self, generation: int, rows: tuple[Disobeyed, ...]) -> None:
-        """A table was published without these rows; it may lack others already."""
-        before = self._left_out.get(generation, ())
-        self._left_out[generation] = rows + before
 
     def add(self, rows: Array) -> None:
         """Take in COLL records, shape (n,)."""
@@ -172,14 +166,13 @@ class Obedience:
     def verdict(self, generation: int, comms: Mapping[int, Communicator]) -> tuple[Disobeyed, ...]:
         """The rows of that table that were not followed, as far as collectives that they bear on were seen."""
         table, seen = self._tables.get(generation, (Table(), []))
-        left_out = self._left_out.get(generation, ())
         if not seen:
-            return left_out
+            return ()
         rows = np.concatenate(seen)
         unknown = Communicator(0, 0, 0, "")
         of_rows = [comms.get(int(i), unknown) for i in rows["comm_id"]]
         shape = np.array([(c.n_ranks, c.n_nodes) for c in of_rows])
-        found = list(left_out)
+        found = list[Disobeyed]()
         for rule in table.rules:
             item = _judge(rule, rows, shape)
             if item is not None:

@@ -5,9 +5,10 @@ Works on :class:`live.Job` and on whatever stands in for it (a recorded job).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -20,14 +21,14 @@ from ...traces.reasons import NotTuning, Why
 from ...traces.records import TUNED_FUNCS, Decision, Slot
 from ..nccl.untouched import Untouched
 from ..nccl_model.arms import distinct
-from ..search.interfaces import PROFILE, UNTIMED, Measured, Plan, warm_up_families
+from ..search.interfaces import PROFILE, QUAD, UNTIMED, Measured, Plan, warm_up_families
 from ..search.interfaces import Job as TunedJob
 from .gpu_memory import take_out
 from .job import Window
 from .job_ends import NothingToTune, OtherJob
 from .obedience import Disobeyed
 from .registered import Guard
-from .turns import Turns
+from .turns import TRIAL, Turns
 from .untouched import fault
 
 Array = np.ndarray[Any, Any]
@@ -71,7 +72,7 @@ class LiveWindows:
         before = job.last_step
         none = np.zeros(0, np.int64)  # no slot is known
         plan = Plan(PROFILE, none, self.profile_steps, skip)
-        window = job.window({}, plan.n_steps, skip)
+        window = self._default_steps(plan)
         found = self._find(window)
         self.profiles = []
         confirmed = getattr(job, "confirmed", {})
@@ -90,6 +91,16 @@ class LiveWindows:
         all_obeyed = np.ones(n_slots, bool)
         measured = self._measured(plan, window, before, told.call_us, all_obeyed)
         return told, measured
+
+    def _default_steps(self, plan: Plan) -> Window:
+        """Steps under NCCL's default: where a table holds, the default takes turns with it."""
+        job = self.job
+        if not getattr(job, "confirmed", {}):
+            return cast(Window, job.window({}, plan.n_steps, plan.discard))
+        quads = math.ceil(2 * plan.n_steps / QUAD)  # half of their steps are the default's
+        turns = job.alternate({}, QUAD * quads, 1, QUAD)
+        is_default = turns.arms == TRIAL
+        return Window(turns.generation, turns.steps[is_default], turns.durations_ms[is_default])
 
     def _find(self, window: Window) -> list[SlotProfile]:
         """The slots that a table may touch, however small; why it may not touch others."""
@@ -116,7 +127,6 @@ class LiveWindows:
         prints = [p.fingerprint for p in found]
         own_pairs = np.array([int(one.own_pair[0]) for one in prints])
         tries_few = getattr(self.job, "tries_few", False)
-        takes_turns = getattr(self.job, "takes_turns", False)
         is_timed = [p.timed_by != "NCCL's price" for p in found]
         call_us = [p.call_us for p in found]
         calls = np.array([p.calls * tries_few for p in found])
@@ -129,7 +139,6 @@ class LiveWindows:
             share=np.array([p.share for p in found]),
             call_us=np.where(is_timed, call_us, np.nan),
             calls=calls,
-            takes_turns=takes_turns,
             families=warm_up_families(own_pairs),
         )
 
@@ -172,10 +181,12 @@ class LiveWindows:
         before = job.last_step
         between = max(before - self._last_step, 0)
         decisions = self.decisions(plan.configs)
-        measured = self._in_turns(plan, decisions) if plan.turns else None
-        if measured is None:
-            plan = plan.as_window
-            measured = job.window(decisions, plan.n_steps, plan.discard, plan.limit_ms, plan.one_of)
+        more = plan.discard, plan.limit_ms
+        measured: Window | Turns
+        if plan.turns:
+            measured = job.alternate(decisions, plan.n_steps, plan.turns, *more)
+        else:
+            measured = job.window(decisions, plan.n_steps, *more, plan.one_of)
         events = pd.DataFrame()
         if is_timed:
             events = self._events(measured, is_few)
@@ -186,14 +197,8 @@ class LiveWindows:
         obeyed = self._obeyed(measured)
         self.on_window(plan, measured)
         found = self._measured(plan, measured, before, call_us, obeyed)
-        return replace(found, between=between)
-
-    def _in_turns(self, plan: Plan, decisions: dict[Slot, Decision]) -> Turns | None:
-        """The plan's configs and the current table in turns; None where the job cannot take turns now."""
-        found: Turns | None = self.job.alternate(
-            decisions, plan.n_steps, plan.turns, plan.discard, plan.limit_ms
-        )
-        return found
+        turns = measured.turn_steps if isinstance(measured, Turns) else 0
+        return replace(found, between=between, turns=turns)
 
     def confirm(self, configs: Array) -> None:
         """See ``windows.Windows``."""
@@ -207,12 +212,13 @@ class LiveWindows:
         counted = len(durations_ms)
         passed = self.job.last_step - before
         billed = max(passed, counted)
-        waited = 0  # until the table was in force
-        if self._before_ms:
-            waited = max(billed - counted - plan.discard, 0)
-        discarded = billed - counted - waited
-        billed_ms = float(durations_ms.sum()) + discarded * step_ms
-        billed_ms += waited * self._before_ms
+        known_ms = float(durations_ms.sum())
+        discarded = min(plan.discard, billed - counted)
+        discarded_ms = discarded * step_ms
+        if isinstance(window, Turns):  # what its leases have seen beside the steps that it tells
+            discarded, discarded_ms = window.others, window.others_ms
+        waited = max(billed - counted - discarded, 0)  # until the table was in force
+        billed_ms = known_ms + discarded_ms + waited * (self._before_ms or step_ms)
         # Steps that wait for the next table run what ran last: after turns that is the current table.
         self._before_ms = step_ms
         if isinstance(window, Turns):

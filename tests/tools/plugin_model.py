@@ -40,6 +40,11 @@ class Change(NamedTuple):
         return self.span.since <= count < self.span.until
 
 
+def is_by_calls(span: Span) -> bool:
+    """Whether a turn is one collective, picked out of so many."""
+    return span.length == 1 and not span.a_step
+
+
 def due_turn(span: Span, block: int) -> int:
     """The turn of a block that is the trial's: of two A B B A, of more not always the same one."""
     if span.one_of == 2:
@@ -53,7 +58,7 @@ def is_due(span: Span, count: int, looked_at: int) -> bool:
         return True
     turn = (count - span.since) // span.length
     block = turn // span.one_of
-    earliest = turn if span.a_step else max(looked_at - span.since, 0)
+    earliest = max(looked_at - span.since, 0) if is_by_calls(span) else turn
     due = due_turn(span, block)
     return earliest <= due <= turn or (block > 0 and earliest <= due_turn(span, block - 1))
 

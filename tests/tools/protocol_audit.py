@@ -12,7 +12,7 @@ from typing import Any
 from dynamiccl.envs.nccl.agreement.plans import Report, Told, lacking, mismatch
 from dynamiccl.envs.nccl.agreement.protocol import QUAD
 from dynamiccl.envs.nccl.plugin.bindings import Span
-from plugin_model import Clock, due_turn
+from plugin_model import Clock, due_turn, is_by_calls
 from protocol_scopes import CAPTURED, Scope
 
 #: Which of four turns are the trial's, by `swap`.
@@ -46,7 +46,7 @@ def _is_tried(span: Span, count: int, before: int) -> bool:
     """``before``: with which collective the last group began, -1: there was none."""
     if not span.length:
         return True
-    if not span.a_step:
+    if is_by_calls(span):
         candidates = range(max(before + 1, span.since), count + 1)
         return any(_is_due(span, one - span.since) for one in candidates)
     return _is_due(span, (count - span.since) // span.length)
@@ -113,11 +113,14 @@ def _told(scope: Scope, plans: Any) -> dict[int, Told]:
 def label_of(clocks: Sequence[Clock], mutations: frozenset[str]) -> int | None:
     """Generation of the table whose step has just ended, as rhythm.c says it; None where the step is no table's."""
     turns = [clock for clock in clocks if _lease(clock) is not None]
-    seen = {table.generation for clock in turns for table in clock.seen}
-    if not turns or (len(seen) > 1 and "a mixed step is the base's" not in mutations):
+    looked_at = turns if "who is not in turns yet is left out" in mutations else clocks
+    seen = {table.generation for clock in looked_at for table in clock.seen}
+    if not turns or not seen or (len(seen) > 1 and "a mixed step is the base's" not in mutations):
         return None
     for clock in turns:
         lease, made = _lease(clock), clock.count - clock.ended_at
+        if not lease.a_step:
+            continue
         accepted = made > 0 and made % lease.a_step == 0
         if made != lease.a_step and not ("two steps' calls are a step" in mutations and accepted):
             return None
@@ -127,7 +130,9 @@ def label_of(clocks: Sequence[Clock], mutations: frozenset[str]) -> int | None:
 def _lease(clock: Clock) -> Span | None:
     """The turns in which the step began, if they follow steps."""
     found = clock.change_at(clock.ended_at)
-    return found.span if found is not None and found.holds(clock.ended_at) and found.span.a_step else None
+    if found is None or not found.holds(clock.ended_at) or not found.span.length or is_by_calls(found.span):
+        return None
+    return found.span
 
 
 def wrong_label(scope: Scope, comms: Sequence[int], step: int, label: int, answers: Sequence[Any]) -> str:
@@ -138,6 +143,6 @@ def wrong_label(scope: Scope, comms: Sequence[int], step: int, label: int, answe
         for group in range(scope.end_of(comm, step - 1), ends):
             if told[comm, group] != label:
                 return f"step {step} is called table {label}'s, and collective {group} is table {told[comm, group]}'s"
-        if scope.steps[step][comm] != scope.steps[0][comm]:
+        if not scope.is_uneven and scope.steps[step][comm] != scope.steps[0][comm]:
             return f"step {step} of another length is called table {label}'s"
     return ""

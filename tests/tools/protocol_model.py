@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from dynamiccl.envs.nccl.agreement import protocol
 from dynamiccl.envs.nccl.agreement.plans import differ
@@ -56,14 +57,20 @@ def _begins(scope: Scope, rank: int) -> Rank:
     buffers = (0,) * (scope.buffers or len(scope.trials) + 1)
     left = 2 * (rank == scope.left and rank > 0)
     clocks = []
-    for comm in scope.comms(rank):  # their rhythm is known from steps before
+    for comm in scope.comms(rank):  # their rhythm is known from steps before, where they have one
         a_step = scope.steps[0][comm] if scope.steps else 0
-        clocks.append(Clock(a_step=a_step, n_alike=ALIKE))
+        clocks.append(Clock(a_step=a_step, n_alike=1 if scope.is_uneven else ALIKE))
     return Rank(tuple(clocks), buffers=buffers, left=left)
 
 
 def explore(scope: Scope, most: int = 10**8) -> tuple[str, int]:
     """(what is wrong, in words, empty if nothing is; states seen). Raises RuntimeError beyond ``most`` states."""
+    least = min(scope.turn_steps, protocol.LONG_STEPS) if scope.is_uneven else protocol.LONG_STEPS
+    with patch.object(protocol, "LONG_STEPS", least):  # turns of one step are long enough for a small job
+        return _explored(scope, most)
+
+
+def _explored(scope: Scope, most: int) -> tuple[str, int]:
     ranks = tuple(_begins(scope, rank) for rank in range(scope.n_ranks))
     first = World(ranks, registers=(None,) * len(scope.trials))
     seen, edge = {first}, [first]
@@ -271,7 +278,7 @@ class Steps:
                 words = []
                 for comm, one in vote.comms.items():
                     limit = -1 if one.no_clock else one.limit
-                    words.append((comm, limit, one.a_step, one.offset, one.plan, one.has))
+                    words.append((comm, limit, one.a_step, one.offset, one.plan, one.has, one.steps))
                 limits = tuple(words), vote.no_room
                 if rank.round == world.proposed:
                     yield self._sent(r, None, votes=(*world.votes[:r], limits, *world.votes[r + 1 :]))
@@ -350,9 +357,9 @@ class Steps:
             limits = []
             for comm, clock, plan, keeps in votes:
                 a_step = clock.a_step if clock.n_alike >= ALIKE else 0
-                offset = clock.ended_at - a_step * rank.steps if a_step else 0
+                offset = clock.ended_at - a_step * rank.steps
                 limit = 0 if clock.is_refused or keeps else clock.limit
-                limits.append((comm, limit, a_step, offset, plan, keeps))
+                limits.append((comm, limit, a_step, offset, plan, keeps, rank.steps))
             yield self._sent(r, tuple(limits))
             return
         i = done.index(False)

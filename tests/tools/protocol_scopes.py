@@ -26,6 +26,7 @@ class Scope:
     steps: tuple[
         tuple[int, ...], ...
     ] = ()  # groups of each step, by communicator, in place of calls and script
+    is_uneven: bool = False  # the steps before were not alike: no rhythm is known
     places: int = 7  # changes that may be ahead
     buffers: int = 0  # for tables, beside the empty one; 0: as many as rounds
     empty: tuple[int, ...] = ()  # rounds whose table is empty
@@ -45,6 +46,10 @@ class Scope:
     def end_of(self, comm: int, step: int) -> int:
         """Groups of a communicator up to the end of a step."""
         return sum(one[comm] for one in self.steps[: step + 1])
+
+    def pace(self, comm: int) -> float:
+        """Collectives of a communicator in a step, on average."""
+        return self.end_of(comm, len(self.steps) - 1) / len(self.steps) if self.steps else 1.0
 
     def generation(self, number: int) -> int:
         """Of the table that a round leads."""
@@ -105,8 +110,16 @@ TURN_PARTS = {
     "a lease is renewed": replace(TURNS, trials=(1, 1)),
     "a table comes to stay": replace(TURNS, trials=(1, 0)),
 }
+#: Long turns: the ranks know no rhythm, and two communicators have other calls in each step.
+UNEVEN = replace(TURNS, is_uneven=True, steps=((1,), (2,)))
+UNEVEN_PARTS = {
+    "more steps": replace(UNEVEN, steps=((1,), (2,), (1,))),
+    "two communicators": replace(UNEVEN, members=((0, 1), (0, 1)), steps=((1, 1), (1, 2))),
+    "a lease is renewed": replace(UNEVEN, trials=(1, 1)),
+    "a table comes to stay": replace(UNEVEN, trials=(1, 0)),
+}
 #: With steps of other lengths on each communicator: larger.
-LONG_TURNS = (
+LARGE_TURNS = (
     replace(TURNS, members=((0, 1), (0, 1)), steps=((1, 2),) * 2),
     replace(TURNS, steps=((1,),) * 5),
 )
@@ -118,5 +131,6 @@ LARGE = (
     *(replace(scope, deaths=1) for scope in PARTS.values()),
     *(replace(scope, deaths=1) for scope in TURN_PARTS.values()),
     *(replace(scope, deaths=1) for scope in REPORT_PARTS.values()),
-    *LONG_TURNS,
+    *(replace(scope, deaths=1) for scope in UNEVEN_PARTS.values()),
+    *LARGE_TURNS,
 )

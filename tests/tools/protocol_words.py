@@ -24,7 +24,9 @@ def thawed(scope: Scope, number: int, request: Any, result: Any) -> Any:
 
 def _words(scope: Scope, limits: Any) -> dict[int, CommVote]:
     votes = {}
-    for comm, limit, a_step, offset, plan, has in limits:
+    for comm, limit, a_step, offset, plan, has, steps in limits:
         n_ranks = len(scope.members[comm])
-        votes[comm] = CommVote(n_ranks, 1, limit, 1.0, MARKS, "", a_step, offset, plan, has)
+        votes[comm] = CommVote(
+            n_ranks, 1, limit, scope.pace(comm), MARKS, "", a_step, offset, plan, has, steps
+        )
     return votes

@@ -96,15 +96,15 @@ static void vote(const struct job* job, struct round* round, uint64_t* own) {
   atomic_fetch_add(&round->n_votes, 1);
 }
 
-// To stay, a trial throughout, at few calls, or in turns of steps.
+// To stay, a trial throughout, at few calls, in turns of steps, or in long turns.
 static struct dccl_span draw_span(uint64_t from, uint64_t* own) {
   struct dccl_span span = {.from = from};
   if (draw(own) % 3 == 0) return span;
   span.until = from + 1 + draw(own) % 30;
-  const uint64_t kind = draw(own) % 3;
+  const uint64_t kind = draw(own) % 4;
   if (kind == 0) return span;
-  span.a_step = kind == 1 ? 0 : 1 + draw(own) % 6;
-  span.length = kind == 1 ? 1 : span.a_step * (1 + draw(own) % 2);
+  span.a_step = kind == 2 ? 1 + draw(own) % 6 : 0;
+  span.length = kind == 1 ? 1 : kind == 2 ? span.a_step * (1 + draw(own) % 2) : 2 + draw(own) % 9;
   span.one_of = draw(own) % 2 ? 2 : 1 + (uint32_t)(draw(own) % 9);
   span.swap = (uint32_t)(draw(own) % 2);
   return span;

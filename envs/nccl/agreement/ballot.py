@@ -76,7 +76,7 @@ class Ballot:
             limit = self._plugin.limit(self._owner, comm, distance)
         rhythm = view.a_step, view.offset
         told = view.marks, view.no_clock
-        return CommVote(view.n_ranks, view.n_nodes, limit, pace, *told, *rhythm, view.plan, keeps)
+        return CommVote(view.n_ranks, view.n_nodes, limit, pace, *told, *rhythm, view.plan, keeps, view.steps)
 
 
 def _without_counts(plans: Mapping[int, Told]) -> dict[int, Plan]:

@@ -31,7 +31,10 @@ Message = tuple[int, bytes]  # generation, table
 
 
 class Turns:
-    """Whether communicators that rank 0 is not in have turned where its steps end: the next round shows it."""
+    """Whether communicators that rank 0 is not in have turned where its steps end: the next round shows it.
+
+    Long turns end nowhere in particular. Those that lie about as long are taken as they are.
+    """
 
     def __init__(self) -> None:
         self.generation = 0  # whose turns the next round checks; 0: none
@@ -348,12 +351,13 @@ class Leader:
         own: Collection[int],
     ) -> None:
         switched = set(decision.switches)
-        # Turns need a rhythm: who has none keeps its table, and is in later rounds as before.
+        # Turns of a step need a rhythm: who has none keeps its table, and is in later rounds as before.
         self.switched = switched | self.switched.difference(left_out)
         self._let_go -= switched
         self.turns.check(rhythms)
         if trial_of(message[1]).turn_steps:
-            self.turns.begin(decision.generation, {comm: rhythms[comm] for comm in switched.difference(own)})
+            agreed = {comm for comm in switched.difference(own) if decision.switches[comm].a_step}
+            self.turns.begin(decision.generation, {comm: rhythms[comm] for comm in agreed})
         if self._is_trial:
             self._let_go |= {comm for comm, one in left_out.items() if not one.for_good}
             self._tries, self._is_withdrawn = frozenset(switched.intersection(own)), False

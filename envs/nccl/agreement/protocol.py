@@ -24,9 +24,13 @@ nobody alive to say so; then holds again what was there to stay.
 
 Between N and E a trial's table may *take turns* with the one that is there to stay. A turn is one collective, or some
 steps long. The decision says all of it: N, E, the length of a turn in collectives, which turns are the trial's. Turns
-that follow steps need a *rhythm*: of each communicator the ranks tell how many collectives a step has (L), and how many
+of a step or two need a *rhythm*: of each communicator the ranks tell how many collectives a step has (L), and how many
 there were at the end of the last step, less L for each step since the ranks attached (O). Where all tell the same, the
 end of step s is collective O + L s on every rank. All communicators then turn at the ends of the same steps.
+
+*Long turns* need none. L is then what a step has had lately, on average, and the last step that has ended is where it
+is counted from. So turns end near the same steps, and not with them: a step in which one ends has two tables and counts
+for nobody. As the communicators drift apart, such a trial has at most four turns; the next round anchors them anew.
 
 :func:`lead` and :func:`follow` are the two parts as generators: they yield what is to be done, and are sent what came
 of it. ``agreement.py`` does it with a store and a plugin; ``tests/tools/protocol_model.py`` explores every order of
@@ -49,6 +53,10 @@ from . import plans
 SOME_CALLS = 64
 #: Turns of two tables that make a whole: A B B A. Of more tables one turn of each ``one_of`` is the trial's.
 QUAD = 4
+#: Turns of so many steps or more are long: they need no rhythm.
+LONG_STEPS = 8
+#: Least collectives of a long turn: a turn of one is a turn of few calls.
+_LEAST_LENGTH = 2
 NO_PLAN = Plan()
 
 
@@ -68,6 +76,12 @@ class CommVote:
     )
     plan: Plan = NO_PLAN  # as it was when this rank voted
     has: bool = False  # it has the table to stay that is led again: so it has no limit, and nothing changes
+    steps: int = 0  # that have ended since the ranks attached
+
+    @property
+    def ended_at(self) -> int:
+        """Collectives at the end of the last step."""
+        return self.offset + self.a_step * self.steps
 
     @property
     def newest(self) -> int:
@@ -147,8 +161,11 @@ def decide(
         spans = {comm: _span(words, trial) for comm, words in sound.items()}
         return Decision(generation, spans), left_out
     even = {comm: words for comm, words in sound.items() if _has_rhythm(words)}
-    odd = [] if is_late else _without_rhythm(sound, even)
-    if odd:
+    odd = _without_rhythm(sound, even)
+    used = {comm: words for comm, words in sound.items() if _pace(words) >= 1}
+    if odd and used and trial.turn_steps >= LONG_STEPS:
+        return Decision(generation, _long_turns(used, trial)), left_out
+    if odd and not is_late:
         left_out[0] = LeftOut(NotAgreeing.NO_RHYTHM(rank=_first_on(odd[0], votes)), True)
     return Decision(generation, _turns(even, trial)), left_out
 
@@ -213,7 +230,12 @@ def _without_rhythm(sound: WordsOf, even: WordsOf) -> list[int]:
     if not even:
         return [*sound]
     uneven = [comm for comm in sound if comm not in even]
-    return [comm for comm in uneven if max(one.calls_a_step for one in sound[comm]) >= 1]
+    return [comm for comm in uneven if _pace(sound[comm]) >= 1]
+
+
+def _pace(words: Words) -> float:
+    """Collectives of a communicator in a step, lately and on average."""
+    return max(one.calls_a_step for one in words)
 
 
 def _span(words: Words, trial: Trial) -> Span:
@@ -221,8 +243,7 @@ def _span(words: Words, trial: Trial) -> Span:
     since = max(one.limit for one in words)
     if not trial.trial_steps:
         return Span(since)
-    a_step = max(one.calls_a_step for one in words)
-    calls = trial.trial_steps * a_step
+    calls = trial.trial_steps * _pace(words)
     until = since + (math.ceil(calls) or SOME_CALLS)
     turn_calls = 1 if trial.one_of else 0
     return Span(since, until, turn_calls, 0, trial.one_of, trial.swap)
@@ -266,6 +287,25 @@ def _turns(rhythms: WordsOf, trial: Trial) -> dict[int, Span]:
         until = since + a_step * steps
         length = a_step * trial.turn_steps
         spans[comm] = Span(since, until, length, a_step, trial.one_of, trial.swap)
+    return spans
+
+
+def _long_turns(used: WordsOf, trial: Trial) -> dict[int, Span]:
+    """Where the table holds in one quad of long turns: on all these communicators from about the same step on."""
+    ahead = []  # at this step, as each communicator goes, it is not beyond its limit
+    for words in used.values():
+        limit = max(one.limit for one in words)
+        beyond = limit - words[0].ended_at
+        ahead.append(words[0].steps + beyond / _pace(words))
+    begin = max(ahead)
+    turns = QUAD if trial.one_of == 2 else trial.one_of
+    spans = {}
+    for comm, words in used.items():
+        limit = max(one.limit for one in words)
+        steps = begin - words[0].steps
+        since = max(words[0].ended_at + math.ceil(steps * _pace(words)), limit)
+        length = max(math.ceil(trial.turn_steps * _pace(words)), _LEAST_LENGTH)
+        spans[comm] = Span(since, since + turns * length, length, 0, trial.one_of, trial.swap)
     return spans
 
 

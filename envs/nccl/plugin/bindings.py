@@ -57,6 +57,7 @@ class CommView(NamedTuple):
     offset: int = (
         0  # collectives at the end of the last step, less `a_step` for each step since the ranks joined
     )
+    steps: int = 0  # since the ranks joined
     plan: Plan = Plan()
 
 
@@ -66,9 +67,9 @@ class StepEnd(NamedTuple):
     generation: int  # of the table that answered in it; records.MIXED: several
     trial: int  # generation of the trial in which it began, 0: in none
     is_whole: (
-        bool  # it is one table's turn or a part of it: all communicators made just one step's collectives
+        bool  # it is one table's turn or a part of it; of agreed steps: all made just one step's collectives
     )
-    block: int  # of turns, in which the next step is; 0: turns do not follow steps there
+    block: int  # of turns of agreed steps, in which the next step is; 0: there are none
 
 
 class Span(NamedTuple):
@@ -77,7 +78,7 @@ class Span(NamedTuple):
     since: int
     until: int = 0  # 0: it is there to stay
     length: int = 0  # collectives of a turn; 0: it holds throughout
-    a_step: int = 0  # of a step, where a turn is so many whole steps; 0: a turn is one collective
+    a_step: int = 0  # of a step, where a turn is so many whole steps; 0: no steps are agreed
     one_of: int = 0  # it holds in one turn of so many
     swap: int = 0  # of two turns the other one begins
 
@@ -111,6 +112,7 @@ class _View(ctypes.Structure):
         ("count", ctypes.c_uint64),
         ("a_step", ctypes.c_uint64),
         ("offset", ctypes.c_int64),
+        ("steps", ctypes.c_uint64),
         ("clock", ctypes.c_uint32),
         ("state", ctypes.c_uint32),
         ("stays", ctypes.c_uint64),
@@ -224,7 +226,7 @@ class Plugin:
             marks = {at: mark for at, mark in view.marks if at}  # without those that are not there yet
             n_ranks = PROCESSES.get(view.comm_id, view.n_ranks)
             why = _NO_CLOCK[view.clock]
-            rhythm = view.a_step, view.offset
+            rhythm = view.a_step, view.offset, view.steps
             trial = view.trial, view.first, view.last
             plan = Plan(view.count, view.stays, view.since, *trial, bool(view.state & _GAVE_UP))
             found[view.comm_id] = CommView(n_ranks, view.n_nodes, view.count, marks, why, *rhythm, plan)

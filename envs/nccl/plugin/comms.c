@@ -191,9 +191,11 @@ void dccl_note_step(const struct dccl_seat* seat) {
   if (before != now) atomic_store_explicit(before == 0 ? &first : &other, now, memory_order_relaxed);
 }
 
-static uint32_t answered_by(void) {
+// `is_answered`: anything was.
+static uint32_t answered_by(bool* is_answered) {
   const uint64_t one = atomic_exchange(&first, 0), two = atomic_exchange(&other, 0);
   const uint32_t latest = atomic_load(&dccl_latest);
+  *is_answered = one != 0;
   if (two != 0) return DCCL_MIXED;
   if (one != 0) return (uint32_t)(one - 1);
   return latest != 0 ? latest : dccl_generation_of(dccl_fixed());
@@ -205,6 +207,11 @@ static uint32_t answered_by(void) {
 static const struct change* trial_at(const struct dccl_seat* seat, uint64_t count) {
   const struct change* c = dccl_change_at(seat, count);
   return c != NULL && count < dccl_get(&c->until) ? c : NULL;
+}
+
+// Whether its turns follow steps.
+static bool is_by_steps(const struct change* c) {
+  return c != NULL && c->length != 0 && !dccl_is_by_calls(c->length, c->a_step);
 }
 
 static uint32_t block_of(const struct change* c, uint64_t count) {
@@ -221,18 +228,18 @@ static void look_at(struct dccl_seat* seat, struct dccl_step_end* end, bool* is_
   seat->ended_at = now;
   const uint32_t trial = then != NULL ? dccl_generation_of(then->trial) : 0;
   if (end->trial == 0) end->trial = trial;
-  if (then != NULL && then->a_step != 0) {
+  if (is_by_steps(then)) {
     end->is_whole = true;
-    *is_odd = *is_odd || made != then->a_step || trial != end->trial;
+    *is_odd = *is_odd || (then->a_step != 0 && made != then->a_step) || trial != end->trial;
   }
-  const bool in_turns = next != NULL && next->a_step != 0;
-  if (in_turns) end->block = block_of(next, now);
+  const bool in_turns = is_by_steps(next);
+  if (in_turns && next->a_step != 0) end->block = block_of(next, now);
   atomic_store_explicit(&seat->in_turns, in_turns, memory_order_relaxed);
 }
 
 void dynamiccl_ended(struct dccl_step_end* end) {
-  bool is_odd = false, tries_few = false;
-  *end = (struct dccl_step_end){.generation = answered_by()};
+  bool is_odd = false, tries_few = false, is_answered = false;
+  *end = (struct dccl_step_end){.generation = answered_by(&is_answered)};
   pthread_mutex_lock(&dccl_seating);
   n_steps++;
   for (int i = 0; i < SEATS && dccl_seats[i].comm_id != 0; i++) {
@@ -243,7 +250,7 @@ void dynamiccl_ended(struct dccl_step_end* end) {
   // Over, and its tuner may have died in it: no switch comes that says so.
   if (!tries_few) atomic_store(&dccl_tries_few, false);
   pthread_mutex_unlock(&dccl_seating);
-  end->is_whole = end->is_whole && !is_odd && end->generation != DCCL_MIXED;
+  end->is_whole = end->is_whole && is_answered && !is_odd && end->generation != DCCL_MIXED;
 }
 
 // ---- what the steps have in common ----
@@ -251,7 +258,7 @@ void dynamiccl_ended(struct dccl_step_end* end) {
 void dccl_copy_rhythm(const struct dccl_seat* seat, struct dccl_comm_view* view) {
   // Where the probe is off no step ends any more.
   const bool is_old = view->count - seat->ended_at > 2 * seat->a_step;
-  if (seat->n_alike < ALIKE || is_old) return;
-  view->a_step = seat->a_step;
-  view->offset = (int64_t)(seat->ended_at - seat->a_step * n_steps);
+  view->a_step = seat->n_alike < ALIKE || is_old ? 0 : seat->a_step;
+  view->offset = (int64_t)(seat->ended_at - view->a_step * n_steps);
+  view->steps = n_steps;
 }

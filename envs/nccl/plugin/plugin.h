@@ -336,6 +336,7 @@ struct dccl_comm_view {
   uint64_t a_step;  // collectives of a step, 0: the last steps differed
   int64_t
       offset;  // collectives at the end of the last step, less `a_step` for each step since dynamiccl_join
+  uint64_t steps;  // since dynamiccl_join
   uint32_t clock, state;
   // What it will answer from its next call on: from collective `since` on the rows that stay (by their hash,
   // 0: none) but for those from `first` until `last`, at which a trial holds (rows and turns; 0: there is
@@ -360,9 +361,11 @@ DCCL_EXPORT void dynamiccl_hold(uint32_t seconds);
 // `length` collectives long; in the others holds what was there to stay. Everything here is decided by all.
 struct dccl_span {
   uint64_t from, until, length;
-  uint64_t a_step;  // collectives of a step, where a turn is so many whole steps; 0: a turn is one collective
+  uint64_t a_step;  // collectives of a step, where a turn is so many whole steps; 0: no steps are agreed
   uint32_t one_of, swap;
 };
+// Whether a turn is one collective, picked out of so many (few calls); longer ones follow steps.
+static inline bool dccl_is_by_calls(uint64_t length, uint64_t a_step) { return length == 1 && a_step == 0; }
 // The staged table holds there. Returns 0, or a negative errno: -ENOENT as for a limit, -EINVAL: nothing is
 // staged, or no such turns, -EAGAIN: a change that may still hold would be forgotten, -ETIMEDOUT: the limit
 // was given up.
@@ -378,9 +381,11 @@ struct dccl_step_end {
   // switch; DCCL_MIXED: there were several.
   uint32_t generation;
   uint32_t trial;     // generation of the trial in which the step began, 0: in none
-  uint32_t is_whole;  // turns follow steps, and each communicator in them made just one step's collectives
+  // Turns follow steps, one table has answered all in it, and each communicator in turns of agreed steps made
+  // just one step's collectives.
+  uint32_t is_whole;
   // Of the step that begins: which block of turns it is in, from 1 on: four turns where two tables alternate,
-  // else one of each `one_of`. 0: no turns follow steps.
+  // else one of each `one_of`. 0: no turns of agreed steps.
   uint32_t block;
 };
 // Call it once a step: steps are counted by it.

@@ -96,7 +96,8 @@ static bool is_due(const struct change* c, const struct dccl_seat* seat, uint64_
   if (length == 0) return true;
   const uint64_t looked_at = atomic_load_explicit(&seat->looked_at, memory_order_relaxed);
   const uint64_t turn = (count - from) / length, block = c->one_of == 2 ? turn / 2 : turn / c->one_of;
-  const uint64_t missed = looked_at > from ? looked_at - from : 0, earliest = c->a_step != 0 ? turn : missed;
+  const uint64_t missed = looked_at > from ? looked_at - from : 0;
+  const uint64_t earliest = dccl_is_by_calls(length, c->a_step) ? missed : turn;
   const uint64_t due = due_turn(c, block);
   return (earliest <= due && due <= turn) || (block > 0 && earliest <= due_turn(c, block - 1));
 }
@@ -167,7 +168,7 @@ bool dccl_may_try_few(const struct dccl_seat* seat) {
   const struct list changes = changes_of(seat, count, UINT64_MAX);
   for (int i = 0; i < changes.n; i++) {
     const struct change* c = &seat->changes[changes.place[i]];
-    if (count < dccl_get(&c->until) && c->length != 0 && c->a_step == 0) return true;
+    if (count < dccl_get(&c->until) && dccl_is_by_calls(c->length, c->a_step)) return true;
   }
   return false;
 }
@@ -285,7 +286,7 @@ static int change(struct dccl_seat* seat, dccl_table staged, const struct dccl_s
   struct list after = {.n = before.n + 1, .place = {place}};
   memcpy(after.place + 1, before.place, sizeof *before.place * (size_t)before.n);
   publish(seat, &after);
-  atomic_store(&dccl_tries_few, c->length != 0 && c->a_step == 0);
+  atomic_store(&dccl_tries_few, dccl_is_by_calls(c->length, c->a_step));
   seat->decided = dccl_generation_of(staged);
   return 0;
 }

@@ -52,7 +52,7 @@ def test_a_job_that_becomes_another_has_one_budget(guard):
     job = FakeJob(
         lambda decisions: STEP_MS * (1 + 0.2 * sum(not d.is_auto for d in decisions.values())), 0.001
     )
-    tuner = Tuner(LiveWindows(job), make_chooser("sweep"), SearchConfig(budget=0.0025, rounds=200))
+    tuner = Tuner(LiveWindows(job), make_chooser("sweep"), SearchConfig(budget=0.0005, rounds=200))
     changes = iter((0.4, 0.6))
     part = next(changes)
     tuner._begin()
@@ -62,7 +62,7 @@ def test_a_job_that_becomes_another_has_one_budget(guard):
         if spent > part:
             guard.is_due, part = True, next(changes, 1e9)
     assert part == 1e9 and tuner.search.steps > job.last_step / 2
-    budget_steps = 10
+    budget_steps = 2
     one_window = 5
     assert budget_steps < tuner.search.lost < budget_steps + one_window
     costs = tuner.costs

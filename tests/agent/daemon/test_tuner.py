@@ -13,10 +13,8 @@ from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import DEFAULT, make_chooser
 from dynamiccl.agent.report.verdict import outcome as outcome_text
 from dynamiccl.agent.report.verdict import verdict
-from dynamiccl.envs.live.turns import Turns
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.search.config import SearchConfig
-from dynamiccl.envs.search.interfaces import arms_of
 from dynamiccl.traces.reasons import Happened, RowRefused, RunEnds
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
@@ -126,6 +124,11 @@ def test_an_interrupted_run_says_what_stays_in_force():
                 raise KeyboardInterrupt("terminated")
             return super().window(*args, **more)
 
+        def alternate(self, *args, **more):
+            if self.confirmed:
+                raise KeyboardInterrupt("terminated")
+            return super().alternate(*args, **more)
+
     job = Interrupted(truth, noise=0.002)
     tuner = Tuner(LiveWindows(job), make_chooser("expected-improvement", 0))
     with pytest.raises(KeyboardInterrupt):
@@ -209,17 +212,21 @@ def test_what_nccl_does_not_do_is_not_tried_again():
     from dynamiccl.envs.live.obedience import Disobeyed
 
     job = FakeJob(truth, noise=0.002)
-    window = job.window
 
-    def disobedient(decisions, *rest):
-        seen = window({s: d for s, d in decisions.items() if s != GATHER}, *rest)
-        refused = [
-            Disobeyed(s, d, "ring/simple/16") for s, d in decisions.items() if s == GATHER and not d.is_auto
-        ]
-        object.__setattr__(seen, "disobeyed", tuple(refused))
-        return seen
+    def disobedient(run):
+        def ran(decisions, *rest):
+            seen = run({s: d for s, d in decisions.items() if s != GATHER}, *rest)
+            refused = [
+                Disobeyed(s, d, "ring/simple/16")
+                for s, d in decisions.items()
+                if s == GATHER and not d.is_auto
+            ]
+            object.__setattr__(seen, "disobeyed", tuple(refused))
+            return seen
 
-    job.window = disobedient
+        return ran
+
+    job.window, job.alternate = disobedient(job.window), disobedient(job.alternate)
     outcome, _, tuner = run("expected-improvement", job)
     refused = outcome.not_obeyed
     assert refused and len(refused) == len(set(refused)) and GATHER not in tuner.decisions
@@ -238,29 +245,18 @@ def test_a_run_that_is_told_nothing_searches_as_the_benchmark_does():
 
 
 class AlternatingJob(FakeJob):
-    """Two tables take turns step by step. From its step 12 on it takes ``pace`` of the time; ``cost_ms``: what tables
-    that were tried have cost beyond the current one."""
+    """From its step 12 on it takes ``pace`` of the time; ``cost_ms``: what tables that were tried have cost beyond the
+    current one."""
 
-    takes_turns = True
     pace, cost_ms = 1.0, 0.0
 
     def _ms(self, decisions):
         return truth(decisions) * (1 if self.last_step < 12 else self.pace)
 
-    def alternate(self, decisions, n_steps, turn_steps=1, discard=0, give_up_ms=float("inf")):
-        generation = self.publish(decisions, 100)
-        self.last_step += discard + 2  # two steps wait for the lease
-        steps, times, arms = [], [], arms_of(n_steps, turn_steps)
-        for arm in arms:
-            self.last_step += 1
-            now = self._ms(decisions if arm else self.confirmed)
-            self.cost_ms += now - self._ms(self.confirmed)
-            steps.append(self.last_step)
-            times.append(now * (1 + self.noise * self.rng.standard_normal()))
-            if arm and times[-1] > give_up_ms:
-                break
-        self.confirm(self.confirmed)
-        return Turns((generation,), np.array(steps), np.array(times), arms[: len(steps)])
+    def alternate(self, decisions, *more):
+        turns = super().alternate(decisions, *more)
+        self.cost_ms += (turns.arms == 1).sum() * (self._ms(decisions) - self._ms(self.confirmed))
+        return turns
 
 
 def alternating(pace):

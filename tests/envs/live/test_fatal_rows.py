@@ -37,7 +37,7 @@ def test_rows_that_were_in_no_fatal_trial_are_tried(ends, job_of, in_turns):
     """Before: the whole window was given up, and its other rows were reported as fatal and never tried again."""
     ends(FATAL)
     job, ring = job_of(fatal=[WINDOW])
-    measured = job.alternate(WINDOW, 32) if in_turns else job.window(WINDOW, 5)
+    measured = job.alternate(WINDOW, 32) if in_turns else job.window(WINDOW, 5, one_of=8)
     assert {row.slot: row.decision for row in measured.disobeyed} == FATAL
     assert [table.rules for table in ring.tables if table.trial_steps][-1] == Table.of(0, INNOCENT).rules
 
@@ -47,7 +47,7 @@ def test_where_the_ranks_end_in_the_trial_of_the_rest_too_all_rows_come_back(end
     """Before, in windows as in turns: only those of the first refusal."""
     ends(FATAL)
     job, _ = job_of(fatal=[WINDOW, INNOCENT])
-    measured = job.alternate(WINDOW, 32) if in_turns else job.window(WINDOW, 5)
+    measured = job.alternate(WINDOW, 32) if in_turns else job.window(WINDOW, 5, one_of=8)
     assert {row.slot: row.decision for row in measured.disobeyed} == WINDOW
 
 
@@ -58,4 +58,4 @@ def test_without_a_word_which_rows_they_are_all_that_are_new_come_back(folder, j
     if note is not None:
         (folder.path / "tried").write_text(note)
     job, _ = job_of(fatal=[WINDOW])
-    assert {row.slot: row.decision for row in job.window(WINDOW, 5).disobeyed} == WINDOW
+    assert {row.slot: row.decision for row in job.window(WINDOW, 5, one_of=8).disobeyed} == WINDOW

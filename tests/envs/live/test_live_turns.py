@@ -7,6 +7,7 @@ from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.live.pauses import Rhythm
 from dynamiccl.envs.live.turns import CURRENT, NOBODY, TRIAL, Lease, lease_steps, together
 from dynamiccl.envs.nccl.shm import decode_table
+from dynamiccl.envs.search.config import LONG_TURN_STEPS
 from dynamiccl.traces.reasons import NotAgreeing, RowRefused
 from dynamiccl.traces.records import (
     COLL_DTYPE,
@@ -29,14 +30,16 @@ ORDER = ((TRIAL, CURRENT, CURRENT, TRIAL), (CURRENT, TRIAL, TRIAL, CURRENT))
 class Ring:
     """A rank that obeys: every poll is one step. A lease begins two steps after it was published.
 
-    ``odd``: steps of the job, by number, that are not whole. ``refuses``: so many turns are refused; ``drifts``: the
-    round after a lease of these numbers does not show its rhythm. ``all_own``: rank 0 is in each communicator.
-    ``fatal``: trials of these tables do not begin.
+    ``odd``: steps of the job, by number, that are not whole. ``refuses``: so many turns of agreed steps are refused;
+    ``drifts``: the round after a lease of these numbers does not show its rhythm. ``all_own``: rank 0 is in each
+    communicator. ``fatal``: trials of these tables do not begin. ``short``: long turns are so many steps shorter, lease
+    by lease; their first steps are not whole. ``took``: times of steps that are not 8 or 10 ms.
     """
 
     name, key, pid, process, gaps, tail = "ring-1", "1/ring-1", 1, 1, (), 0
 
-    def __init__(self, folder, odd=(), refuses=0, drifts=(), all_own=False, fatal=()):
+    def __init__(self, folder, odd=(), refuses=0, drifts=(), all_own=False, fatal=(), short=(), took=()):
+        self.short, self.took = list(short), dict(took)
         self.folder, self.odd, self.refuses, self.drifts = folder, set(odd), refuses, drifts
         self.all_own, self.fatal = all_own, [Table.of(0, table).rules for table in fatal]
         self.step, self.stays, self.lease, self.leases = 0, 0, None, 0
@@ -67,31 +70,39 @@ class Ring:
         said = []
         if table.trial_steps and table.rules in self.fatal:
             return [state(AgreementState.NO_TURNS, NotAgreeing.FATAL_TRIAL(), table.generation)]
-        if table.turn_steps and self.refuses:
+        if 0 < table.turn_steps < LONG_TURN_STEPS and self.refuses:
             self.refuses -= 1
             return [state(AgreementState.NO_TURNS, NotAgreeing.NO_RHYTHM(rank=0), table.generation)]
         if self.lease is not None:
             is_steady = self.leases not in self.drifts
             said.append(state(AgreementState.OPEN, None, self.lease.generation * is_steady))
-        self.lease = table if table.turn_steps else None
+        self.lease = table if table.trial_steps else None
         if self.lease is not None and self.all_own:
             said.append(state(AgreementState.OPEN, None, self.lease.generation))
         self.leases += table.turn_steps > 0
-        self.began, self.stays = self.step + 2, self.stays if table.turn_steps else table.generation
+        self.began, self.stays = self.step + 2, self.stays if table.trial_steps else table.generation
+        self.lasts = table.turn_steps
+        if self.lasts >= LONG_TURN_STEPS and self.short:
+            self.lasts -= self.short.pop(0)
         return said
 
     def _row(self):
         row = np.zeros(1, STEP_DTYPE)
         row["kind"], row["step"], row["generation"] = STEP, self.step, self.stays
         at = self.step - self.began
-        if self.lease is not None and 0 <= at < self.lease.trial_steps:
-            is_trial = ORDER[self.lease.swap][at // self.lease.turn_steps % 4]
+        if self.lease is not None and not self.lasts and 0 <= at < self.lease.trial_steps:
+            row["generation"], row["trial"] = MIXED, self.lease.generation
+        elif (
+            self.lease is not None and 0 <= at < self.lease.trial_steps // self.lease.turn_steps * self.lasts
+        ):
+            is_trial = ORDER[self.lease.swap][at // self.lasts % 4]
             row["generation"] = self.lease.generation if is_trial else self.stays
             row["trial"], row["flags"] = self.lease.generation, FLAG_WHOLE
-            if self.step in self.odd:
+            is_edge = self.lasts >= LONG_TURN_STEPS - 2 and at % self.lasts == 0
+            if self.step in self.odd or is_edge:
                 row["generation"], row["flags"] = MIXED, 0
         is_tried = self.lease is not None and row["generation"][0] == self.lease.generation
-        row["duration_ns"] = 8e6 if is_tried else 10e6
+        row["duration_ns"] = 1e6 * self.took.get(self.step, 8 if is_tried else 10)
         return row.view(COLL_DTYPE)
 
 
@@ -163,11 +174,46 @@ def test_turns_that_are_refused_once_are_asked_for_again(job_of):
     assert len(job.alternate(TABLE, 32).arms) == 32
 
 
-def test_turns_that_are_refused_twice_are_told_at_once(job_of):
-    job, ring = job_of(refuses=2)
-    assert job.alternate(TABLE, 32) is None and ring.step < 20
-    window = job.window(TABLE, 5)
-    assert len(window.steps) == 5, "windows go on"
+def long_leases(ring):
+    return [(t.trial_steps, t.turn_steps, t.swap) for t in ring.tables if t.turn_steps >= LONG_TURN_STEPS]
+
+
+@pytest.mark.parametrize(("n_steps", "quads"), [(4, 1), (32, 1), (64, 2)])
+def test_a_job_without_a_rhythm_goes_on_in_long_turns(job_of, n_steps, quads):
+    """Before: in windows. A quad a lease, each anchored by a round; the steps in which a table changes count for
+    nobody, and neither do those right after them."""
+    job, ring = job_of(refuses=10**9)
+    turns = job.alternate(TABLE, n_steps)
+    assert turns.turn_steps == LONG_TURN_STEPS and len(turns.steps) == 32 * quads
+    quad = np.repeat(ORDER, LONG_TURN_STEPS, axis=1)
+    assert turns.arms.tolist() == np.concatenate([quad[1], quad[0]][:quads]).tolist()
+    assert set(turns.durations_ms[turns.arms == TRIAL]) == {8.0}
+    assert set(turns.durations_ms[turns.arms == CURRENT]) == {10.0}
+    assert long_leases(ring) == [(44, 11, 1), (44, 11, 0)][:quads]
+    assert (turns.others, turns.others_ms) == (12 * quads, pytest.approx(108.0 * quads, abs=12 * quads))
+
+
+def test_long_turns_that_are_asked_for_are_not_looked_for_in_steps_first(job_of):
+    job, ring = job_of(refuses=10**9)
+    turns = job.alternate(TABLE, 32, LONG_TURN_STEPS, discard=32)
+    assert len(turns.steps) == 32 and len(long_leases(ring)) == 2
+    assert all(table.turn_steps in (0, 11) for table in ring.tables)
+
+
+def test_after_long_turns_with_too_few_steps_they_are_longer(job_of):
+    """The job's steps have more calls than they had."""
+    job, ring = job_of(refuses=10**9, short=[4, 7])
+    turns = job.alternate(TABLE, 32)
+    assert [turn_steps for _, turn_steps, _ in long_leases(ring)] == [11, 14, 20] and len(turns.steps) == 32
+    assert turns.others > 60, "what the others took is billed"
+
+
+def test_a_trial_step_that_is_too_slow_ends_long_turns(job_of):
+    """Not the first of a turn, which may still have some of the table before."""
+    job, _ = job_of(refuses=10**9)
+    turns = job.alternate(TABLE, 32, give_up_ms=7.0)
+    counted = turns.arms[turns.arms != NOBODY]
+    assert counted.tolist() == [CURRENT] * 10 + [TRIAL] * 2 and turns.durations_ms[-1] == 8.0
 
 
 @pytest.mark.parametrize("in_turns", [False, True])
@@ -178,7 +224,7 @@ def test_rows_in_whose_trial_the_ranks_ended_come_back_as_not_followed(job_of, i
     trial = {**TABLE, kept: proven[kept]}
     job, ring = job_of(fatal=[trial])
     job.confirm(proven)
-    measured = job.alternate(trial, 32) if in_turns else job.window(trial, 5)
+    measured = job.alternate(trial, 32) if in_turns else job.window(trial, 5, one_of=8)
     (row,) = measured.disobeyed
     assert {row.slot: row.decision} == TABLE and len(measured.steps) == (32 if in_turns else 5)
     assert row.why == RowRefused.FATAL(decision="ring/ll/4", slot=row.slot)
@@ -186,10 +232,10 @@ def test_rows_in_whose_trial_the_ranks_ended_come_back_as_not_followed(job_of, i
     assert tried == [Table.of(0, trial).rules, Table.of(0, {kept: proven[kept]}).rules]
 
 
-def test_a_job_whose_steps_are_never_whole_takes_no_turns(job_of):
-    job, ring = job_of(odd=range(10_000))
-    assert job.alternate(TABLE, 64) is None
-    assert sum(table.turn_steps > 0 for table in ring.tables) == 2
+def test_a_job_whose_steps_are_hardly_ever_whole_goes_on_in_long_turns(job_of):
+    job, ring = job_of(odd=range(20))
+    assert job.alternate(TABLE, 64).turn_steps == LONG_TURN_STEPS
+    assert sum(0 < table.turn_steps < LONG_TURN_STEPS for table in ring.tables) == 2
 
 
 def test_a_lease_whose_ranks_lost_their_rhythm_counts_for_nobody(job_of):
@@ -198,7 +244,24 @@ def test_a_lease_whose_ranks_lost_their_rhythm_counts_for_nobody(job_of):
     turns = job.alternate(TABLE, 64)
     assert (turns.arms[:32] >= 0).all() and (turns.arms[32:] == NOBODY).all()
     job, _ = job_of(drifts=[1, 2, 3, 4])
-    assert job.alternate(TABLE, 64) is None
+    assert job.alternate(TABLE, 64).turn_steps == LONG_TURN_STEPS
+
+
+@pytest.mark.parametrize("turn_steps", [1, LONG_TURN_STEPS])
+def test_a_pause_within_turns_counts_for_nobody(job_of, turn_steps):
+    """A checkpoint, an evaluation. Before: it ended the lease, or the window, which was measured again."""
+    job, ring = job_of()
+    ring.took[20] = 5000.0
+    turns = job.alternate(TABLE, 32, turn_steps)
+    assert len(turns.steps) == 32 and turns.durations_ms[turns.arms >= 0].max() == 10.0
+    assert 20 in turns.steps[turns.arms == NOBODY] or turn_steps > 1
+
+
+def test_a_table_that_makes_each_of_its_steps_a_pause_is_measured_so(job_of):
+    job, ring = job_of()
+    ring.took = dict.fromkeys(range(12, 200), 5000.0)
+    turns = job.alternate(TABLE, 32, give_up_ms=15.0)
+    assert turns.arms[-1] == TRIAL and turns.durations_ms[-1] == 5000.0
 
 
 @pytest.mark.parametrize("discard", [0, 4])
@@ -219,9 +282,9 @@ def test_a_lease_is_short_or_four_rounds(remaining, waited, quad, steps):
 
 
 def test_only_whole_quads_of_a_lease_are_kept():
-    lease = Lease(5, 8, 4, Rhythm())
+    lease = Lease(5, 8, Rhythm(), is_trial=True, turn_steps=1)
     row = np.zeros(1, STEP_DTYPE)[0]
     row["trial"], row["generation"], row["flags"], row["duration_ns"] = 5, 5, FLAG_WHOLE, 1e6
     for _ in range(6):
-        assert lease.add(row, 0.0) is None
+        lease.add(row, 0.0)
     assert len(together([lease], {5}, 0, 99).steps) == 4 and not lease.is_whole

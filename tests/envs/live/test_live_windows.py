@@ -14,8 +14,8 @@ from dynamiccl.envs.live.turns import TRIAL as TRIAL_ARM
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.live_env import LiveEnv
 from dynamiccl.envs.search.belief.prior import Prior
-from dynamiccl.envs.search.config import DISCARD, HORIZON
-from dynamiccl.envs.search.interfaces import REFERENCE, RUN, SEARCH, TABLE, TRIAL, WATCH, Plan, actions_of
+from dynamiccl.envs.search.config import HORIZON
+from dynamiccl.envs.search.interfaces import RUN, SEARCH, TABLE, TRIAL, WATCH, Plan, actions_of
 from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import OneJob, SimWindows
@@ -213,7 +213,7 @@ def test_a_job_of_whose_collectives_nobody_tells_is_not_said_to_have_none():
         LiveWindows(job).begin()
 
 
-@pytest.mark.parametrize("kind", [SEARCH, REFERENCE, TABLE, TRIAL, WATCH])
+@pytest.mark.parametrize("kind", [SEARCH, TABLE, TRIAL, WATCH])
 def test_windows_after_the_verdict_tell_no_times_of_calls_wherever_they_come_from(kind):
     """Before: trials after the verdict had them in simulated jobs, and none in a running one."""
     jobs = draw_jobs(STANDARD.only("plain"), np.random.default_rng(3), 1)
@@ -221,7 +221,7 @@ def test_windows_after_the_verdict_tell_no_times_of_calls_wherever_they_come_fro
     for windows in (simulated, LiveWindows(job)):
         told, _ = windows.begin()
         plan = Plan(kind, np.zeros(len(told.share), np.int64), 8, 1)
-        assert np.isfinite(windows.measure(plan).call_us).any() == (kind in (SEARCH, REFERENCE, TABLE))
+        assert np.isfinite(windows.measure(plan).call_us).any() == (kind in (SEARCH, TABLE))
 
 
 def test_calls_in_a_group_take_the_time_of_the_group_in_windows_as_in_the_profile():
@@ -259,19 +259,43 @@ def test_steps_that_wait_after_turns_are_billed_as_steps_of_the_current_table():
     assert seen.billed == 11 and seen.billed_ms == pytest.approx(1100.0)
 
 
-@pytest.mark.parametrize(("discard", "counts_not"), [(0, DISCARD), (4, 4)])
-def test_a_window_in_place_of_refused_turns_does_not_count_the_step_under_way(discard, counts_not):
-    """Before: the steps that turns do not count, which are none, or a whole quad if NCCL connects first."""
+@pytest.mark.parametrize(("asked", "ran"), [(1, 1), (1, 8), (8, 8)])
+def test_the_search_hears_how_long_the_turns_were(asked, ran):
+    """Before: a job that took no turns now was measured in windows, which told no arms."""
     job = FakeJob(truth)
     reader = LiveWindows(job)
     told, _ = reader.begin()
     none = np.zeros(len(told.share), np.int64)
-    asked, window = [], job.window
+    times, arms = np.full(32, 100.0), np.repeat([CURRENT, TRIAL_ARM, TRIAL_ARM, CURRENT], 8)
 
-    def listens(decisions, n_steps, discard, *more):
-        asked.append((n_steps, discard))
-        return window(decisions, n_steps, discard, *more)
+    def turns(decisions, n_steps, turn_steps, *more):
+        assert (n_steps, turn_steps, more) == (32, asked, (0, 150.0))
+        job.last_step += 40
+        return Turns((2,), np.arange(32), times, arms, ran, 6, 900.0)
 
-    job.alternate, job.window = lambda *_: None, listens
-    seen = reader.measure(Plan(TRIAL, none + 16, 8, discard, turns=1, others=none))
-    assert asked == [(8, counts_not)] and seen.billed == 8 + counts_not and not len(seen.arms)
+    job.alternate = turns
+    seen = reader.measure(Plan(TRIAL, none + 16, 32, 0, 150.0, turns=asked, others=none))
+    assert seen.turns == ran and (seen.arms == arms).all()
+    assert (seen.billed, seen.billed_ms) == (40, pytest.approx(3200 + 900 + 200)), (
+        "two steps waited for the turns"
+    )
+
+
+def test_where_a_table_holds_its_turns_with_the_default_show_the_default(monkeypatch):
+    """A tuner that comes back. Before: a window of the default."""
+    job = FakeJob(truth)
+    job.confirm({GATHER: Decision("ring", "ll", 4)})
+    asked = []
+
+    def turns(decisions, n_steps, turn_steps, discard):
+        asked.append((decisions, n_steps, turn_steps, discard))
+        job.confirmed, held = {}, job.confirmed
+        window = job.window({}, n_steps)
+        job.confirmed = held
+        return Turns((window.generation,), window.steps, window.durations_ms, np.arange(n_steps) % 2)
+
+    job.alternate = turns
+    reader = LiveWindows(job)
+    _, default = reader.begin()
+    assert asked == [({}, 16, 1, 4)] and len(default.step_ms) == 8 and not len(default.arms)
+    assert {profile.slot for profile in reader.profiles} == {GATHER, SCATTER}

@@ -40,6 +40,12 @@ def profiles_of(job):
     return windows.profiles
 
 
+def held(job, table):
+    """Steps under a table that holds."""
+    job.confirm(table)
+    return job.window(table, 8)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "n_slots"), [("one", 1), ("hsdp", 1), ("tp x dp", 2)])
 def test_groups_of_a_shape_gain_together_what_one_gains(folder, kind, n_slots):
@@ -53,8 +59,7 @@ def test_groups_of_a_shape_gain_together_what_one_gains(folder, kind, n_slots):
         profiles = profiles_of(job)
         assert len(profiles) == n_slots and {p.slot.n_ranks for p in profiles} == {4 if kind == "one" else 2}
         table = {p.slot: LL for p in profiles}
-        default, tuned = job.window({}, 8), job.window(table, 8)
-        again = job.window({}, 8)
+        default, tuned, again = (held(job, one) for one in ({}, table, {}))
         assert tuned.disobeyed == ()
         # 4 calls of 24 ms against 4 of 6 ms, beside what the rest of a step takes on a busy machine.
         assert tuned.step_ms < 0.75 * min(default.step_ms, again.step_ms)
@@ -148,7 +153,7 @@ def slots_of(kind):
         job = Job(run, process)
         profiles = profiles_of(job)
         blocks = {p.slot for p in profiles if p.slot.min_bytes <= BLOCK <= p.slot.max_bytes}
-        tuned = job.window(dict.fromkeys(blocks, LL128), 4)
+        tuned = held(job, dict.fromkeys(blocks, LL128))
         events = job.take_events()
         obeyed = events[
             (events["table_generation"] == tuned.generation) & events["n_bytes"].between(BLOCK, 1.01 * BLOCK)

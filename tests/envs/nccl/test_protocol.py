@@ -10,7 +10,19 @@ from dynamiccl.envs.nccl.plugin.bindings import Span
 from dynamiccl.traces.reasons import NotAgreeing, RowRefused
 from dynamiccl.traces.records import Trial
 from protocol_model import explore
-from protocol_scopes import CAPTURED, ONE, PARTS, REPORT_PARTS, REPORTS, SMALL, TURN_PARTS, TURNS, TWO
+from protocol_scopes import (
+    CAPTURED,
+    ONE,
+    PARTS,
+    REPORT_PARTS,
+    REPORTS,
+    SMALL,
+    TURN_PARTS,
+    TURNS,
+    TWO,
+    UNEVEN,
+    UNEVEN_PARTS,
+)
 
 REFUSES = RowRefused.PLUGIN_REFUSES(error="x")
 
@@ -207,8 +219,8 @@ def test_a_refusal_by_rank_0_s_own_code_is_one_for_all():
         assert decision == ABORT and left_out[0] == protocol.LeftOut(REFUSES, True, True)
 
 
-def rhythm(rank, limit, a_step, offset, comm=5, pace=4.0, n_ranks=2):
-    word = CommVote(n_ranks, 1, limit, pace, {16: 7}, "", a_step, offset)
+def rhythm(rank, limit, a_step, offset, comm=5, pace=4.0, n_ranks=2, steps=0):
+    word = CommVote(n_ranks, 1, limit, pace, {16: 7}, "", a_step, offset, steps=steps)
     return Vote(rank, 1, "same", {comm: word})
 
 
@@ -258,6 +270,40 @@ def test_turns_are_not_refused_before_all_ranks_have_voted():
     assert 0 not in out and not out[5].for_good
 
 
+def test_long_turns_need_no_rhythm_and_begin_near_one_step_on_all_communicators():
+    """From the limit on that is farthest in steps: of communicator 6, 8 steps after the last. One quad, not more. What
+    is used in few steps keeps its table."""
+    ranks = [
+        together(
+            rhythm(r, 112, 0, 100, pace=4.5, steps=20),
+            rhythm(r, 70 + 10 * r, 0, 60, comm=6, pace=2.5, steps=20),
+            rhythm(r, 9, 0, 7, comm=7, pace=0.2, steps=20),
+        )
+        for r in range(2)
+    ]
+    decision, out = decide(ranks, 3, Trial(64, 2, 10, 1), {})
+    assert out == {} and decision.switches == {
+        5: Span(100 + 36, 100 + 36 + 4 * 45, 45, 0, 2, 1),
+        6: Span(80, 80 + 4 * 25, 25, 0, 2, 1),
+    }
+    short = decide(ranks, 3, Trial(64, 2, 2, 1), {})[1]
+    assert short[0].why.reason is NotAgreeing.NO_RHYTHM
+    _, late = decide([*ranks, rhythm(2, 5, 0, 0, comm=9)], 3, Trial(64, 2, 10), {})
+    assert set(late) == {9}, "who is late keeps nobody else from it"
+
+
+def test_long_turns_of_a_job_with_a_rhythm_end_with_its_steps():
+    ranks = [rhythm(r, 12, 4, 2) for r in range(2)]
+    assert decide(ranks, 3, Trial(40, 2, 10), {})[0].switches == {5: Span(14, 14 + 160, 40, 4, 2)}
+
+
+def test_no_long_turn_is_one_of_few_calls():
+    ranks = [rhythm(r, 12, 0, 2, pace=1e-9) for r in range(2)]
+    assert decide(ranks, 3, Trial(40, 2, 10), {})[1][0].why.reason is NotAgreeing.NO_RHYTHM
+    ranks = [rhythm(r, 12, 0, 2, pace=1.0, steps=3) for r in range(2)]
+    assert decide(ranks, 3, Trial(40, 2, 10), {})[0].switches[5].length == 10
+
+
 def test_few_calls_need_no_rhythm():
     spans = decide([rhythm(0, 12, 0, 0), rhythm(1, 15, 4, 2)], 3, Trial(4, 8), {})[0].switches
     assert spans == {5: Span(15, 31, 1, 0, 8)}
@@ -275,6 +321,17 @@ def test_no_order_of_events_gives_a_turn_to_two_tables_in_each_part_of_the_model
     assert explore(TURN_PARTS[name])[0] == ""
 
 
+def test_no_order_of_events_gives_a_long_turn_to_two_tables():
+    """The ranks know no rhythm, and each step has other calls."""
+    assert explore(UNEVEN)[0] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNEVEN_PARTS)
+def test_no_order_of_events_gives_a_long_turn_to_two_tables_in_each_part_of_the_model(name):
+    assert explore(UNEVEN_PARTS[name])[0] == ""
+
+
 #: What the plugin does wrong with turns, and a job in which it shows.
 TURN_MUTATIONS = {
     "the length of a turn is the rank's own": TURNS,
@@ -286,6 +343,13 @@ TURN_MUTATIONS = {
     "a mixed step is the base's": replace(TURNS, steps=((2,), (1,), (2,))),
     "two steps' calls are a step": replace(TURNS, steps=((1,), (1,), (2,))),
 }
+#: The same with long turns.
+LONG_TURN_MUTATIONS = {
+    "the length of a turn is the rank's own": UNEVEN,
+    "a lease begins at the rank's own limit": UNEVEN,
+    "a mixed step is the base's": replace(UNEVEN, steps=((2,), (2,))),
+    "who is not in turns yet is left out": UNEVEN_PARTS["two communicators"],
+}
 
 
 @pytest.mark.parametrize("mutation", quick_and_slow(TURN_MUTATIONS))
@@ -294,17 +358,22 @@ def test_a_mutation_of_the_turns_is_found(mutation):
     assert explore(scope)[0] != ""
 
 
-def below_the_limit(rhythms, trial):
-    spans = protocol_turns(rhythms, trial)
-    return {comm: span._replace(since=span.since - span.a_step) for comm, span in spans.items()}
+@pytest.mark.parametrize("mutation", quick_and_slow(LONG_TURN_MUTATIONS))
+def test_a_mutation_of_long_turns_is_found(mutation):
+    scope = replace(LONG_TURN_MUTATIONS[mutation], mutations=frozenset({mutation}))
+    assert explore(scope)[0] != ""
 
 
-protocol_turns = protocol._turns
+@pytest.mark.parametrize(("name", "scope"), [("_turns", TURNS), ("_long_turns", UNEVEN)])
+def test_turns_that_begin_below_a_limit_are_found(monkeypatch, name, scope):
+    decided = getattr(protocol, name)
 
+    def below_the_limit(words, trial):
+        spans = decided(words, trial)
+        return {comm: span._replace(since=span.since - 1) for comm, span in spans.items()}
 
-def test_turns_that_begin_below_a_limit_are_found(monkeypatch):
-    monkeypatch.setattr(protocol, "_turns", below_the_limit)
-    assert "collective" in explore(TURNS)[0]
+    monkeypatch.setattr(protocol, name, below_the_limit)
+    assert "collective" in explore(scope)[0]
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------

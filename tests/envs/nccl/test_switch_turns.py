@@ -159,6 +159,30 @@ def test_a_step_of_two_communicators_is_whole_if_both_made_a_steps_calls(plugin,
     assert [whole for _, _, whole in said] == [True, False, False, True, False, False]
 
 
+def test_in_long_turns_a_step_counts_if_one_table_has_answered_all_of_it(plugin, join):
+    """Whatever its length, on each communicator, also where one has not come to its turns yet. One without a call
+    is nobody's, and none is timed as few calls are."""
+    one, two = join(7), join(8)
+    plugin.activate(message(1))
+    plugin.stage(1, message(2))
+    plugin.switch(1, 7, *Span(3, 3 + 4 * 12, 12, 0, 2, 1))
+    plugin.switch(1, 8, *Span(10, 10 + 4 * 3, 3, 0, 2, 1))
+    plugin.lift(1, 2)
+    said, blocks, timed = [], set(), set()
+    steps = (4, 2), (5, 3), (6, 2), (2, 0), (0, 0), (3, 3), (7, 3), (12, 6), (12, 3), (3, 1)
+    for n, m in steps:
+        timed |= {timed_call(one)[1] for _ in range(n)} | {timed_call(two)[1] for _ in range(m)}
+        end = plugin.ended()
+        said.append(end[:3])
+        blocks.add(end.block)
+    current, trial, mixed = (1, 2, True), (2, 2, True), (MIXED, 2, False)
+    assert said[:5] == [(1, 0, False), current, current, trial, (2, 2, False)]
+    assert said[5:] == [mixed, mixed, trial, current, (1, 0, False)], (
+        "8 has not begun, then is in its first turn"
+    )
+    assert blocks == {0} and timed == {False}
+
+
 def test_what_the_steps_have_in_common_is_told(plugin, join):
     """Four steps alike make a rhythm; its phase is the same whenever it is asked; a longer step shifts it."""
     comm = join()
@@ -170,7 +194,9 @@ def test_what_the_steps_have_in_common_is_told(plugin, join):
         plugin.ended()
         view = plugin.comms()[7]
         told.append((view.a_step, view.offset))
-    assert told == [*[(0, 0)] * 4, *[(5, 1)] * 3, *[(0, 0)] * 4, (5, 4)]
+    ended_at = [(0, n) for n in (6, 11, 16, 21, 44, 49, 54, 59)]
+    assert told == [*ended_at[:4], *[(5, 1)] * 3, *ended_at[4:], (5, 4)]
+    assert plugin.comms()[7].steps == len(told)
     calls(comm, 11)
     assert plugin.comms()[7].a_step == 0, "no step has ended for two steps"
 

@@ -12,6 +12,7 @@ from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.live.turns import NOBODY, TRIAL
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
+from dynamiccl.envs.search.config import LONG_TURN_STEPS
 from dynamiccl.traces.records import (
     COLL,
     COLL_DTYPE,
@@ -74,21 +75,15 @@ def running(kind, path):
         folder.close()
 
 
-def measured(job, n, within=12):
-    """So many measurements in turns, out of at most ``within``."""
-    found = []
-    for _ in range(within):
-        turns = job.alternate(TABLE, 32)
-        found += [turns] if turns is not None else []
-        if len(found) == n:
-            break
-    assert len(found) == n, "the job takes no turns"
-    return found
+def measured(job, n, n_steps=32):
+    """So many measurements in turns."""
+    return [job.alternate(TABLE, n_steps) for _ in range(n)]
 
 
-def check_turns(job, found):
-    """Each step that counts was answered by its table alone, on all communicators with a table, by all ranks, in as
-    many calls; and each call of a lease by the table whose turn it was."""
+def check_turns(job, found, mixed=0):
+    """Each step that counts was answered by its table alone, on all communicators with a table, by all ranks, and if
+    turns are of agreed steps in as many calls; and each call of a lease by the table whose turn it was. ``mixed``: so
+    many steps at most that count were no table's."""
     calls, steps = job.of(COLL, COLL_DTYPE), job.of(STEP, STEP_DTYPE)
     calls = calls[np.isin(calls["func"], [FUNCS.index(func) for func in TUNED_FUNCS])]
     usual = {}
@@ -100,11 +95,14 @@ def check_turns(job, found):
                 continue
             of_step = calls[calls["step"] == step]
             is_trial = np.isin(of_step["generation"], turns.generations)
-            assert is_trial.all() if arm == TRIAL else not is_trial.any(), f"step {step}"
+            is_own = is_trial.all() if arm == TRIAL else not is_trial.any()
+            mixed -= not is_own
+            assert len(of_step) and mixed >= 0, f"step {step}"
             made = [int((of_step["rank"] == rank).sum()) for rank in range(PROCESSES)]
             n_checked += 1
             lease = int(steps[(steps["step"] == step) & (steps["rank"] == 0)]["trial"][0])
-            usual.setdefault(lease, set()).add(tuple(made))
+            if turns.turn_steps < LONG_TURN_STEPS:
+                usual.setdefault(lease, set()).add(tuple(made))
     assert all(len(sizes) == 1 for sizes in usual.values()), "steps of two lengths in one lease"
     check_calls(job, calls, {g for turns in found for g in turns.generations})
     return n_checked
@@ -137,13 +135,27 @@ def first_run(tried, swap):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp2", "hsdp"])
+@pytest.mark.parametrize("kind", ["fsdp2", "hsdp", "tenth"])
 def test_a_job_whose_steps_are_alike_takes_turns(kind, tmp_path):
     with running(kind, tmp_path) as job:
         found = measured(job, 3)
     arms = np.concatenate([turns.arms for turns in found])
     print(f"{(arms != NOBODY).sum()} of {len(arms)} steps count")
     assert (arms != NOBODY).mean() > 0.7 and check_turns(job, found) > 60
+    assert {turns.turn_steps for turns in found} == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "mixed"), [("uneven", 0), ("uneven hsdp", 3)])
+def test_a_job_whose_steps_are_not_alike_takes_long_turns(kind, mixed, tmp_path):
+    """Two communicators of all ranks have other calls in each step. Of one without rank 0 nobody knows in which step
+    it changes: near the one in which rank 0's do."""
+    with running(kind, tmp_path) as job:
+        found = measured(job, 3)
+    arms = np.concatenate([turns.arms for turns in found])
+    print(f"{len(arms)} steps count, beside {sum(turns.others for turns in found)}")
+    assert {turns.turn_steps for turns in found} == {LONG_TURN_STEPS} and (arms != NOBODY).all()
+    assert check_turns(job, found, mixed) == 3 * 4 * LONG_TURN_STEPS
 
 
 @pytest.mark.slow
