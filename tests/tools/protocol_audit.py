@@ -113,8 +113,7 @@ def _told(scope: Scope, plans: Any) -> dict[int, Told]:
 def label_of(clocks: Sequence[Clock], mutations: frozenset[str]) -> int | None:
     """Generation of the table whose step has just ended, as rhythm.c says it; None where the step is no table's."""
     turns = [clock for clock in clocks if _lease(clock) is not None]
-    looked_at = turns if "who is not in turns yet is left out" in mutations else clocks
-    seen = {table.generation for clock in looked_at for table in clock.seen}
+    seen = {table.generation for clock in clocks for table in clock.seen}
     if not turns or not seen or (len(seen) > 1 and "a mixed step is the base's" not in mutations):
         return None
     for clock in turns:

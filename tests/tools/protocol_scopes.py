@@ -110,11 +110,10 @@ TURN_PARTS = {
     "a lease is renewed": replace(TURNS, trials=(1, 1)),
     "a table comes to stay": replace(TURNS, trials=(1, 0)),
 }
-#: Long turns: the ranks know no rhythm, and two communicators have other calls in each step.
+#: Long turns: the ranks know no rhythm. Two communicators with other calls in each step are larger.
 UNEVEN = replace(TURNS, is_uneven=True, steps=((1,), (2,)))
 UNEVEN_PARTS = {
     "more steps": replace(UNEVEN, steps=((1,), (2,), (1,))),
-    "two communicators": replace(UNEVEN, members=((0, 1), (0, 1)), steps=((1, 1), (1, 2))),
     "a lease is renewed": replace(UNEVEN, trials=(1, 1)),
     "a table comes to stay": replace(UNEVEN, trials=(1, 0)),
 }
@@ -122,6 +121,8 @@ UNEVEN_PARTS = {
 LARGE_TURNS = (
     replace(TURNS, members=((0, 1), (0, 1)), steps=((1, 2),) * 2),
     replace(TURNS, steps=((1,),) * 5),
+    replace(UNEVEN, members=((0, 1), (0, 1)), steps=((1, 2),)),
+    replace(UNEVEN, members=((0, 1), (0, 1)), steps=((1, 1), (1, 2))),
 )
 LARGE = (
     BESIDE,

@@ -380,7 +380,7 @@ struct dccl_step_end {
   // Of the table that answered all its questions, but for communicators that were left out of the last
   // switch; DCCL_MIXED: there were several.
   uint32_t generation;
-  uint32_t trial;     // generation of the trial in which the step began, 0: in none
+  uint32_t trial;  // generation of the trial in which the step began, 0: in none
   // Turns follow steps, one table has answered all in it, and each communicator in turns of agreed steps made
   // just one step's collectives.
   uint32_t is_whole;

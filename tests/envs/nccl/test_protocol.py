@@ -348,7 +348,6 @@ LONG_TURN_MUTATIONS = {
     "the length of a turn is the rank's own": UNEVEN,
     "a lease begins at the rank's own limit": UNEVEN,
     "a mixed step is the base's": replace(UNEVEN, steps=((2,), (2,))),
-    "who is not in turns yet is left out": UNEVEN_PARTS["two communicators"],
 }
 
 
