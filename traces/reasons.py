@@ -231,6 +231,10 @@ class NotTuning(Reason):
     NOT_LOOKED = "rank 0 has not looked for another table yet: it may be held up"
     NEXT_STEP = "the next steps of the job"
     PAUSED = "the job has taken no step for {seconds:.0f} s: it pauses, or is about to end"
+    UNEVEN = (
+        "in {count} trials in a row no quad of turns was measured: the job's steps differ too much in their "
+        "collectives to compare two tables"
+    )
     TOO_FEW_STEPS = "it took {count} steps, too few to try a table"
 
 

@@ -195,6 +195,9 @@ class Tuner:
         except OtherJob as reason:
             self._begin_anew(reason.why)
             return
+        except NothingToTune as error:
+            self._leave_alone(error.why)
+            return
         self.costs.windows += not was_over
         lost = search.lost
         before = search.confirmed.copy()
@@ -209,13 +212,23 @@ class Tuner:
 
     def _begin_anew(self, why: Why) -> None:
         """Over a job that is another than the one known: from the default on. Raises JobEnded."""
+        self._forget(why)
+        self._begin()
+        self._conclude()
+
+    def _forget(self, why: Why) -> None:
+        """The default holds, and what was found holds no more."""
         kept = self.outcome.kept
         self.windows.confirm(np.zeros(len(self.windows.profiles), np.int64))
         self.search, self._state = None, None
         self._account.since_verdict = self._account.default_since_verdict = 0
         self.result.begin_anew(why if kept else None)
-        self._begin()
-        self._conclude()
+
+    def _leave_alone(self, why: Why) -> None:
+        """No table can be compared in this job now: NCCL's default, until it is looked at again."""
+        self._forget(why)
+        self.result.ended(why)
+        self._look_again.put_off(self.windows.job.last_step)
 
     def _begin(self) -> None:
         self._look_again.cancel()

@@ -26,7 +26,7 @@ from ..search.interfaces import QUAD
 from .confirmed import decided, without_fatal
 from .confirmed import note_confirmed as note_confirmed
 from .confirmed import read_confirmed as read_confirmed
-from .job_ends import JobEnded
+from .job_ends import JobEnded, NothingToTune
 from .obedience import Disobeyed
 from .pauses import Rhythm
 from .reader import Reader, log
@@ -34,6 +34,7 @@ from .turns import (
     ALIKE_STEPS,
     MOST_FAILED,
     MOST_SPARE_STEPS,
+    MOST_UNEVEN,
     ODD_STEPS,
     SPARE_STEPS,
     Lease,
@@ -286,7 +287,7 @@ class Job(Reader):
         Both numbers of steps are whole quads of turns; the first ``discard`` do not count. Ends early once a step of
         ``decisions`` took longer than ``give_up_ms``. Afterwards the confirmed table is in force. Where the job's steps
         are not alike the turns are LONG_TURN_STEPS long: as many quads of these as there is room for, at least one.
-        Raises JobEnded.
+        Raises JobEnded; NothingToTune if the steps differ too much for these, too.
         """
         chosen = decided(decisions)
         failed: list[Lease] = []
@@ -303,11 +304,15 @@ class Job(Reader):
             if turns.has_both:
                 return replace(turns, disobeyed=self._disobeyed(last))
             failed += leases
+            tries += (
+                last.seen > 0 or not last.is_long
+            )  # a trial that nobody votes on is asked for again and again
             if last.is_long:
+                if tries >= MOST_UNEVEN:
+                    raise NothingToTune(NotTuning.UNEVEN(count=tries))
                 spare = min(2 * spare, MOST_SPARE_STEPS)
-                continue
-            tries += 1
-            if tries >= MOST_FAILED:
+            elif tries >= MOST_FAILED:
+                tries = 0
                 turn_steps = LONG_TURN_STEPS
                 quad = QUAD * turn_steps
                 n_steps, discard = quad * max(n_steps // quad, 1), quad * (discard // quad)

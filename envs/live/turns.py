@@ -33,6 +33,8 @@ ODD_STEPS = 3
 UNSEEN_S = 30.0
 #: So many tries in a row without a rhythm, and the job goes on in long turns.
 MOST_FAILED = 2
+#: So many tries in a row in long turns of which no quad counts, and nothing is tuned for a while.
+MOST_UNEVEN = 6
 #: Steps that are waited for after one of them, as an evaluation may have been in the way: four alike are a rhythm.
 ALIKE_STEPS = 5
 #: A long turn is so many steps longer than what counts of it: a table changes within a step, the next one still has
@@ -118,17 +120,18 @@ class Lease:
             self.is_over = self.is_trial and (self.seen > 0 or passed_s > UNSEEN_S)
             return
         self.seen += 1
-        if not self.turn_steps and self.seen <= self.discard:
-            return
-        arm = self._arm(step, is_pause)
-        is_first = self.is_long and self.arms[-1:] != [
-            arm
-        ]  # of a turn: it may still have some of the table before
+        if self.turn_steps or self.seen > self.discard:
+            self._take(step, took, self._arm(step, is_pause))
+
+    def _take(self, step: Any, took_ms: float, arm: int) -> None:
+        """Keep a step of this lease."""
+        # The first step of a long turn may still have some of the table before.
+        is_mixed = self.is_long and self.arms[-1:] != [arm]
         self.steps.append(int(step["step"]))
-        self.durations_ms.append(took)
+        self.durations_ms.append(took_ms)
         self.arms.append(arm)
-        if arm == TRIAL and self.seen > self.discard and not is_first:
-            self.newest_ms = took
+        if arm == TRIAL and self.seen > self.discard and not is_mixed:
+            self.newest_ms = took_ms
         self.odd = self.odd + 1 if arm == NOBODY else 0
         # Long turns end at any place: whole turns may count for nobody.
         self.is_over = bool(self.turn_steps) and not self.is_long and self.odd >= ODD_STEPS

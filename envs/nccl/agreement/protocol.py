@@ -160,14 +160,20 @@ def decide(
     if not trial.turn_steps:
         spans = {comm: _span(words, trial) for comm, words in sound.items()}
         return Decision(generation, spans), left_out
-    even = {comm: words for comm, words in sound.items() if _has_rhythm(words)}
-    odd = _without_rhythm(sound, even)
-    used = {comm: words for comm, words in sound.items() if _pace(words) >= 1}
-    if odd and used and trial.turn_steps >= LONG_STEPS:
-        return Decision(generation, _long_turns(used, trial)), left_out
+    spans, odd = _by_steps(sound, trial)
     if odd and not is_late:
         left_out[0] = LeftOut(NotAgreeing.NO_RHYTHM(rank=_first_on(odd[0], votes)), True)
-    return Decision(generation, _turns(even, trial)), left_out
+    return Decision(generation, spans), left_out
+
+
+def _by_steps(sound: WordsOf, trial: Trial) -> tuple[dict[int, Span], list[int]]:
+    """Where a trial whose turns follow steps holds, and the communicators for whose sake it holds nowhere."""
+    even = {comm: words for comm, words in sound.items() if _has_rhythm(words)}
+    odd = _without_rhythm(sound, even)
+    if not odd or trial.turn_steps < LONG_STEPS:
+        return _turns(even, trial), odd
+    used = {comm: words for comm, words in sound.items() if _pace(words) >= 1}
+    return (_long_turns(used, trial), []) if used else (_turns(even, trial), odd)
 
 
 def _without(sound: WordsOf, stays: int) -> list[int]:

@@ -10,14 +10,14 @@ from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.envs.live import windows as live_windows
-from dynamiccl.envs.live.job_ends import Closed
+from dynamiccl.envs.live.job_ends import Closed, NothingToTune
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.nccl.run_folder import RUN_ID
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.search.config import SearchConfig
 from dynamiccl.envs.search.state import Account
 from dynamiccl.traces.assemble import Assembler
-from dynamiccl.traces.reasons import NotAgreeing, RunEnds
+from dynamiccl.traces.reasons import NotAgreeing, NotTuning, RunEnds
 from dynamiccl.traces.segments import LOST, Coverage
 from dynamiccl.traces.writer import TraceWriter
 from fake_job import STEP_MS, FakeJob
@@ -68,6 +68,21 @@ def test_a_job_that_becomes_another_has_one_budget(guard):
     costs = tuner.costs
     assert costs.budget_ms == pytest.approx(budget_steps * STEP_MS, rel=0.01)
     assert costs.search_ms == pytest.approx(tuner.search.lost * STEP_MS, rel=0.05)
+
+
+def test_a_job_whose_tables_cannot_be_compared_runs_the_default_and_is_looked_at_again(monkeypatch):
+    job = FakeJob(lambda decisions: STEP_MS, 0.001)
+    tuner = Tuner(LiveWindows(job), make_chooser("sweep"), SearchConfig())
+    why = NotTuning.UNEVEN(count=6)
+
+    def alternate(*plan):
+        raise NothingToTune(why)
+
+    monkeypatch.setattr(job, "alternate", alternate)
+    assert tuner.run().ended == why and not job.confirmed
+    assert tuner.search is None and not tuner.looks_again()
+    job.window({}, 2000)
+    assert tuner.looks_again()
 
 
 def test_a_table_that_the_next_search_adopts_is_kept_also_before_its_verdict(folder, tmp_path, guard):

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from dynamiccl.envs.live import job as live
 from dynamiccl.envs.live.job import Job
+from dynamiccl.envs.live.job_ends import NothingToTune
 from dynamiccl.envs.live.pauses import Rhythm
-from dynamiccl.envs.live.turns import CURRENT, NOBODY, TRIAL, Lease, lease_steps, together
+from dynamiccl.envs.live.turns import CURRENT, MOST_UNEVEN, NOBODY, TRIAL, Lease, lease_steps, together
 from dynamiccl.envs.nccl.shm import decode_table
 from dynamiccl.envs.search.config import LONG_TURN_STEPS
-from dynamiccl.traces.reasons import NotAgreeing, RowRefused
+from dynamiccl.traces.reasons import NotAgreeing, NotTuning, RowRefused
 from dynamiccl.traces.records import (
     COLL_DTYPE,
     FLAG_WHOLE,
@@ -206,6 +207,14 @@ def test_after_long_turns_with_too_few_steps_they_are_longer(job_of):
     turns = job.alternate(TABLE, 32)
     assert [turn_steps for _, turn_steps, _ in long_leases(ring)] == [11, 14, 20] and len(turns.steps) == 32
     assert turns.others > 60, "what the others took is billed"
+
+
+def test_a_job_whose_long_turns_never_count_is_left_alone_for_a_while(job_of):
+    """Each lease costs the job a trial."""
+    job, ring = job_of(refuses=10**9, short=[20] * 100)
+    with pytest.raises(NothingToTune) as found:
+        job.alternate(TABLE, 32)
+    assert found.value.why == NotTuning.UNEVEN(count=MOST_UNEVEN) and len(long_leases(ring)) >= MOST_UNEVEN
 
 
 def test_a_trial_step_that_is_too_slow_ends_long_turns(job_of):
