@@ -148,7 +148,8 @@ class SearchEnv(gym.Env[Array, np.int64]):
 
     ## Rendering
     ``render_mode="ansi"``: :meth:`render` returns a line about the search; ``"rgb_array"``: a picture of what is
-    believed of each setting, see :mod:`picture`.
+    believed of each setting, see :mod:`picture`. ``gymnasium.wrappers.RecordVideo`` makes videos of these; it needs the
+    package moviepy, which no extra of ours installs: ``pip install moviepy``.
     """
 
     metadata = {"render_modes": ["ansi", "rgb_array"], "render_fps": 1}  # noqa: RUF012
@@ -166,16 +167,23 @@ class SearchEnv(gym.Env[Array, np.int64]):
         self._is_over = True
         self._n_masked = 0
 
-    def open(self, options: dict[str, Any]) -> Windows:
+    def open(self) -> Windows:
         """Windows of the job of a new episode."""
         raise NotImplementedError
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Array, dict[str, Any]]:
-        """Begin a search. Raises ValueError where the job has nothing to tune."""
+        """Begin a search. Raises ValueError where the job has nothing to tune, and for any of ``options``: there are
+        none."""
+        if options:
+            told = ", ".join(map(repr, options))
+            raise ValueError(
+                f"reset() knows no option {told}: what an episode is drawn from is an argument of gymnasium.make(), such "
+                "as family=STANDARD.only('tails') of dynamiccl/Sim-v0"
+            )
         super().reset(seed=seed)
-        self.windows = self.open(options or {})
+        self.windows = self.open()
         job, default = self.windows.begin()
         confirm = self.windows.confirm
         self.search = Search(job, default, self.prior, self.config, on_confirmed=confirm)

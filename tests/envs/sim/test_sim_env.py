@@ -274,6 +274,13 @@ def test_what_an_environment_lacks_is_said_with_the_cure():
             gym.make(f"dynamiccl/{name}")
 
 
+def test_an_option_of_reset_is_refused_with_the_cure():
+    env = gym.make("dynamiccl/Sim-v0")
+    with pytest.raises(ValueError, match=r"no option 'world'.*family="):
+        env.reset(options={"world": "tails"})
+    env.reset(options={})
+
+
 def test_it_renders_a_line_and_a_picture():
     env = gym.make("dynamiccl/Sim-v0", render_mode="ansi")
     env.reset(seed=0)
