@@ -15,16 +15,7 @@ from .live.job_ends import JobEnded
 from .picture import picture
 from .search import observation
 from .search.belief.prior import Prior
-from .search.config import (
-    CARRIED_TURN_STEPS,
-    DISCARD,
-    HORIZON,
-    MASKED_PRICE,
-    REWARD_PAIRS,
-    REWARD_QUADS,
-    REWARD_UNIT,
-    SearchConfig,
-)
+from .search.config import CARRIED_TURN_STEPS, HORIZON, MASKED_PRICE, REWARD_QUADS, REWARD_UNIT, SearchConfig
 from .search.interfaces import (
     GO_ON,
     LEAVE,
@@ -80,9 +71,7 @@ class Reward:
         if not table.any():
             return 0.0
         self._run_on(windows, table, at)
-        measured = self._by_turns(windows, table)
-        if measured is None:
-            measured = self._by_windows(windows, table)
+        measured = self._measured(windows, table)
         return self.steps * (measured - self.saved) / REWARD_UNIT
 
     def _run_on(self, windows: Windows, table: Array, at: int) -> None:
@@ -94,29 +83,14 @@ class Reward:
             left -= windows.measure(plan).billed
             n_steps = min(left, LONGEST_RUN)
 
-    def _by_turns(self, windows: Windows, table: Array) -> float | None:
-        """Saving of a table, a part of the default's step. None: the job takes no turns."""
-        if not self.search.state.turns.is_possible:
-            return None
+    def _measured(self, windows: Windows, table: Array) -> float:
+        """Saving of a table, a part of the default's step. That the search counted, if no quad is whole."""
         default = np.zeros_like(table)
         n_steps = REWARD_QUADS * QUAD * CARRIED_TURN_STEPS
         plan = Plan(WATCH, default, n_steps, others=table, turns=CARRIED_TURN_STEPS)
         seen = windows.measure(plan)
-        ratios = Quads.of(seen.step_ms, seen.arms, plan.turns).ratios if len(seen.arms) else seen.arms
-        return 1 - math.exp(trimmed_mean(ratios)) if len(ratios) else None
-
-    def _by_windows(self, windows: Windows, table: Array) -> float:
-        """The same by windows of the one and the other."""
-        length = self.search.state.noise.window_steps
-        under_default = Plan(WATCH, np.zeros_like(table), length, DISCARD)
-        under_table = Plan(WATCH, table, length, DISCARD)
-        default_ms = table_ms = 0.0
-        for _ in range(REWARD_PAIRS):
-            default = windows.measure(under_default)
-            tuned = windows.measure(under_table)
-            default_ms += trimmed_mean(default.step_ms)
-            table_ms += trimmed_mean(tuned.step_ms)
-        return float(1 - table_ms / default_ms)
+        ratios = Quads.of(seen.step_ms, seen.arms, seen.turns).ratios
+        return 1 - math.exp(trimmed_mean(ratios)) if len(ratios) else self.saved
 
 
 class SearchEnv(gym.Env[Array, np.int64]):

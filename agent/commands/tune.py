@@ -109,16 +109,16 @@ class Call(NamedTuple):
 @option(
     "--verify",
     type=click.IntRange(2),
-    default=10,
+    default=25,
     group=SEARCH,
-    help="Pairs of windows after which a comparison ends if no gain is likely. With alternating steps a pair "
-    "counts as 5 to 10 steps, so 10 pairs are 50 to 100 steps.",
+    help="Alternations after which a comparison ends if no gain is likely. An alternation is four steps, or more "
+    "where a job's steps are not alike.",
 )
 @option(
     "--window-steps",
     type=click.IntRange(1),
     group=SEARCH,
-    help="Steps per window where tables cannot alternate. Default: 5 to 10, by the noise.",
+    help="Steps per look at the current table. Default: 5 to 10, by the noise.",
 )
 @HEADROOM
 @UNTOUCHED

@@ -138,7 +138,6 @@ def comparison_row(comparison: Comparison, table: str, against: str) -> dict[str
         "trial": comparison.is_trial,
         "outcome": comparison.outcome,
         "pairs": test.n,
-        "by_turns": comparison.takes_turns,
         "speedup": None,
         "speedup_ci95": None,
     }

@@ -193,10 +193,8 @@ class Outcome:
         if chain:
             found |= self._step_times(chain[0], chain[-1])
         deviations = [test.deviation for test in tests]
-        quads = state.quads_a_pair
-        known = state.noise.of_quads(1) if quads else of_pair
-        largest = max([known, *deviations])
-        gain = detectable_gain(largest, search.config.pairs, quads)
+        largest = max([state.noise.of_quads(1), *deviations])
+        gain = detectable_gain(largest, search.config.quads)
         return found | {"detectable": gain}
 
     def _step_times(self, first: Comparison, last: Comparison) -> dict[str, Any]:

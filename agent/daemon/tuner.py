@@ -22,7 +22,7 @@ from ...envs.live.windows import LiveWindows
 from ...envs.search.belief.prior import Prior
 from ...envs.search.comparison import ADOPTED, OPEN, REJECTED, Comparison
 from ...envs.search.config import ABORT, BUDGET_STEPS, SearchConfig
-from ...envs.search.interfaces import PHASES, REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan, Policy
+from ...envs.search.interfaces import PHASES, SEARCH, TABLE, TRIAL, WATCH, Plan, Policy
 from ...envs.search.search import Search
 from ...envs.search.state import Account
 from ...traces.queries.exposed import critical
@@ -305,7 +305,7 @@ class Tuner:
         assert last is not None
         if last.is_aborted:
             return [*self.names.describe(letter), Happened.GIVEN_UP(table=letter, times=ABORT)]
-        if plan.kind not in (SEARCH, TABLE, REFERENCE) or plan.one_of:  # few calls do not show steps
+        if plan.kind not in (SEARCH, TABLE) or plan.one_of:  # few calls do not show steps
             return []
         ratio = last.ms / self._default_ms
         if not self.costs.better(letter, ratio, search.state.noise.of_window):

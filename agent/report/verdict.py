@@ -59,7 +59,7 @@ def outcome(c: Mapping[str, Any], own: str = OWN) -> Why:
     if c["speedup"] is None:
         return Happened.NOT_COMPARED(**sides)
     ends, n = _percent(c["speedup"], c["speedup_ci95"]), c["pairs"]
-    unit = f"{'alternation' if c.get('by_turns') else 'pair'}{'s' * (n > 1)}"
+    unit = f"alternation{'s' * (n > 1)}"
     happened = {"kept": Happened.KEPT, "lost": Happened.LOST}.get(c["outcome"], Happened.NOT_DECIDED)
     return happened(**sides, speedup=c["speedup"], low=min(ends), high=max(ends), count=n, unit=unit)
 

@@ -20,7 +20,8 @@ from ...traces.reasons import NotTuning, Why
 from ...traces.records import TUNED_FUNCS, Decision, Slot
 from ..nccl.untouched import Untouched
 from ..nccl_model.arms import distinct
-from ..search.interfaces import PROFILE, UNTIMED, Measured, Plan, warm_up_families
+from ..search.config import LONG_TURN_STEPS
+from ..search.interfaces import PROFILE, QUAD, UNTIMED, Measured, Plan, warm_up_families
 from ..search.interfaces import Job as TunedJob
 from .gpu_memory import take_out
 from .job import Window
@@ -116,7 +117,6 @@ class LiveWindows:
         prints = [p.fingerprint for p in found]
         own_pairs = np.array([int(one.own_pair[0]) for one in prints])
         tries_few = getattr(self.job, "tries_few", False)
-        takes_turns = getattr(self.job, "takes_turns", False)
         is_timed = [p.timed_by != "NCCL's price" for p in found]
         call_us = [p.call_us for p in found]
         calls = np.array([p.calls * tries_few for p in found])
@@ -129,7 +129,6 @@ class LiveWindows:
             share=np.array([p.share for p in found]),
             call_us=np.where(is_timed, call_us, np.nan),
             calls=calls,
-            takes_turns=takes_turns,
             families=warm_up_families(own_pairs),
         )
 
@@ -172,9 +171,11 @@ class LiveWindows:
         before = job.last_step
         between = max(before - self._last_step, 0)
         decisions = self.decisions(plan.configs)
-        measured = self._in_turns(plan, decisions) if plan.turns else None
-        if measured is None:
-            plan = plan.as_window
+        measured: Window | Turns
+        turn_steps = 0
+        if plan.turns:
+            measured, turn_steps = self._in_turns(plan, decisions)
+        else:
             measured = job.window(decisions, plan.n_steps, plan.discard, plan.limit_ms, plan.one_of)
         events = pd.DataFrame()
         if is_timed:
@@ -186,14 +187,18 @@ class LiveWindows:
         obeyed = self._obeyed(measured)
         self.on_window(plan, measured)
         found = self._measured(plan, measured, before, call_us, obeyed)
-        return replace(found, between=between)
+        return replace(found, between=between, turns=turn_steps)
 
-    def _in_turns(self, plan: Plan, decisions: dict[Slot, Decision]) -> Turns | None:
-        """The plan's configs and the current table in turns; None where the job cannot take turns now."""
-        found: Turns | None = self.job.alternate(
-            decisions, plan.n_steps, plan.turns, plan.discard, plan.limit_ms
-        )
-        return found
+    def _in_turns(self, plan: Plan, decisions: dict[Slot, Decision]) -> tuple[Turns, int]:
+        """The plan's configs and the current table in turns, and the steps of a turn: where the job's steps are not
+        alike, one quad of long turns."""
+        job, limit_ms = self.job, plan.limit_ms
+        found: Turns | None = job.alternate(decisions, plan.n_steps, plan.turns, plan.discard, limit_ms)
+        if found is not None:
+            return found, plan.turns
+        while found is None:
+            found = job.alternate(decisions, QUAD * LONG_TURN_STEPS, LONG_TURN_STEPS, 0, limit_ms)
+        return found, LONG_TURN_STEPS
 
     def confirm(self, configs: Array) -> None:
         """See ``windows.Windows``."""

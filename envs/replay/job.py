@@ -1,7 +1,8 @@
 """A recorded job that can be tuned again: :class:`envs.live.job.Job`'s part that a tuner uses, over a trace.
 
-A window takes the median of as many recorded default steps, in their order from a random one on, times what the
-decisions in force save: as measured where the trace measured them, else as predicted (``replay.load``); slots add up.
+Its steps are the recorded default steps, in their order from a random one on, less what the decisions in force save: as
+measured where the trace measured them, else as predicted (``replay.load``); slots add up. All steps of a look at one
+table take their median. Where two tables take turns, each step takes its own time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from ...traces.queries.costs import default_generations
 from ...traces.queries.lives import lives
 from ...traces.records import Decision, Decisions, Slot
 from ..live.job import DISCARD, SWITCH_STEPS, Window
+from ..live.turns import Turns
+from ..search.interfaces import arms_of
 from .decisions import Recorded, default_steps, offers_of
 
 Array = np.ndarray[Any, Any]
@@ -46,9 +49,11 @@ class RecordedJob:
         self._last: Array = np.zeros(0, np.int64)
         self._is_default = True
         self._running: dict[Slot, Decision] = {}
+        self.confirmed: dict[Slot, Decision] = {}
 
     def confirm(self, decisions: Decisions) -> int:
         """As ``Job.confirm``; nobody has to be told."""
+        self.confirmed = _decided(decisions)
         self.generation += 1
         return self.generation
 
@@ -76,7 +81,7 @@ class RecordedJob:
     ) -> Window:
         """As ``Job.window``, at all calls: all steps take the same time; one that takes too long is the last."""
         self.generation += 1
-        chosen = {slot: decision for slot, decision in decisions.items() if not decision.is_auto}
+        chosen = _decided(decisions)
         switch = SWITCH_STEPS if chosen != self._running else 0
         self._running = chosen
         self._is_default = not chosen
@@ -88,6 +93,34 @@ class RecordedJob:
         self.last_step = first + n - 1
         self._last = np.arange(first, first + n)
         return Window(self.generation, self._last, np.full(n, ms))
+
+    def alternate(
+        self,
+        decisions: Decisions,
+        n_steps: int,
+        turn_steps: int = 1,
+        discard: int = 0,
+        give_up_ms: float = math.inf,
+    ) -> Turns:
+        """As ``Job.alternate``: its steps are always alike."""
+        self.generation += 1
+        total = discard + n_steps
+        arms = arms_of(total, turn_steps)
+        saving = np.where(arms == 1, self.saving(_decided(decisions)), self.saving(self.confirmed))
+        places = np.arange(self._at, self._at + total) % len(self.default_ms)
+        ms = self.default_ms[places] * (1 - saving)
+        is_counted = np.arange(total) >= discard
+        too_slow = np.flatnonzero((ms > give_up_ms) & (arms == 1) & is_counted)
+        end = int(too_slow[0]) + 1 if too_slow.size else total
+        self._at = (self._at + end) % len(self.default_ms)
+        first = self.last_step + SWITCH_STEPS + 1
+        steps = np.arange(first, first + end)
+        self.last_step = first + end - 1
+        self._running = self.confirmed
+        self._is_default = False
+        self._last = steps[discard:]
+        counted = slice(discard, end)
+        return Turns((self.generation,), steps[counted], ms[counted], arms[counted])
 
     def poll(self) -> None:
         """Nothing goes by between two windows."""
@@ -101,6 +134,11 @@ class RecordedJob:
         if not parts:
             return pd.DataFrame()
         return pd.concat(parts, ignore_index=True)
+
+
+def _decided(decisions: Decisions) -> dict[Slot, Decision]:
+    """Without what is left to NCCL."""
+    return {slot: decision for slot, decision in decisions.items() if not decision.is_auto}
 
 
 def _steps_of(events: pd.DataFrame, life: pd.Series[int]) -> list[pd.DataFrame]:

@@ -77,11 +77,6 @@ class StepLevel:
         return bool(self._usual)
 
     @property
-    def last(self) -> float:
-        """The last window."""
-        return self.odd[-1] if self.odd else self._usual[-1]
-
-    @property
     def usual(self) -> tuple[float, float]:
         """Median and standard deviation of the usual windows; the latter no less than the noise that was measured."""
         if self._figures is None:
@@ -216,7 +211,7 @@ class Regimes:
         self, regime: Regime, noise: float, is_harmful: bool = False, default_ms: float | None = None
     ) -> None:
         """The job has left it. A regime whose table is slower than the default (``is_harmful``) is forgotten, unless
-        this default is another one than the regime's: ``default_ms``, if a window of it showed that."""
+        this default is another one than the regime's: ``default_ms``, if a look at it showed that."""
         before = self.find(regime.step_ms, regime.call_logs, noise)
         is_elsewhere = default_ms is not None and abs(math.log(default_ms / regime.step_ms)) > _reach(noise)
         holds = is_elsewhere or not is_harmful

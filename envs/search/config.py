@@ -1,7 +1,7 @@
 """Every number of the search outside the belief: what it means, its unit, its reason, and where it was measured.
 
-"Log" means the natural logarithm of a ratio of step times: 0.01 is about 1 %. A *pair* is two windows, one under each
-table of a comparison. "LOG" is ``agent/LOG.md``. A number without a source was set once and never measured by itself.
+"Log" means the natural logarithm of a ratio of step times: 0.01 is about 1 %. A *quad* is four turns, see
+step_times.py. "LOG" is ``agent/LOG.md``. A number without a source was set once and never measured by itself.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ class SearchConfig:
     """How a search is run. Steps are optimizer steps."""
 
     profile_steps: int = 8  # default steps that find the slots and the first step time
-    window_steps: tuple[int, int] = (5, 10)  # fewest and most counted steps of a window
-    good_noise: float = 0.004  # standard deviation of a window's log step time that needs no longer window
-    try_quads: tuple[int, int] = (1, 3)  # the same of measurements by turns: quads of a table that is tried
+    window_steps: tuple[int, int] = (5, 10)  # fewest and most steps of a look at what holds now
+    good_noise: float = 0.004  # standard deviation of its log step time that needs no longer look
+    try_quads: tuple[int, int] = (1, 3)  # fewest and most quads of a table that is tried
     rounds: int = 20  # exploring windows that a policy may ask for, at most ...
     rounds_a_slot: int = 3  # ... or this many per slot, if that is more
-    pairs: int = 10  # of one comparison with the default, at most
-    pairs_again: int = 4  # of one comparison with a table that was adopted already, at most
-    pairs_long_steps: int = (
-        400  # after this many pairs a table is rejected whose long steps may cost what it gains
+    quads: int = 25  # of one comparison with the default, at most
+    quads_again: int = 10  # of one comparison with a table that was adopted already, at most
+    quads_long_steps: int = (
+        1000  # after this many quads a table is rejected whose long steps may cost what it gains
     )
     comparisons: int = 4  # of one search, at most
     least_gain: float = 0.001  # part of the step below which a table is not worth a comparison
-    trials: int = 250  # trial windows after the verdict, at most
+    trials: int = 250  # measurements of trials after the verdict, at most
     more_choices: bool = False  # a policy may ask for longer windows, looks at the default and another search
     passes: int = 2  # rounds over all slots without a trial after which a policy has nothing left to try
     reveal: float = (
@@ -50,10 +50,9 @@ BUDGET_STEPS = 4000
 HORIZON = 20_000
 #: Default steps that are a reward of 1.
 REWARD_UNIT = 100.0
-#: Quads of turns, or pairs of windows, after an episode that measure the table's worth for the reward. In 28 simulated
-#: jobs of seven worlds the error of the worth is 56 default steps of 20,000 by the quads, 81 by the windows.
+#: Quads after an episode that measure the table's worth for the reward. In 28 simulated jobs of seven worlds the error
+#: of the worth is 56 default steps of 20,000.
 REWARD_QUADS = 24
-REWARD_PAIRS = 10
 #: What a masked action costs, in the unit of the reward, which is 100 default steps.
 MASKED_PRICE = 0.01
 #: Searches of the same job that a policy may ask for: each is one more chance for luck.
@@ -72,10 +71,12 @@ NOISE_STEPS = 96
 #: Fewest steps of a window that the noise is estimated from: two differ by chance alone.
 NOISE_LEAST = 3
 
-# -- turns: two tables alternate at every step, see step_times.py -----------------------------------------------
+# -- turns: two tables alternate, see step_times.py ------------------------------------------------------------
 
 #: Steps of a turn, and of a turn of a job of which a part of a table's effect carries over into the next step.
 TURN_STEPS, CARRIED_TURN_STEPS = 1, 2
+#: Steps of a turn of a job whose steps are not alike, so that no rhythm tells where the next one begins.
+LONG_TURN_STEPS = 8
 #: Standard errors by which that part has to be above 0.
 CARRIED_ERRORS = 3.0
 #: Fewest and most quads of a comparison between two checks. Each of them needs an agreement of all ranks. With fewer
@@ -93,33 +94,25 @@ AGAIN = 0.25
 MOST_FRUITLESS = 10
 #: Level of a trial's comparison with the default: a job without gain has many trials, and ALPHA for each is too much.
 TRIAL_ALPHA = 0.01
-#: Pairs at which the interval is narrowest for its level.
-TUNED_FOR = 4.0
+#: Quads at which the interval is narrowest for its level, and scheduled looks at the default.
+TUNED_FOR = 10.0
+WATCH_TUNED_FOR = 4.0
 #: Ratios further from the median than this many standard deviations are pulled in to there: a straggler is no evidence.
 CLIP = 3.0
-#: The measured noise is multiplied by this: it is measured from few windows, and windows are not independent.
+#: The measured noise is multiplied by this: it is measured from few steps, and they are not independent.
 ROOM = 1.25
-#: Noise of a pair (log) that is large. Such noise lasts, and within windows it looks half of what it is.
-LOUD = 0.02
-#: The four constants below are of windows: turns need none of them.
-#: Pairs before a table is adopted if the noise is LOUD, and before a trial is: a slow spell may last for two pairs.
-SAFE_PAIRS = 4
-#: Pairs before a table is adopted otherwise.
-LEAST_PAIRS = 2
-#: If the noise is LOUD, ROOM grows by this over the number of pairs.
-MORE_ROOM = 2.0
 #: A table is promising if its mean is this many standard errors above 0 ...
 LIKELY = 1.0
-#: ... and then gets this many times as many pairs.
+#: ... and then gets this many times as many quads.
 MORE = 2.5
-#: The noise measured before a comparison counts as much as this many pairs.
-KNOWN_PAIRS = 6.0
+#: The noise measured before a comparison counts as much as this many quads.
+KNOWN_QUADS = 6.0
 
 # -- long steps --------------------------------------------------------------------------------------------------------
 
 #: A step counts for at most this many usual steps: longer ones are the job's own, such as checkpoints.
 LONGEST_STEP = 3.0
-#: What a long step that was not seen yet may cost, in steps.
+#: What a long step of the reference that was not seen yet may cost, in steps.
 LONG_STEP = 2.0
 #: Standard errors by which long steps have to make a table slower before it is rejected: it is looked at after every
 #: window, so 150 clean default steps are needed to charge a table with 4 %.
@@ -163,14 +156,12 @@ FAR = 3.0
 LEAST_USUAL = 4
 #: The usual step time is computed anew every so many windows: sorting at each costs more than it tells.
 FRESH = 4
-#: Level of a single pair that proves by itself that a table is slower than the default ...
+#: Level of a single look that proves by itself that a table is slower than the default ...
 AT_ONCE = 1e-3
 #: ... if it is slower by this much (log).
 PLAIN = 0.08
-#: Level of all scheduled pairs of one table together: they go on for as long as the job does.
+#: Level of all scheduled looks at the default of one table together: they go on for as long as the job does.
 WATCH_ALPHA = 0.01
-#: Steps that a visit to the default costs beside its window: there and back.
-SWITCHES = 8
 #: Longest time between two scheduled visits, in usual times between visits.
 LONGEST = 8
 #: Visits come this many times as often until they show that the table gains: it may have been adopted by luck.
@@ -183,7 +174,7 @@ HARM = 0.12
 MOST_SURVIVED = 30
 #: The least gain (log) that a look at the default is taken to cost.
 SMALL = 0.05
-#: Standard deviations of a pair by which a table that has become slower has to be slower than the default.
+#: Standard deviations of a look by which a table that has become slower has to be slower than the default.
 SURE = 2.5
 #: Levels of the step time (log) within which a job runs at the same pace.
 SAME_LEVEL = 0.015

@@ -1,4 +1,4 @@
-"""Exploring: windows under the policy's choices for all slots, and comparisons of tables that promise a gain."""
+"""Exploring: measurements of the policy's choices for all slots, and comparisons of tables that promise a gain."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from .change import Regimes
-from .comparison import ADOPTED, Comparison, TimedWindow, Window
+from .comparison import ADOPTED, Comparison, Window
 from .config import DISCARD, MOST_FRUITLESS
-from .interfaces import COMPARE, GO_ON, LEAVE, PROFILE, REFERENCE, RUN_LONGER, SEARCH, TABLE, Plan
+from .interfaces import COMPARE, GO_ON, LEAVE, PROFILE, RUN_LONGER, SEARCH, TABLE, Plan
 from .state import Changed, Look, NewSearch, Next, State, Verdict
-from .step_times import Quads, trimmed_mean
+from .step_times import trimmed_mean
 
 Array = np.ndarray[Any, Any]
 
@@ -22,19 +22,16 @@ class Explore:
 
     more_choices = (RUN_LONGER,)
 
-    def __init__(self, state: State, before: Array, first_log: float | None = None) -> None:
-        """``before`` (s,): configs that are tried first; ``first_log``: log(default / table) of a pair of them that was
-        measured already, so that their comparison comes at once."""
+    def __init__(self, state: State, before: Array, is_compared: bool = False) -> None:
+        """``before`` (s,): configs that are tried first; ``is_compared``: their comparison comes at once."""
         self._state = state
         self.choices = before.copy()  # (s,) of this round
         self.turn = state.n_slots if self.choices.any() else 0
         self.comparison: Comparison | None = None  # that is running
         self._idle = 0  # windows in a row under one table
         self._is_long = False  # the policy wants a longer window
-        if first_log is not None:
-            comparison = self.compare(before)
-            if not comparison.takes_turns:
-                comparison.add_log(first_log)
+        if is_compared:
+            self.compare(before)
 
     @property
     def is_spent(self) -> bool:
@@ -46,16 +43,11 @@ class Explore:
         return state.spent > 1 or state.account.rounds >= rounds
 
     def plan(self) -> Plan | None:
-        """A window of the running comparison, or of the round once all slots have had their turn."""
+        """Turns of the running comparison, or of the round once all slots have had their turn."""
         state = self._state
         comparison = self.comparison
         if comparison is not None:
-            table = comparison.table
-            if comparison.takes_turns:
-                return state.tried(TABLE, table, comparison)
-            if comparison.next_side:
-                return state.window(TABLE, table)
-            return state.window(REFERENCE, comparison.reference)
+            return state.tried(TABLE, comparison.table, comparison)
         if self.turn < state.n_slots:
             return None
         return state.tried(SEARCH, self.choices, is_long=self._is_long)
@@ -127,44 +119,22 @@ class Explore:
         return not is_current and not has_lost and are_left
 
     def compare(self, table: Array) -> Comparison:
-        """From now on windows of this table (s,) and of the current one take turns."""
-        state = self._state
-        self.comparison = state.compare(table, state.pair_noise)
+        """From now on this table (s,) is compared with the current one."""
+        self.comparison = self._state.compare(table)
         return self.comparison
 
     def _compared(self, window: Window, comparison: Comparison) -> Next:
-        """One window of a comparison."""
-        state = self._state
+        """Turns of a comparison."""
+        state, quads, current = self._state, window.quads, window.current
+        assert quads is not None and current is not None
         if window.is_guilty or window.is_refused:
             return self._reject(comparison)
         if window.is_aborted:  # it may have been a checkpoint: once more
-            comparison.drop_half()
             return None
-        if window.quads is not None and window.current is not None:
-            return self._compared_turns(window, window.quads, window.current, comparison)
-        if comparison.takes_turns:
-            state.compare_by_windows(comparison)
-            return None
-        if not window.plan.configs.any():
-            state.comparisons.default_window(window.ms)
-        is_table = window.plan.kind == TABLE
-        is_pair = comparison.add_window(is_table, window.timed)
-        if not is_pair:
-            return None
-        return self._decide(comparison)
-
-    def _compared_turns(
-        self, window: Window, quads: Quads, current: TimedWindow, comparison: Comparison
-    ) -> Next:
-        """Turns of a comparison."""
-        state = self._state
         if state.current.is_default:
-            state.comparisons.default_window(current.ms)
+            state.comparisons.default_turns(current.ms)
         comparison.add_quads(quads, current, window.timed)
-        return self._decide(comparison)
-
-    def _decide(self, comparison: Comparison) -> Next:
-        verdict = self._state.decide(comparison)
+        verdict = state.decide(comparison)
         if verdict:
             return self._adopt(comparison)
         return None if verdict is None else self._reject(comparison)
@@ -255,8 +225,8 @@ class Remeasure:
         return None
 
     def record(self, window: Window) -> Next:
-        """A regime that was tuned before has its table again, which the next window is compared with. Else a new search
-        begins: the table before meets the default first, with the windows that showed the change for a first pair."""
+        """A regime that was tuned before has its table again, which is compared with the default at once. Else a new
+        search begins: the table before meets the default first."""
         state = self._state
         changed = self._changed
         seen = window.seen
@@ -278,14 +248,11 @@ class Remeasure:
             is_same = np.array_equal(known.configs, before)
             levels = change.levels if is_same else ()
             chosen = known.configs.copy()
-            return Verdict(changed.trials, chosen, levels, default_ms)
+            return Verdict(changed.trials, chosen, levels, is_back=True)
         marks = state.milestones
         had_table = bool(before.any())
         fruitless = min(marks.fruitless + 1, MOST_FRUITLESS)
         marks.fruitless = 0 if had_table else fruitless
         level = change.level
-        if not had_table or level is None or level >= math.log(default_ms):
-            return NewSearch(before, None)
-        table_ms = math.exp(level)
-        first_log = math.log(default_ms / table_ms)
-        return NewSearch(before, first_log)
+        is_faster = had_table and level is not None and level < math.log(default_ms)
+        return NewSearch(before, is_faster)

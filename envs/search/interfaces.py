@@ -1,5 +1,5 @@
-"""What a search asks of a job and what it gets: plans of windows, what they measured, where they come from; and what
-it asks of a policy: one action a turn."""
+"""What a search asks of a job and what it gets: plans, what they measured, where that comes from; and what it asks of a
+policy: one action a turn."""
 
 from __future__ import annotations
 
@@ -13,24 +13,16 @@ import numpy as np
 from ...traces.fingerprint import FEATURES
 from ...traces.records import PAIRS
 from ...traces.spaces import N_CHANNELS, N_CONFIGS
-from .config import DISCARD
 
 Array = np.ndarray[Any, Any]
 
-#: What a window is for: default steps; exploring; the two sides of a comparison; a trial; monitoring.
-PROFILE, SEARCH, REFERENCE, TABLE, TRIAL, WATCH = "profile", "search", "reference", "table", "trial", "watch"
+#: What a plan is for: default steps; exploring; a comparison; a trial; monitoring.
+PROFILE, SEARCH, TABLE, TRIAL, WATCH = "profile", "search", "table", "trial", "watch"
 #: What a run's log calls a window of each kind.
-PHASES = {
-    PROFILE: "profile",
-    SEARCH: "search",
-    REFERENCE: "verify",
-    TABLE: "verify",
-    TRIAL: "refine",
-    WATCH: "watch",
-}
+PHASES = {PROFILE: "profile", SEARCH: "search", TABLE: "verify", TRIAL: "refine", WATCH: "watch"}
 #: Windows after the verdict, of which no kernel times are asked: they are not worth what they cost a running job.
 UNTIMED = (TRIAL, WATCH)
-#: With turns, which table runs in each turn of a quad: 0 the current one, 1 the plan's.
+#: Which table runs in each turn of a quad: 0 the current one, 1 the plan's.
 PATTERN = np.array([0, 1, 1, 0])
 #: Turns of a quad.
 QUAD = len(PATTERN)
@@ -70,6 +62,7 @@ class Measured:
     last_step: int = -1
     #: (k,) of a plan with turns, see PATTERN: 0 the current table ran, 1 the plan's, -1 the step counts for nobody.
     arms: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    turns: int = 0  # steps of a turn as they ran; 0: the plan has no turns
     #: Steps since the window before, while the policy made up its mind. They count as the current table's; in a running
     #: job a trial may go on for some of them.
     between: int = 0
@@ -87,27 +80,19 @@ class Measured:
 
 @dataclass(frozen=True)
 class Plan:
-    """The next window. With turns, its configs and the current table take turns at every few steps: A B B A."""
+    """What to measure next. Its configs and the current table take turns of so many steps: A B B A. Without turns it
+    measures no table against another: it looks at steps of what holds now, or at times of a few calls."""
 
     kind: str
     configs: Array  # (s,)
     n_steps: int  # counted ones
     discard: int = 0  # steps before them that do not count
-    limit_ms: float = math.inf  # the window ends with the first step above this
+    limit_ms: float = math.inf  # it ends with the first step of its configs above this
     one_of: int = 0  # the configs hold at one call of so many; 0: at all calls
     others: Array | int = (
         0  # (s,) configs that hold at the other calls, or in the other turns: the current table
     )
     turns: int = 0  # steps of a turn; steps counted and discarded are whole quads of turns then. 0: no turns
-
-    @property
-    def as_window(self) -> Plan:
-        """This plan as a window, where the job cannot take turns now; the plan itself where it has none. The step under
-        way when its table comes does not count."""
-        if not self.turns:
-            return self
-        discard = max(self.discard, DISCARD)
-        return replace(self, turns=0, others=0, discard=discard)
 
 
 @dataclass
@@ -120,7 +105,6 @@ class Job:
     call_us: Array  # (s,) of the default's calls; NaN where no kernel was ever sampled
     families: Array  # (s, N_CONFIGS) int: configs with the same number need one warm-up; negative: none
     calls: Array  # (s,) a step; 0: no table can hold at a few of them
-    takes_turns: bool = False  # two tables can take turns at every step
 
     def changed(self, call_us: Array, step: float) -> Job:
         """The same job after a change: the default's calls (s,) now, NaN where none was sampled; its step in steps of
@@ -140,11 +124,12 @@ class Windows(Protocol):
         """The job and its first default steps. Raises ValueError if there is nothing to tune."""
 
     def measure(self, plan: Plan) -> Measured:
-        """Run a window: ``plan.n_steps`` counted steps with slot i under config ``plan.configs[i]``, after
-        ``plan.discard`` that do not count. Ends early with a step above ``plan.limit_ms``, which is then the last.
+        """Run ``plan.n_steps`` counted steps with slot i under config ``plan.configs[i]``, with turns in those of its
+        own, after ``plan.discard`` that do not count. Ends early with a step of its own configs above
+        ``plan.limit_ms``, which is then the last. Times of calls are those of its own configs.
 
-        With turns only steps of the plan's own configs end it early. Times of calls are those of its own configs. If
-        the job cannot take turns now, it runs the plan ``as_window`` and tells no arms.
+        Every job takes turns. If its steps are not alike, they are as long as LONG_TURN_STEPS, ``Measured.turns`` says
+        so, and there may be fewer quads than were asked for, but at least one.
         """
 
     def confirm(self, configs: Array) -> None:

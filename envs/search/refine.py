@@ -2,9 +2,8 @@
 
 Exploring learns of all slots at once and ends as soon as a gain is proven. It mostly leaves a slot whose best config is
 a little faster than the one chosen. Such a difference is too small for one window, but not for a comparison: a *trial*
-is the current table with a slot (or more) changed, as the policy says. It takes turns with the current table: at each
-step where the job can, else in windows. The comparison is the same as everywhere. Monitoring sees the steps of the
-current table.
+is the current table with a slot (or more) changed, as the policy says. It takes turns with the current table. The
+comparison is the same as everywhere. Monitoring sees the steps of the current table.
 
 A trial ends with its first step that is clearly slower: a trial that loses costs a step or two.
 """
@@ -18,12 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from .comparison import ADOPTED, Comparison, TimedWindow, Window
+from .comparison import ADOPTED, Comparison, Window
 from .config import MOST_SEARCHES, SLOWER, SLOWER_LOG
 from .interfaces import COMPARE, LEAVE, LOOK, RUN, RUN_LONGER, SEARCH_AGAIN, TRIAL, Plan
 from .monitor import Monitor
 from .state import Changed, Look, NewSearch, Next, State, Watching
-from .step_times import Quads
 
 Array = np.ndarray[Any, Any]
 
@@ -32,29 +30,24 @@ class Refine:
     """The phase of trials, from the verdict of a search on."""
 
     def __init__(
-        self,
-        state: State,
-        trials: int,
-        chosen: Array,
-        levels: Sequence[float] = (),
-        default_ms: float | None = None,
+        self, state: State, trials: int, chosen: Array, levels: Sequence[float] = (), is_back: bool = False
     ) -> None:
-        """``trials``: windows that may try something; the rest as for :class:`monitor.Monitor`."""
+        """``trials``: measurements that may try something; the rest as for :class:`monitor.Monitor`."""
         self._state = state
         self._chosen = chosen
         self.turn = 0
         self.trials_left = trials
         self.trial: Array | None = None  # (s,) the table that is tried
-        self._reference: TimedWindow | None = None  # the window of the current table just before
+        self._current_ms: float | None = None  # a step of the current table, as it was seen last
         self._wanted = state.current.configs.copy()  # (s,) what the policy has chosen for the next trial
         self._turns = 0  # of that trial
         self._passed = 0  # turns in a row of which no trial came
         self._is_long = False  # the policy wants a longer trial
         self._compared: dict[bytes, Comparison] = {}  # of each trial with the current table
-        self._monitor = Monitor(state, chosen, levels, default_ms)
+        self._monitor = Monitor(state, chosen, levels, is_back)
 
     def plan(self) -> Plan | None:
-        """The trial, if the window before it ran the current table; else what monitoring asks for; None if it is the
+        """The trial, if the current table was seen and runs as usual; else what monitoring asks for; None if it is the
         policy's turn."""
         state = self._state
         monitor = self._monitor
@@ -65,13 +58,13 @@ class Refine:
         plan = state.tried(TRIAL, trial, comparison, self._is_long)
         if plan.one_of:
             return plan
-        if plan.turns and monitor.wants_default:
+        if monitor.wants_default:
             return monitor.plan()
-        reference = self._reference
-        if reference is not None and monitor.is_calm:
+        current_ms = self._current_ms
+        if current_ms is not None and monitor.is_calm:
             scatter = SLOWER * state.noise.of(1)
             slower = max(scatter, SLOWER_LOG)
-            limit_ms = reference.ms * math.exp(slower)
+            limit_ms = current_ms * math.exp(slower)
             limit_ms = min(plan.limit_ms, limit_ms)
             return replace(plan, limit_ms=limit_ms)
         return monitor.plan()
@@ -126,7 +119,7 @@ class Refine:
         n_slots = state.n_slots
         if what == SEARCH_AGAIN:
             state.search_again()
-            return NewSearch(current.copy(), None)
+            return NewSearch(current.copy())
         if what == LOOK:
             self._monitor.look_at_default()
             self.trials_left -= 1
@@ -162,57 +155,29 @@ class Refine:
 
     def record(self, window: Window) -> Next:
         """See :class:`state.Phase`."""
-        plan = window.plan
-        if window.quads is not None:
-            return self._record_turns(window, window.quads)
-        if plan.kind != TRIAL:
-            current = self._state.current.configs
-            is_current = np.array_equal(plan.configs, current)
-            self._reference = window.timed if is_current else None
-            found = self._monitor.record(window)
-            if isinstance(found, Changed):
-                return replace(found, trials=self.trials_left)
-            return None
-        self.trials_left -= 1
-        self._state.account.since_verdict += window.seen.billed
-        if plan.one_of:  # the policy knows more now, and decides anew
-            self.trial = None
-        else:
-            self._tried(window)
-        return self._go_on()
-
-    def _record_turns(self, window: Window, quads: Quads) -> Next:
-        """Turns of a trial, or of the default for monitoring; the turns of the current table are monitored too."""
-        current = window.current
-        assert current is not None
-        self._reference = current
-        if window.plan.kind != TRIAL:
-            found = self._monitor.record(window)
-        else:
+        if window.plan.kind == TRIAL:
             self.trials_left -= 1
             self._state.account.since_verdict += window.seen.billed
-            comparison = self.comparison_of(window.plan.configs)
-            comparison.add_quads(quads, current, window.timed)
-            found = self._monitor.saw_current(window.seen.current)
-            self._judge(window, comparison)
+            found = self._tried(window)
+        else:
+            self._current_ms = window.ms if window.current is None else window.current.ms
+            found = self._monitor.record(window)
         if isinstance(found, Changed):
             return replace(found, trials=self.trials_left)
         return self._go_on()
 
-    def _tried(self, window: Window) -> None:
-        """One window of a trial."""
-        reference, self._reference = self._reference, None
-        assert reference is not None
-        trial = window.plan.configs
-        comparison = self.comparison_of(trial)
-        if comparison.takes_turns:
-            self._state.compare_by_windows(comparison)
-        # Where turns were refused, the reference is from before that, when the job was another.
-        if window.plan.turns and not (window.is_aborted or window.is_refused):
-            return
-        comparison.add_pair(reference, window.timed)
-        self._learn(window, reference)
+    def _tried(self, window: Window) -> Next:
+        """A measurement of a trial. The turns of the current table are monitored too."""
+        quads, current = window.quads, window.current
+        if quads is None or current is None:  # at few calls: the policy knows more now, and decides anew
+            self.trial = None
+            return None
+        self._current_ms = current.ms
+        comparison = self.comparison_of(window.plan.configs)
+        comparison.add_quads(quads, current, window.timed)
+        found = self._monitor.saw_current(window.seen.current)
         self._judge(window, comparison)
+        return found
 
     def _judge(self, window: Window, comparison: Comparison) -> None:
         """After a measurement of a trial: adopt its table, run it again, or drop it."""
@@ -238,20 +203,9 @@ class Refine:
         key = trial.tobytes()
         found = self._compared.get(key)
         if found is None:
-            noise = self._state.pair_noise
-            found = self._state.compare(trial, noise, is_trial=True)
+            found = self._state.compare(trial, is_trial=True)
             self._compared[key] = found
         return found
-
-    def _learn(self, window: Window, reference: TimedWindow) -> None:
-        state = self._state
-        n_steps = len(window.steps)
-        of_trial = state.noise.of(n_steps)
-        noise = math.hypot(state.noise.of_window, of_trial)
-        log_ratio = math.log(reference.ms / window.ms)
-        trial = window.plan.configs
-        current = state.current.configs
-        state.belief.compare(trial, current, log_ratio, noise)
 
     def _is_hopeless(self, window: Window, comparison: Comparison, verdict: bool | None) -> bool:
         """The trial must not run again: it made a step too slow, NCCL refuses it, or it is no gain over the default."""

@@ -28,7 +28,6 @@ from .interfaces import (
     N_WHAT,
     PROFILE,
     SEARCH,
-    TRIAL,
     WATCH,
     WHAT,
     Job,
@@ -66,7 +65,7 @@ class Search:
         self.state = State(job, config or SearchConfig(), prior, on_confirmed)
         if account is not None:
             self.state.account = account
-        self.last: Window | None = None  # the last window
+        self.last: Window | None = None  # the last measurement
         self._regimes = Regimes()
         before = np.zeros(self.n_slots, np.int64)
         if first is not None and self.state.config.budget:
@@ -146,7 +145,7 @@ class Search:
 
     @property
     def is_trying(self) -> bool:
-        """A trial is waiting for a window of the current table to be compared with."""
+        """A trial is waiting until the current table is seen to run as usual."""
         return isinstance(self.phase, Refine) and self.phase.trial is not None
 
     @property
@@ -196,51 +195,53 @@ class Search:
         self.decide(int(config), int(what))
         return state
 
-    # -- windows -----------------------------------------------------------------------------------------------
+    # -- measurements --------------------------------------------------------------------------------------------
 
     def record(self, plan: Plan, seen: Measured) -> float:
-        """Take in a window. Returns the default steps that it saved beyond the table that was the current one."""
+        """Take in what was measured. Returns the default steps that it saved beyond the table that was the current
+        one."""
         state = self.state
         account = state.account
         account.steps += seen.between + seen.billed
         account.lost -= seen.between * state.current.saved
+        if seen.turns:
+            return self._record_turns(plan, seen)
         if plan.kind == PROFILE:
             ms = trimmed_mean(seen.step_ms)
             window = Window(plan, seen, seen.step_ms, ms, False, False)
             return self._recorded(window, 0.0)
-        if len(seen.arms):
-            return self._record_turns(plan, seen)
-        if plan.turns:  # the job could not take turns
-            state.use_windows()
-        configs = plan.configs
-        default_ms = state.default_ms_now
-        limit_ms = state.guard.limit_ms(configs, default_ms)
+        return self._record_look(plan, seen)
+
+    def _record_look(self, plan: Plan, seen: Measured) -> float:
+        """Take in steps of the current table as it is, or of one that holds at a few calls."""
+        state = self.state
+        limit_ms = state.guard.limit_ms(plan.configs, state.default_ms_now)
         steps, is_aborted = measuring_steps(plan, seen.step_ms, limit_ms)
         ms = state.noise.usual_ms(steps)
-        is_default = not configs.any()
-        if is_default and not is_aborted:
+        if not plan.configs.any():
             state.saw_default(ms)
-            default_ms = state.default_ms_now
+        default_ms = state.default_ms_now
         anyway = seen.billed * state.current.saved
         # The job's own long steps, such as checkpoints, are not charged to the search. An aborted step is.
+        saved = seen.billed * (1 - ms / default_ms)
+        usual_ms = ms
         if is_aborted:
             saved = seen.billed - seen.billed_ms / default_ms
             usual_ms = default_ms
-        else:
-            saved = seen.billed * (1 - ms / default_ms)
-            usual_ms = ms
-        account.lost -= saved
-        state.long_steps.add(configs, seen.step_ms, usual_ms)
-        if plan.kind != WATCH or not configs.any():
-            self._learn(plan, seen, steps, ms, is_aborted)
-        is_guilty = self._ran(plan.as_window, is_aborted)
+        state.account.lost -= saved
+        state.long_steps.add(plan.configs, seen.step_ms, usual_ms)
+        if plan.kind != WATCH or not plan.configs.any():
+            self._learn_look(plan, seen, steps, ms, is_aborted)
+        is_guilty = self._ran(plan, is_aborted)
         window = Window(plan, seen, steps, ms, is_aborted, is_guilty)
         return self._recorded(window, saved - anyway)
 
     def _record_turns(self, plan: Plan, seen: Measured) -> float:
-        """Take in a measurement by turns."""
+        """Take in turns of the plan's configs and the current table."""
         state = self.state
         account = state.account
+        if seen.turns > plan.turns:
+            state.lengthen(seen.turns)
         current_ms = state.noise.usual_ms(seen.current)
         state.saw_current(current_ms)
         default_ms = state.default_ms_now
@@ -249,7 +250,7 @@ class Search:
         ms = state.noise.usual_ms(steps)
         last_ms = seen.tried[-1]
         has_ended = bool(last_ms > plan.limit_ms)
-        quads = Quads.of(seen.step_ms, seen.arms, plan.turns, has_ended)
+        quads = Quads.of(seen.step_ms, seen.arms, seen.turns, has_ended)
         if not len(quads.ratios):  # it ended before a whole quad
             ratio = math.log(current_ms / ms)
             quads = Quads.single(ratio)
@@ -269,7 +270,7 @@ class Search:
         long_steps = state.long_steps
         long_steps.add(plan.configs, seen.tried, usual_ms)
         long_steps.add(self.confirmed, seen.current, current_ms)
-        self._learn_turns(plan, seen, quads, is_aborted)
+        self._learn(plan, seen, quads, is_aborted)
         is_guilty = self._ran(plan, is_aborted)
         beside = TimedWindow(current_ms, seen.first_step, seen.last_step)
         window = Window(plan, seen, steps, ms, is_aborted, is_guilty, quads, beside)
@@ -283,7 +284,7 @@ class Search:
         state.running.ran(plan, is_aborted)
         return is_guilty
 
-    def _learn_turns(self, plan: Plan, seen: Measured, quads: Quads, is_aborted: bool) -> None:
+    def _learn(self, plan: Plan, seen: Measured, quads: Quads, is_aborted: bool) -> None:
         """The belief learns by how much the two tables differ, and the times of the calls."""
         state = self.state
         state.noise.add_quads(quads)
@@ -300,6 +301,31 @@ class Search:
         saving = quads.ratio + gain
         known_calls = np.nan_to_num(calls)
         state.last = LastWindow(saving, known_calls, 0.0)
+
+    def _learn_look(self, plan: Plan, seen: Measured, steps: Array, ms: float, is_aborted: bool) -> None:
+        """The belief learns how long a step takes now, and the times of the calls; ``ms``: trimmed mean of the
+        ``steps`` (n,)."""
+        state = self.state
+        default_ms = state.default_ms
+        logs = np.log(steps / default_ms)
+        state.noise.add(logs)
+        log_step = math.nan  # at few calls the step measures nothing
+        noise = 1.0
+        saving = 0.0
+        if not plan.one_of:
+            log_step = math.log(ms / default_ms)
+            noise = state.noise.of(len(steps))
+            saving = -log_step
+        configs, calls = self._obeyed_calls(plan, seen)
+        state.belief.observe(configs, log_step, noise, calls, seen.billed)
+        if plan.one_of:
+            is_timed = np.isfinite(calls)
+            state.guard.ran_at_few_calls(configs, is_timed)
+        elif not is_aborted:
+            state.guard.ran(configs)
+        long = float(np.mean(steps) / ms) - 1
+        known_calls = np.nan_to_num(calls)
+        state.last = LastWindow(saving, known_calls, long)
 
     def _obeyed_calls(self, plan: Plan, seen: Measured) -> tuple[Array, Array]:
         """Configs (s,) that NCCL ran, and log times (s,) of their calls over the default's; NaN: not sampled. The
@@ -329,32 +355,6 @@ class Search:
         self._enter(self.phase.record(window))
         return saved
 
-    def _learn(self, plan: Plan, seen: Measured, steps: Array, ms: float, is_aborted: bool) -> None:
-        """``ms``: trimmed mean of the ``steps`` (n,)."""
-        state = self.state
-        default_ms = state.default_ms
-        logs = np.log(steps / default_ms)
-        state.noise.add(logs)
-        # A trial is compared with the current table instead; at few calls the step measures nothing.
-        has_step = plan.kind != TRIAL and not plan.one_of
-        log_step = math.nan
-        noise = 1.0
-        saving = 0.0
-        if has_step:
-            log_step = math.log(ms / default_ms)
-            noise = state.noise.of(len(steps))
-            saving = -log_step
-        configs, calls = self._obeyed_calls(plan, seen)
-        state.belief.observe(configs, log_step, noise, calls, seen.billed)
-        if plan.one_of:
-            is_timed = np.isfinite(calls)
-            state.guard.ran_at_few_calls(configs, is_timed)
-        elif not is_aborted:
-            state.guard.ran(configs)
-        long = float(np.mean(steps) / ms) - 1
-        known_calls = np.nan_to_num(calls)
-        state.last = LastWindow(saving, known_calls, long)
-
     # -- phases ------------------------------------------------------------------------------------------------
 
     def resume(self, confirmed: Array) -> None:
@@ -373,8 +373,7 @@ class Search:
             case Verdict():
                 marks = state.milestones
                 marks.verdict = self.steps if marks.verdict < 0 else marks.verdict
-                after = found.chosen, found.levels, found.default_ms
-                state.turns.try_again()
+                after = found.chosen, found.levels, found.is_back
                 is_refining = found.trials > 0
                 if is_refining:
                     self.phase = Refine(state, found.trials, *after)
@@ -385,4 +384,4 @@ class Search:
             case Changed():
                 self.phase = Remeasure(state, self._regimes, found)
             case NewSearch():
-                self.phase = Explore(state, found.before, found.first_log)
+                self.phase = Explore(state, found.before, found.is_compared)

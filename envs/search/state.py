@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,24 +12,22 @@ import numpy as np
 from .belief.belief import Belief
 from .belief.prior import Prior
 from .change import Change, Regime
-from .comparison import REJECTED, Comparison, LongSteps, SequentialTest, Terms, Window
+from .comparison import OPEN, REJECTED, Comparison, LongSteps, SequentialTest, Terms, Window
 from .config import (
     AGAIN,
     ALPHA,
     BUDGET_STEPS,
     CARRIED_TURN_STEPS,
-    CHECK_QUADS,
-    LEAST_PAIRS,
     LONGER,
     MORE,
     MOST_FRUITLESS,
-    SAFE_PAIRS,
     TRIAL_ALPHA,
     TURN_STEPS,
     WATCH_ALPHA,
+    WATCH_TUNED_FOR,
     SearchConfig,
 )
-from .interfaces import QUAD, TABLE, Job, Measured, Plan
+from .interfaces import TABLE, Job, Measured, Plan
 from .step_guard import Running, StepGuard, Turns
 from .step_times import DefaultCalls, NoiseEstimate, trimmed_mean
 
@@ -108,8 +106,8 @@ class CurrentTable:
         return 1 - math.exp(-self.gain[0])
 
     @property
-    def pairs(self) -> int:
-        """Pairs that the gain was measured from."""
+    def quads(self) -> int:
+        """Quads that the gain was measured from."""
         return sum(one.test.n for one in self.comparisons)
 
 
@@ -123,8 +121,8 @@ class Comparisons:
     rejected: set[bytes] = field(default_factory=set)  # tables that lost in this search
     #: Tables that were dropped for them, in any search.
     with_long_steps: set[bytes] = field(default_factory=set)
-    default_logs: list[float] = field(default_factory=list)  # each default window against the one before: A/A
-    default_before_ms: float = 0.0  # the last default window
+    default_logs: list[float] = field(default_factory=list)  # the default's turns against those before: A/A
+    default_before_ms: float = 0.0  # the last of them
 
     def begin(self, default_ms: float) -> None:
         """A new search."""
@@ -133,8 +131,8 @@ class Comparisons:
         self.rejected = set(self.with_long_steps)
         self.default_before_ms = default_ms
 
-    def default_window(self, ms: float) -> None:
-        """A window of the default during a comparison: the default against itself."""
+    def default_turns(self, ms: float) -> None:
+        """Turns of the default during a comparison: the default against itself."""
         self.default_logs.append(math.log(self.default_before_ms / ms))
         self.default_before_ms = ms
 
@@ -170,14 +168,13 @@ class State:
         self.current = CurrentTable(self.n_slots, on_confirmed)
         self.comparisons = Comparisons()
         self.default_calls = DefaultCalls(job.call_us)
-        self.running = Running(job.families, job.takes_turns)
+        self.running = Running(job.families)
         self.milestones = Milestones()
 
     def begin(self, default: Measured, before: Array) -> None:
         """A new search, from these default steps. ``before`` (s,): configs that ran until now."""
         self.default_ms = trimmed_mean(default.step_ms)
-        self.turns.default_ms = 0.0
-        self.turns.try_again()
+        self.turns.begin()
         self.noise.begin(default.step_ms, self.config)
         self.belief = Belief(self.prior, self.job.features, self.open, self.job.share)
         self._begin_belief()
@@ -190,13 +187,18 @@ class State:
 
     def _begin_belief(self) -> None:
         has_calls = bool(np.isfinite(self.default_calls.logs).any())
-        noise = self.pair_noise / math.sqrt(2)
+        noise = self.noise.of_quads(self.noise.quads) / math.sqrt(2)
         self.belief.begin(noise, self.config.reveal, has_calls)
 
-    def use_windows(self) -> None:
-        """The job refused turns: what is measured until :meth:`Turns.try_again` has the noise of windows."""
-        self.turns.is_possible = False
+    def lengthen(self, turn_steps: int) -> None:
+        """The job's steps are not alike, so that a turn took ``turn_steps`` of them: it goes on like that until a new
+        search begins. What was measured of the open comparisons does not count any more."""
+        self.turns.steps = turn_steps
+        self.noise.lengthen(turn_steps, self.config)
         self._begin_belief()
+        for comparison in self.comparisons.history:
+            if comparison.outcome == OPEN:
+                comparison.restart(self.noise.of_quads(1))
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -217,8 +219,8 @@ class State:
 
     @property
     def default_ms_now(self) -> float:
-        """Step time of the default now: from the last turns or the default's own windows since, else as the belief
-        follows it."""
+        """Step time of the default now: from the last turns or steps of its own since, else as the belief follows
+        it."""
         return self.turns.default_ms or self.default_ms * math.exp(float(self.belief.mean[0]))
 
     def saw_current(self, ms: float) -> None:
@@ -226,7 +228,7 @@ class State:
         self.turns.default_ms = ms * math.exp(self.current.gain[0])
 
     def saw_default(self, ms: float) -> None:
-        """A window of the default took so long. Without turns the belief follows it."""
+        """A look at the default, which holds, took so long. Before any turns the belief follows it."""
         if self.turns.default_ms:
             self.turns.default_ms = ms
 
@@ -235,23 +237,19 @@ class State:
         """Part of what the search may lose that it has lost."""
         return self.account.spent(self.config.budget)
 
-    # -- windows and comparisons ---------------------------------------------------------------------------------
-
-    def window(self, kind: str, configs: Array) -> Plan:
-        """A window under these configs (s,), aborted by a step that is too slow."""
-        limit = self.guard.limit_ms(configs, self.default_ms_now)
-        discard = self.running.discard(configs)
-        return Plan(kind, configs.copy(), self.noise.window_steps, discard, limit)
+    # -- measurements and comparisons ----------------------------------------------------------------------------
 
     def tried(
         self, kind: str, configs: Array, comparison: Comparison | None = None, is_long: bool = False
     ) -> Plan:
-        """A measurement of these configs (s,): by turns with the current table if the job can, else a window; one at
-        few calls first if they are risky. A ``comparison`` is checked after half as many quads more each time.
-        ``is_long``: it is LONGER."""
-        current, plan = self.current.configs, self.window(kind, configs)
-        if is_long:
-            plan = replace(plan, n_steps=LONGER * plan.n_steps)
+        """A measurement of these configs (s,), in turns with the current table; a step that is too slow ends it. At few
+        calls first if they are risky. A ``comparison`` is checked after half as many quads more each time. ``is_long``:
+        it is LONGER. Of the current table: a look at it."""
+        current = self.current.configs
+        limit = self.guard.limit_ms(configs, self.default_ms_now)
+        discard = self.running.discard(configs)
+        n_steps = self.noise.window_steps * (LONGER if is_long else 1)
+        plan = Plan(kind, configs.copy(), n_steps, discard, limit)
         if kind != TABLE:
             plan = self.guard.before(plan, current)
         quads = self.noise.quads if comparison is None else comparison.quads_until_check
@@ -265,40 +263,20 @@ class State:
         marks.asked_again += 1
         self.account.rounds = self.comparisons.in_search = 0
 
-    @property
-    def pair_noise(self) -> float:
-        """Standard deviation of the log ratio of two windows, or of a table that is tried by turns."""
-        if self.turns.is_possible:
-            return self.noise.of_quads(self.noise.quads)
-        return self.noise.of_pair
-
-    @property
-    def quads_a_pair(self) -> float:
-        """Quads that tell as much as a pair of windows, in half of the steps; 0: this job takes no turns."""
-        return self.noise.window_steps / QUAD if self.turns.is_possible else 0.0
-
-    def compare(self, table: Array, noise: float, is_trial: bool = False) -> Comparison:
-        """A new comparison of a table (s,) with the current one; ``noise`` of a pair of windows."""
-        test = self._test(noise, is_trial)
+    def compare(self, table: Array, is_trial: bool = False) -> Comparison:
+        """A new comparison of a table (s,) with the current one."""
+        first = TRIAL_ALPHA if is_trial else ALPHA
+        is_improvement = is_trial and not self.current.is_default
+        level = ALPHA if is_improvement else first * AGAIN**self.milestones.fruitless
+        test = SequentialTest(self.noise.of_quads(1), level)
         found = Comparison(table.copy(), self.current.configs.copy(), test, is_trial)
         self.comparisons.history.append(found)
         return found
 
-    def _test(self, noise: float, is_trial: bool) -> SequentialTest:
-        first = TRIAL_ALPHA if is_trial else ALPHA
-        is_improvement = is_trial and not self.current.is_default
-        level = ALPHA if is_improvement else first * AGAIN**self.milestones.fruitless
-        if self.turns.is_possible:
-            noise = self.noise.of_quads(1)
-        return SequentialTest(noise, level, quads_a_pair=self.quads_a_pair)
-
-    def compare_by_windows(self, comparison: Comparison) -> None:
-        """The job takes no turns any more: the same comparison begins anew."""
-        comparison.restart(self._test(self.pair_noise, comparison.is_trial))
-
-    def scheduled_pairs(self) -> Comparison:
-        """The pairs of the current table and the default that monitoring measures now and then."""
-        test = SequentialTest(self.pair_noise, WATCH_ALPHA, quads_a_pair=float(self.turns.is_possible))
+    def scheduled_looks(self) -> Comparison:
+        """The looks at the default, beside the current table, that monitoring takes now and then."""
+        noise = self.noise.of_quads(self.noise.quads)
+        test = SequentialTest(noise, WATCH_ALPHA, tuned_for=WATCH_TUNED_FOR)
         return Comparison(self.current.configs, np.zeros(self.n_slots, np.int64), test)
 
     def decide(self, comparison: Comparison) -> bool | None:
@@ -306,18 +284,15 @@ class State:
         if self.turns.steps == TURN_STEPS and comparison.drop_carried():
             self.turns.steps = CARRIED_TURN_STEPS
             return None
-        config, quads = self.config, comparison.test.quads_a_pair
+        config = self.config
         known = None if not self.current.comparisons else self.current.gain[1]
         if known is not None:
-            pairs = float(config.pairs_again)
-            pairs_long_steps = MORE * pairs
+            quads = float(config.quads_again)
+            quads_long_steps = MORE * quads
         else:
-            pairs = math.inf if comparison.is_trial else float(config.pairs)
-            pairs_long_steps = float(config.pairs_long_steps)
-        least = SAFE_PAIRS if comparison.is_trial else LEAST_PAIRS
-        if quads:  # as certain as so many pairs of windows
-            pairs, pairs_long_steps, least = pairs * quads, pairs_long_steps * quads, CHECK_QUADS[0]
-        terms = Terms(pairs, pairs_long_steps, least, config.least_gain, known)
+            quads = math.inf if comparison.is_trial else float(config.quads)
+            quads_long_steps = float(config.quads_long_steps)
+        terms = Terms(quads, quads_long_steps, config.least_gain, known)
         return comparison.decide(terms, self.long_steps)
 
 
@@ -328,7 +303,9 @@ class Verdict:
     trials: int
     chosen: Array  # (s,) configs that the policy saw as the last choice
     levels: Sequence[float] = ()  # logs of step times that the job had under this table before
-    default_ms: float | None = None  # of a default window that was just measured
+    is_back: bool = (
+        False  # in a regime that was tuned before: whether its table still gains is looked at first
+    )
 
 
 @dataclass(frozen=True)
@@ -346,7 +323,7 @@ class Changed:
     regime: Regime  # that was left
     before: Array  # (s,) configs to try first in a new search
     is_harmful: bool = False  # its table is slower than the default
-    default_ms: float | None = None  # of the default's window that showed that; None: another window did
+    default_ms: float | None = None  # of the look at the default that showed that; None: something else did
     trials: int = 0  # that were left
 
 
@@ -355,7 +332,7 @@ class NewSearch:
     """Next: another search."""
 
     before: Array  # (s,) configs to try first
-    first_log: float | None  # log(default / table) of a pair that was measured already
+    is_compared: bool = False  # they seem to gain: their comparison comes at once
 
 
 #: What a phase returns: what comes next, or None to go on with this phase.

@@ -181,23 +181,20 @@ def _places(configs: Array) -> tuple[Array, Array]:
 
 
 class Turns:
-    """How this job's tables take turns at every step, if they can."""
+    """How this job's tables take turns."""
 
-    def __init__(self, is_told: bool) -> None:
-        self._is_told = is_told  # by the job
-        self.is_possible = is_told
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """A new search: the job may have another rhythm now."""
         self.steps = TURN_STEPS  # of a turn
         self.default_ms = 0.0  # step of the default, from the last turns; 0: none were measured
 
-    def try_again(self) -> None:
-        """A phase begins: a job that had no rhythm, as in an evaluation, may have one now."""
-        self.is_possible = self._is_told
-
     def plan(self, plan: Plan, current: Array, quads: int) -> Plan:
         """The same plan by turns with the current table (s,): so many quads. The first one does not count if an
-        algorithm may be new: NCCL connects lazily."""
-        is_current = np.array_equal(plan.configs, current)
-        if not self.is_possible or is_current:
+        algorithm may be new: NCCL connects lazily. The current table takes no turns with itself."""
+        if np.array_equal(plan.configs, current):
             return plan
         turns = self.steps
         size = QUAD * turns
@@ -211,8 +208,8 @@ class Turns:
 class Running:
     """What the job runs now, and which algorithms are connected."""
 
-    def __init__(self, families: Array, takes_turns: bool) -> None:
-        self.turns = Turns(takes_turns)
+    def __init__(self, families: Array) -> None:
+        self.turns = Turns()
         self._families = families  # (s, N_CONFIGS), see ``interfaces.Job``
         self._warm: set[int] = set()
         n_slots = len(families)

@@ -25,9 +25,6 @@ SWITCH_STEPS = 3
 class SimWindows:
     """Windows of all jobs of a batch. ``rng`` draws the noise: for all jobs together, or for each by itself."""
 
-    #: Whether the searches are told that two tables can take turns at every step.
-    takes_turns = True
-
     def __init__(self, jobs: Jobs, rng: RandomNumbers) -> None:
         self.jobs = jobs
         self.rng = rng
@@ -89,7 +86,6 @@ class SimWindows:
             call_us=call_us,
             families=warm_up_families(own_pair),
             calls=np.asarray(calls, np.float64),
-            takes_turns=self.takes_turns,
         )
 
     def measure(self, rows: Sequence[int], plans: Sequence[Plan]) -> list[Measured]:
@@ -193,7 +189,7 @@ class SimWindows:
         told_arms = arms[first:] if plan.turns else arms[:0]
         n_slots = len(call_us)
         obeyed = np.ones(n_slots, bool)
-        return Measured(told_ms, call_us, obeyed, 0, 0.0, arms=told_arms)
+        return Measured(told_ms, call_us, obeyed, 0, 0.0, arms=told_arms, turns=plan.turns)
 
 
 class OneJob:

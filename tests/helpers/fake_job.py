@@ -8,6 +8,8 @@ import numpy as np
 import pandas as pd
 from dynamiccl.envs.live.job import Window
 from dynamiccl.envs.live.job_ends import JobEnded
+from dynamiccl.envs.live.turns import Turns
+from dynamiccl.envs.search.interfaces import arms_of
 from dynamiccl.traces.assemble import WAIT_COLUMNS, Offer, empty
 from dynamiccl.traces.reasons import RunEnds
 from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Slot, Table
@@ -96,6 +98,31 @@ class FakeJob:
         if not chosen:  # of other configs no kernel is sampled
             self._note(steps)
         return Window(generation, np.array(steps), np.array(times))
+
+    def alternate(
+        self,
+        decisions: Mapping[Slot, Decision],
+        n_steps: int,
+        turn_steps: int = 1,
+        discard: int = 0,
+        give_up_ms: float = float("inf"),
+    ) -> Turns:
+        """Every job takes turns; two steps wait for the lease."""
+        chosen = {s: d for s, d in decisions.items() if not d.is_auto}
+        generation = self.publish(chosen, 100)
+        self.last_step += discard + 2
+        steps, times, arms = [], [], arms_of(n_steps, turn_steps)
+        for arm in arms:
+            self.last_step += 1
+            if self.last_step > self.steps:
+                raise JobEnded(RunEnds.JOB_STATUS(status=0))
+            self.in_force = chosen if arm else dict(self.confirmed)
+            steps.append(self.last_step)
+            times.append(self.step_ms(self.in_force) * (1 + self.noise * self.rng.standard_normal()))
+            if arm and times[-1] > give_up_ms:
+                break
+        self.in_force = dict(self.confirmed)
+        return Turns((generation,), np.array(steps), np.array(times), arms[: len(steps)])
 
     def poll(self):
         """Nothing goes by between two windows."""

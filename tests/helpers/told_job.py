@@ -1,11 +1,11 @@
 """A job whose truth is written in the test, and a search over it that a policy decides."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
 from dynamiccl.agent.policies.rule import ExpectedImprovement
-from dynamiccl.envs.search.interfaces import LEAVE, Job, Measured, arms_of
+from dynamiccl.envs.search.config import LONG_TURN_STEPS
+from dynamiccl.envs.search.interfaces import LEAVE, PROFILE, QUAD, Job, Measured, Plan, arms_of
 from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.search_env import Reward
 from dynamiccl.traces.fingerprint import N_FEATURES
@@ -16,13 +16,16 @@ OPEN = [0, 8, 16, 18, 20]
 
 
 class Told:
-    """A job of two slots; ``saving(configs)`` is its truth, ``noise`` the spread of one step."""
+    """A job of two slots; ``saving(configs)`` is its truth, ``noise`` the spread of one step. ``long``: counted steps
+    of the next measurement that take ``times`` as long, whichever table runs."""
 
     calls = 0.0  # a step, of each slot, that a table can hold at few of
+    long = ()
+    times = 3.0
 
     def __init__(self, saving, noise=0.004, seed=0):
         self.saving, self.noise, self.rng = saving, noise, np.random.default_rng(seed)
-        self.running, self.windows = np.zeros(2, int), []
+        self.windows = []
         self.scale = 1.0
 
     def begin(self):
@@ -31,20 +34,35 @@ class Told:
         features = np.zeros((2, N_FEATURES), np.float32)
         share, us, calls = np.full(2, 0.3), np.full(2, 100.0), np.full(2, self.calls)
         job = Job(features, mask, share, us, np.full((2, N_CONFIGS), -1), calls)
-        return job, self.measure_steps(np.zeros(2, int), 8, 3, math.inf)
+        return job, self.run(Plan(PROFILE, np.zeros(2, int), 8, 3))
 
     def measure(self, plan):
         self.windows.append(plan)
-        return self.measure_steps(plan.configs, plan.n_steps, plan.discard, plan.limit_ms)
+        return self.run(plan)
 
-    def measure_steps(self, configs, n, discard, limit):
-        step = 100.0 * self.scale * (1 - self.saving(configs))
-        steps = step * np.exp(self.noise * self.rng.standard_normal(n))
-        if step > limit:
-            steps = steps[:1]
-        self.running = configs.copy()
-        billed = len(steps) + discard
-        return Measured(steps, np.full(2, np.nan), np.ones(2, bool), billed, billed * step)
+    def steps(self, tables):
+        """What steps under ``tables`` (n, 2) take, ms."""
+        ms = 100.0 * self.scale * (1 - np.array([self.saving(table) for table in tables]))
+        return ms * np.exp(self.noise * self.rng.standard_normal(len(tables)))
+
+    def run(self, plan):
+        n = plan.discard + plan.n_steps
+        arms = arms_of(n, plan.turns) if plan.turns else np.ones(n, int)
+        ms = self.steps(np.where(arms[:, None] == 1, plan.configs, plan.others))
+        ms[[plan.discard + at for at in self.long]] *= self.times
+        self.long = ()
+        too_slow = np.flatnonzero((ms > plan.limit_ms) & (arms == 1) & (np.arange(n) >= plan.discard))
+        end = int(too_slow[0]) + 1 if too_slow.size else n
+        counted = slice(plan.discard, end)
+        return Measured(
+            ms[counted],
+            np.full(2, np.nan),
+            np.ones(2, bool),
+            end,
+            float(ms[:end].sum()),
+            arms=arms[counted] if plan.turns else arms[:0],
+            turns=plan.turns,
+        )
 
 
 class Straggling(Told):
@@ -54,43 +72,19 @@ class Straggling(Told):
         super().__init__(saving, **more)
         self.which, self.every, self.luck = which, every, np.random.default_rng(more.get("seed", 0) + 1000)
 
-    def measure_steps(self, configs, n, discard, limit):
-        seen = super().measure_steps(configs, n, discard, limit)
-        hit = (self.luck.random(len(seen.step_ms)) < 1 / self.every) & (configs[0] in self.which)
-        steps = seen.step_ms * np.where(hit, 3.0, 1.0)
-        return Measured(
-            steps,
-            seen.call_us,
-            seen.obeyed,
-            seen.billed,
-            seen.billed_ms + float((steps - seen.step_ms).sum()),
-        )
+    def steps(self, tables):
+        hit = (self.luck.random(len(tables)) < 1 / self.every) & np.isin(tables[:, 0], self.which)
+        return super().steps(tables) * np.where(hit, 3.0, 1.0)
 
 
-class Turning(Told):
-    """Its tables take turns at every step. ``long``: counted steps of the next measurement that take three times as
-    long, whichever table runs."""
+class Uneven(Told):
+    """A job whose steps are not alike: it takes long turns, and one quad of them at a time."""
 
-    long = ()
-
-    def begin(self):
-        job, default = super().begin()
-        return replace(job, takes_turns=True), default
-
-    def measure(self, plan):
-        if not plan.turns:
-            return super().measure(plan)
-        self.windows.append(plan)
-        arms = arms_of(plan.n_steps, plan.turns)
-        tables = np.where(arms[:, None] == 1, plan.configs, plan.others)
-        ms = 100.0 * self.scale * (1 - np.array([self.saving(table) for table in tables]))
-        ms *= np.exp(self.noise * self.rng.standard_normal(len(arms)))
-        ms[list(self.long)] *= 3.0
-        self.long = ()
-        billed = plan.n_steps + plan.discard
-        return Measured(
-            ms, np.full(2, np.nan), np.ones(2, bool), billed, billed * float(ms.mean()), arms=arms
-        )
+    def run(self, plan):
+        if plan.turns:
+            quad = QUAD * LONG_TURN_STEPS
+            plan = replace(plan, turns=LONG_TURN_STEPS, n_steps=quad, discard=quad * (plan.discard > 0))
+        return super().run(plan)
 
 
 def run(told, prior, policy=None, config=None, windows=400):

@@ -44,7 +44,6 @@ def one_slot() -> Job:
         call_us=np.full(1, np.nan),
         families=job.families[:1],
         calls=np.zeros(1),
-        takes_turns=True,
     )
 
 
@@ -83,12 +82,13 @@ def in_turns(plan: Plan, steps: Array, gain: float, carry: float) -> Measured:
     too_slow = np.flatnonzero((ms > plan.limit_ms) & (arms == 1) & (np.arange(n) >= plan.discard))
     end = int(too_slow[0]) + 1 if too_slow.size else n
     counted = slice(plan.discard, end)
-    return measured(ms[counted], end + 2 * SWITCH_STEPS, arms[counted])
+    return measured(ms[counted], end + 2 * SWITCH_STEPS, arms[counted], plan.turns)
 
 
-def measured(ms: Array, billed: int, arms: Array | None = None) -> Measured:
+def measured(ms: Array, billed: int, arms: Array | None = None, turns: int = 0) -> Measured:
     """Steps of which no kernel was timed."""
     none = np.zeros(0, np.int64)
     no_calls = np.full(1, np.nan)
     obeyed = np.ones(1, bool)
-    return Measured(ms, no_calls, obeyed, billed, float(ms.sum()), arms=none if arms is None else arms)
+    counted = none if arms is None else arms
+    return Measured(ms, no_calls, obeyed, billed, float(ms.sum()), arms=counted, turns=turns)

@@ -126,6 +126,11 @@ def test_an_interrupted_run_says_what_stays_in_force():
                 raise KeyboardInterrupt("terminated")
             return super().window(*args, **more)
 
+        def alternate(self, *args, **more):
+            if self.confirmed:
+                raise KeyboardInterrupt("terminated")
+            return super().alternate(*args, **more)
+
     job = Interrupted(truth, noise=0.002)
     tuner = Tuner(LiveWindows(job), make_chooser("expected-improvement", 0))
     with pytest.raises(KeyboardInterrupt):
@@ -207,17 +212,21 @@ def test_what_nccl_does_not_do_is_not_tried_again():
     from dynamiccl.envs.live.obedience import Disobeyed
 
     job = FakeJob(truth, noise=0.002)
-    window = job.window
 
-    def disobedient(decisions, *rest):
-        seen = window({s: d for s, d in decisions.items() if s != GATHER}, *rest)
-        refused = [
-            Disobeyed(s, d, "ring/simple/16") for s, d in decisions.items() if s == GATHER and not d.is_auto
-        ]
-        object.__setattr__(seen, "disobeyed", tuple(refused))
-        return seen
+    def disobedient(run):
+        def ran(decisions, *rest):
+            seen = run({s: d for s, d in decisions.items() if s != GATHER}, *rest)
+            refused = [
+                Disobeyed(s, d, "ring/simple/16")
+                for s, d in decisions.items()
+                if s == GATHER and not d.is_auto
+            ]
+            object.__setattr__(seen, "disobeyed", tuple(refused))
+            return seen
 
-    job.window = disobedient
+        return ran
+
+    job.window, job.alternate = disobedient(job.window), disobedient(job.alternate)
     outcome, _, tuner = run("expected-improvement", job)
     refused = outcome.not_obeyed
     assert refused and len(refused) == len(set(refused)) and GATHER not in tuner.decisions
@@ -236,10 +245,9 @@ def test_a_run_that_is_told_nothing_searches_as_the_benchmark_does():
 
 
 class AlternatingJob(FakeJob):
-    """Two tables take turns step by step. From its step 12 on it takes ``pace`` of the time; ``cost_ms``: what tables
-    that were tried have cost beyond the current one."""
+    """From its step 12 on it takes ``pace`` of the time; ``cost_ms``: what tables that were tried have cost beyond the
+    current one."""
 
-    takes_turns = True
     pace, cost_ms = 1.0, 0.0
 
     def _ms(self, decisions):

@@ -15,7 +15,7 @@ from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.live_env import LiveEnv
 from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.config import DISCARD, HORIZON
-from dynamiccl.envs.search.interfaces import REFERENCE, RUN, SEARCH, TABLE, TRIAL, WATCH, Plan, actions_of
+from dynamiccl.envs.search.interfaces import RUN, SEARCH, TABLE, TRIAL, WATCH, Plan, actions_of
 from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import OneJob, SimWindows
@@ -213,7 +213,7 @@ def test_a_job_of_whose_collectives_nobody_tells_is_not_said_to_have_none():
         LiveWindows(job).begin()
 
 
-@pytest.mark.parametrize("kind", [SEARCH, REFERENCE, TABLE, TRIAL, WATCH])
+@pytest.mark.parametrize("kind", [SEARCH, TABLE, TRIAL, WATCH])
 def test_windows_after_the_verdict_tell_no_times_of_calls_wherever_they_come_from(kind):
     """Before: trials after the verdict had them in simulated jobs, and none in a running one."""
     jobs = draw_jobs(STANDARD.only("plain"), np.random.default_rng(3), 1)
@@ -221,7 +221,7 @@ def test_windows_after_the_verdict_tell_no_times_of_calls_wherever_they_come_fro
     for windows in (simulated, LiveWindows(job)):
         told, _ = windows.begin()
         plan = Plan(kind, np.zeros(len(told.share), np.int64), 8, 1)
-        assert np.isfinite(windows.measure(plan).call_us).any() == (kind in (SEARCH, REFERENCE, TABLE))
+        assert np.isfinite(windows.measure(plan).call_us).any() == (kind in (SEARCH, TABLE))
 
 
 def test_calls_in_a_group_take_the_time_of_the_group_in_windows_as_in_the_profile():

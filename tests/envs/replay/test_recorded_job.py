@@ -14,7 +14,7 @@ from dynamiccl.traces.records import AUTO
 from restarted import LIVES, restarted
 from synthetic_trace import FINAL, GATHER, SCATTER, write_run
 
-RULES = SearchConfig(rounds=120, pairs=10, budget=10.0)
+RULES = SearchConfig(rounds=120, budget=10.0)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_the_tuner_finds_the_best_of_the_record(trace, recorded):
 @pytest.mark.parametrize("name", CLASSICAL)
 def test_every_baseline_can_tune_a_job(trace, recorded, name):
     job = RecordedJob(trace, recorded, 0)
-    tuner = Tuner(LiveWindows(job), make_chooser(name), SearchConfig(rounds=16, pairs=6))
+    tuner = Tuner(LiveWindows(job), make_chooser(name), SearchConfig(rounds=16, quads=15))
     outcome = tuner.run()
     saving = job.saving(tuner.decisions) if outcome.kept else 0.0
     assert 0 <= saving < 1 and (name != "default" or saving == 0)

@@ -80,13 +80,14 @@ def episode(env, seed):
 
 
 def test_the_search_over_a_record_finds_what_the_job_found(trace, recorded):
+    """Its steps have the noise of the record, so that one beginning finds more than another."""
     saved = []
     for seed in range(5):
         env = ReplayEnv(trace)
         story = episode(env, seed)
         table = env.windows.decisions(np.array(story[-1][2]["table"])[: env.search.n_slots])
         saved.append(RecordedJob(trace, recorded).saving(table))
-    assert np.median(saved) >= 0.6 * RecordedJob(trace, recorded).saving(FINAL) > 0 and min(saved) > 0
+    assert np.mean(saved) >= 0.6 * RecordedJob(trace, recorded).saving(FINAL) > 0 and min(saved) > 0
 
 
 def test_a_seed_repeats_a_replay(trace):

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.comparison import Comparison, SequentialTest
-from dynamiccl.envs.search.config import CHECK_QUADS, PROOF, WATCH_ALPHA, SearchConfig
+from dynamiccl.envs.search.config import CHECK_QUADS, PROOF, WATCH_ALPHA, WATCH_TUNED_FOR, SearchConfig
 from dynamiccl.envs.search.interfaces import QUAD, TRIAL
 from dynamiccl.envs.search.monitor import HARMFUL, Monitor, Watch
 from dynamiccl.envs.search.refine import Refine
 from dynamiccl.envs.search.step_times import NoiseEstimate
-from told_job import Turning, run
+from told_job import Told, run
 
 #: Of a visit of one quad: steps of the current table, and of the default.
 OF_TABLE, OF_DEFAULT = 0, 1
@@ -19,7 +19,7 @@ OF_TABLE, OF_DEFAULT = 0, 1
 @pytest.fixture
 def tuned():
     """A job whose table gains 5 %, and its search, which only watches."""
-    told = Turning(lambda c: 0.05 * (c[0] == 20), noise=0.002)
+    told = Told(lambda c: 0.05 * (c[0] == 20), noise=0.002)
     search, _ = run(told, Prior.load())
     assert search.confirmed[0] == 20 and search.state.noise.quads == 1
     search.phase = Monitor(search.state, search.confirmed)
@@ -86,8 +86,10 @@ def test_a_table_that_is_slower_is_dropped_by_the_second_visit(tuned):
 
 def test_visits_that_show_no_gain_are_not_believed_because_of_the_last_one():
     """Before: one long step after five visits with a small gain made their mean negative."""
-    test = SequentialTest(0.08, WATCH_ALPHA, quads_a_pair=1.0)
-    watch = Watch(Comparison(np.array([18]), np.array([0]), test), 0.005, 8, SearchConfig(), 0, (0.015, 300))
+    test = SequentialTest(0.08, WATCH_ALPHA, tuned_for=WATCH_TUNED_FOR)
+    watch = Watch(
+        Comparison(np.array([18]), np.array([0]), test), 0.005, 8, SearchConfig(), 0, 2, (0.015, 300)
+    )
     now = 0
     for _ in range(PROOF - 1):
         assert watch.saw_turns(0.015, 0.08, now) == ""
@@ -104,7 +106,7 @@ def test_a_long_step_beside_a_trial_is_no_level_of_the_job(tuned):
     search.phase = refine = Refine(search.state, 10, search.confirmed)
     watch = refine._monitor.watch
     long_steps = [(), (), (), (), (OF_TABLE,)]
-    tables = [(18, 0), (16, 0), (8, 0), (18, 18), (16, 16)]  # each has a first measurement, of one quad
+    tables = [(18, 0), (16, 0), (8, 0), (20, 18), (20, 16)]  # each has a first measurement, of one quad
     for table, long in zip(tables, long_steps, strict=True):
         refine.trial = np.array(table)
         while search.plan().kind != TRIAL:

@@ -1,6 +1,5 @@
 """Regimes that come and go have tables of their own, found again when they return."""
 
-import math
 from dataclasses import replace
 from itertools import cycle, pairwise
 
@@ -19,7 +18,7 @@ from dynamiccl.envs.search.refine import Refine
 from dynamiccl.envs.search.search import Search
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import SCATTER, STEP_MS, FakeJob
-from told_job import OPEN, Told, Turning, good, run
+from told_job import OPEN, Told, good, run
 
 
 @pytest.fixture(scope="module")
@@ -126,28 +125,27 @@ def test_a_search_after_one_that_found_nothing_has_a_quarter_of_its_level(prior)
     told = Told(lambda configs: 0.0)
     search = Search(*told.begin(), prior)
 
-    def changed():
+    def changed(saving):
         go_on(search, told, lambda s: s.is_done)
         go_on(
             search, told, lambda s, at=search.steps + 200: s.steps > at
         )  # so that the watch knows what is usual
-        told.scale *= 1.3
+        told.scale, told.saving = 1.3 * told.scale, saving
         go_on(search, told, lambda s, n=search.marks.reopened: s.marks.reopened > n and s.is_over)
-        return search.state.compare(np.array([20, 18]), 0.01, is_trial=True).test.level
+        return search.state.compare(np.array([20, 18]), is_trial=True).test.level
 
     go_on(search, told, lambda s: s.is_over)
     levels = [
-        search.state.compare(np.array([20, 18]), 0.01, is_trial=True).test.level,
-        *(changed() for _ in range(13)),
+        search.state.compare(np.array([20, 18]), is_trial=True).test.level,
+        *(changed(told.saving) for _ in range(13)),
     ]
     assert levels == [
         TRIAL_ALPHA * AGAIN ** min(k, 10) for k in range(14)
     ]  # of a job that goes on for ever none is 0
-    told.saving = good
-    changed()
+    changed(good)
     assert search.confirmed.tolist() == [20, 18]
-    changed()
-    assert search.confirmed.tolist() == [20, 18] and search.marks.fruitless == 0
+    changed(lambda configs: 0.10 * (configs[0] == 18))
+    assert search.confirmed[0] == 18 and search.marks.fruitless == 0
 
 
 def test_the_tuner_beside_a_job_of_two_batch_sizes():
@@ -231,7 +229,7 @@ def test_a_table_that_was_dropped_in_a_window_of_its_own_does_not_come_back_at_o
         search.phase._long_steps.add(table, np.full(400, 200.0), 100.0)
         search.phase._long_steps.add(np.zeros(2, np.int64), np.full(400, 100.0), 100.0)
     else:
-        search.phase.watch._suspect = math.log(10.0)
+        told.saving = lambda c: -0.2 * (c > 0).any()
     go_on(search, told, lambda s: s.marks.dropped == 1, windows=1000)
     assert table.any() and not search.confirmed.any()
     go_on(search, told, lambda s: s.is_over)
@@ -247,7 +245,7 @@ def test_a_table_that_was_dropped_does_not_come_back_as_another_pace(prior):
         first, second = configs
         return gain[0] * (first == 20) - 0.03 * (first not in (0, 20)) - 0.03 * (second != 0)
 
-    told = Turning(saving, noise=0.001, seed=1)
+    told = Told(saving, noise=0.001, seed=1)
     search, _ = run(told, prior)
     assert search.confirmed.tolist() == [20, 0]
 

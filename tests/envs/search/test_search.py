@@ -7,8 +7,18 @@ import numpy as np
 import pytest
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.search.belief.prior import Prior
-from dynamiccl.envs.search.config import ABORT, HORIZON, REWARD_PAIRS, SearchConfig
-from dynamiccl.envs.search.interfaces import COMPARE, LEAVE, PROFILE, REFERENCE, RUN, SEARCH, TABLE, Measured
+from dynamiccl.envs.search.config import ABORT, CARRIED_TURN_STEPS, HORIZON, REWARD_QUADS, SearchConfig
+from dynamiccl.envs.search.interfaces import (
+    COMPARE,
+    LEAVE,
+    PROFILE,
+    QUAD,
+    RUN,
+    SEARCH,
+    TABLE,
+    Measured,
+    arms_of,
+)
 from dynamiccl.envs.search.observation import N_OBSERVATION, decode
 from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.search_env import Reward
@@ -57,7 +67,7 @@ def test_a_step_that_is_far_too_long_ends_its_window(prior):
         plan = search.plan()
         assert plan.limit_ms == pytest.approx(ABORT * 100, rel=0.05)
         seen = told.measure(plan)
-        assert len(seen.step_ms) == 1
+        assert len(seen.tried) == 1
         search.record(plan, seen)
     assert search.marks.aborted == 2 and decode(search.observe()).risk[0, 16] == 1 and search.open[0, 16]
     search.decide(16, RUN)
@@ -72,19 +82,22 @@ def test_a_step_that_is_far_too_long_ends_its_window(prior):
     ("n", "saving", "is_given_up"), [(1, 0.2, True), (2, 0.2, False), (2, -0.2, True), (5, 0.2, False)]
 )
 def test_a_long_step_after_others_that_were_not_is_none_of_the_tables(prior, n, saving, is_given_up):
-    """Seen on simulated jobs: a window 19 % faster, its last step a stray, was taken for one that is far too long."""
-    told = Told(lambda c: saving * (c[0] == 20))
-    job, default = told.begin()
+    """Seen on simulated jobs: a table 19 % faster, its last step a stray, was taken for one that is far too slow."""
+    job, default = Told(good).begin()
     search = Search(job, default, prior)
     search.decide(20, RUN)
     plan = search.plan()
-    seen = told.measure(plan)
-    seen.step_ms[n - 1] = 1.1 * plan.limit_ms
-    search.record(
-        plan, Measured(seen.step_ms[:n], seen.call_us, seen.obeyed, n, float(seen.step_ms[:n].sum()))
+    arms = arms_of(20, plan.turns)
+    arms = arms[: np.flatnonzero(arms == 1)[n - 1] + 1]  # it ends with step n of its own
+    ms = np.where(arms == 1, 100.0 * (1 - saving), 100.0)
+    ms[-1] = 1.1 * plan.limit_ms
+    seen = Measured(
+        ms, np.full(2, np.nan), np.ones(2, bool), len(ms), float(ms.sum()), arms=arms, turns=plan.turns
     )
+    search.record(plan, seen)
     assert search.marks.aborted == is_given_up and (search.state.guard.windows[0, 20] == 0) == is_given_up
-    assert (search.state.belief.saving(np.array([20, 0]))[0] > 0.1) != is_given_up
+    if n != 2:  # with two steps the stray is half of what was seen
+        assert (search.state.belief.saving(np.array([20, 0]))[0] > 0.1) != is_given_up
 
 
 def one_percent(configs):
@@ -104,11 +117,17 @@ def finished(told, prior, config=None):
     return search
 
 
-@pytest.mark.parametrize(("n_jobs", "most"), [(16, 4), pytest.param(60, 15, marks=pytest.mark.slow)])
-def test_a_config_that_is_faster_but_for_its_long_steps_is_not_confirmed(prior, n_jobs, most):
-    """1 % faster in 99 steps of 100, three times as long in the last: 1 % slower. Before: confirmed in all of these."""
-    kept = [finished(Straggling(one_percent, seed=s), prior).confirmed.any() for s in range(n_jobs)]
-    assert sum(kept) <= most
+@pytest.mark.slow
+def test_a_config_that_is_faster_but_for_its_long_steps_goes_once_these_were_seen(prior):
+    """1 % faster in 99 steps of 100, three times as long in the last: 1 % slower. A comparison of some dozen steps does
+    not show that. Eight such tables were dropped after 7,000 to 15,000 steps."""
+    for seed in range(4):
+        told = Straggling(one_percent, seed=seed)
+        search = finished(told, prior)
+        assert search.confirmed.tolist() == [20, 0]
+        while search.steps < HORIZON and not search.marks.dropped:
+            go_on(search, told, 1)
+        assert search.marks.dropped == 1
 
 
 @pytest.mark.parametrize(("which", "every"), [((), 100), ((0, 8, 16, 18, 20), 200)])
@@ -168,7 +187,7 @@ def test_a_table_that_promises_much_is_compared_before_the_search_goes_on(prior)
             search.record(plan, told.measure(plan))
         else:
             break
-    assert plan.kind == REFERENCE and windows >= 3 and search.state.comparisons.in_search == 0
+    assert plan.kind == TABLE and windows >= 3 and search.state.comparisons.in_search == 0
 
 
 def test_slots_without_a_turn_run_what_is_believed_best(prior):
@@ -186,7 +205,7 @@ def test_slots_without_a_turn_run_what_is_believed_best(prior):
     assert plan.kind == SEARCH and plan.configs.tolist() == [8, 18]
     search.record(plan, told.measure(plan))
     search.decide(20, COMPARE)
-    assert search.plan().kind == REFERENCE and search.phase.comparison.table.tolist() == [20, 18]
+    assert search.plan().kind == TABLE and search.phase.comparison.table.tolist() == [20, 18]
 
 
 class Refused(Told):
@@ -249,14 +268,10 @@ def test_what_runs_already_has_no_steps_to_throw_away(prior):
     )
 
 
-def test_comparisons_change_sides_from_pair_to_pair(prior):
-    told = Told(good, noise=0.1)
-    search, _ = run(told, prior)
-    kinds = [p.kind for p in told.windows if p.kind in (REFERENCE, TABLE)]
-    assert kinds[:4] == [REFERENCE, TABLE, TABLE, REFERENCE]
-    assert (
-        search.state.comparisons.default_logs and np.abs(search.state.comparisons.default_logs).max() < 0.3
-    )  # the default's windows one after the other
+def test_the_default_is_measured_against_itself(prior):
+    search, _ = run(Told(good, noise=0.1), prior)
+    logs = search.state.comparisons.default_logs
+    assert logs and np.abs(logs).max() < 0.3  # its turns one measurement after the other
 
 
 def test_a_table_that_turned_bad_is_gone_within_two_windows(prior):
@@ -275,7 +290,7 @@ def test_a_small_true_gain_survives_the_watch(prior):
     kept, share, reopened = 0, [], 0
     for seed in range(12):
         told = Told(lambda c: 0.03 * (c[0] == 20), noise=0.01, seed=seed)
-        search, _ = run(told, prior, config=SearchConfig(pairs=40))
+        search, _ = run(told, prior, config=SearchConfig(quads=100))
         if not search.confirmed.any():
             continue
         told.saving = lambda c: 0.01 * (c[0] == 20)
@@ -287,7 +302,7 @@ def test_a_small_true_gain_survives_the_watch(prior):
     assert 0 < max(share) <= 0.01
 
 
-def test_what_a_table_is_worth_is_told_by_windows_that_did_not_choose_it(prior):
+def test_what_a_table_is_worth_is_told_by_steps_that_did_not_choose_it(prior):
     told = Told(good)
     search, _ = run(told, prior)
     reward = Reward(search)
@@ -295,16 +310,18 @@ def test_what_a_table_is_worth_is_told_by_windows_that_did_not_choose_it(prior):
     told.saving = lambda c: 0.02 * c.any()  # it was confirmed by luck
     n = len(told.windows)
     assert reward.settled(told) == pytest.approx((0.02 - reward.saved) * reward.steps / 100, rel=0.05)
-    assert [bool(plan.configs.any()) for plan in told.windows[n:]] == [False, True] * REWARD_PAIRS
+    (plan,) = told.windows[n:]
+    assert not plan.configs.any() and plan.others.any() and plan.turns == CARRIED_TURN_STEPS
+    assert plan.n_steps == REWARD_QUADS * QUAD * CARRIED_TURN_STEPS
     search.state.current.set(np.zeros(2, int))
-    assert reward.settled(told) == 0 and len(told.windows) == n + 2 * REWARD_PAIRS
+    assert reward.settled(told) == 0 and len(told.windows) == n + 1
 
 
 def test_a_lasting_change_begins_a_new_search(prior):
     told = Told(good)
     search, _ = run(told, prior)
     go_on(search, told, 20)
-    told.scale = 1.4
+    told.scale, told.saving = 1.4, lambda c: 0.1 * (c[0] == 16)
     for _ in range(60):
         if search.marks.reopened:
             break
@@ -325,7 +342,7 @@ def test_a_lasting_change_begins_a_new_search(prior):
             search.ask(policy)
         else:
             search.record(plan, told.measure(plan))
-    assert search.confirmed.tolist() == [20, 18] and search.state.default_ms == pytest.approx(140, rel=0.05)
+    assert search.confirmed[0] == 16 and search.state.default_ms == pytest.approx(140, rel=0.05)
 
 
 @pytest.mark.slow
