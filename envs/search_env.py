@@ -166,8 +166,8 @@ class SearchEnv(gym.Env[Array, np.int64]):
         if options:
             told = ", ".join(map(repr, options))
             raise ValueError(
-                f"reset() knows no option {told}: what an episode is drawn from is an argument of gymnasium.make(), such "
-                "as family=STANDARD.only('tails') of dynamiccl/Sim-v0"
+                f"reset() knows no option {told}: what an episode is drawn from is an argument of gymnasium.make(), "
+                "such as family=STANDARD.only('tails') of dynamiccl/Sim-v0"
             )
         super().reset(seed=seed)
         self.windows = self.open()
