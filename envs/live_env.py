@@ -41,7 +41,7 @@ class LiveEnv(SearchEnv):
         super().__init__(config, render_mode=render_mode)
         self.job, self.options = job, windows
 
-    def open(self, options: dict[str, Any]) -> Windows:
+    def open(self) -> Windows:
         """Windows of the job, whose trials stay in force for as long as the environment is not closed."""
         if self.job.confirmed:
             self.job.confirm({})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from ..traces.files import Trace
 from .live.windows import LiveWindows
@@ -43,7 +42,7 @@ class ReplayEnv(SearchEnv):
         self.min_share = min_share
         self.recorded = replay.load(self.trace, min_share)
 
-    def open(self, options: dict[str, Any]) -> Windows:
+    def open(self) -> Windows:
         """Windows of the recorded job, from a random place in the record on."""
         job = RecordedJob(self.trace, self.recorded, int(self.np_random.integers(2**31)))
         return LiveWindows(job, self.config.profile_steps, self.min_share)

@@ -16,7 +16,18 @@ from .picture import picture
 from .search import observation
 from .search.belief.prior import Prior
 from .search.config import CARRIED_TURN_STEPS, HORIZON, MASKED_PRICE, REWARD_QUADS, REWARD_UNIT, SearchConfig
-from .search.interfaces import N_ACTIONS, QUAD, WATCH, Plan, Windows, action_space, actions_of, choices_of
+from .search.interfaces import (
+    GO_ON,
+    LEAVE,
+    N_ACTIONS,
+    QUAD,
+    WATCH,
+    Plan,
+    Windows,
+    action_space,
+    actions_of,
+    choices_of,
+)
 from .search.search import Search
 from .search.step_times import Quads, trimmed_mean
 from .sim.workloads import MANY_SLOTS
@@ -93,7 +104,9 @@ class SearchEnv(gym.Env[Array, np.int64]):
 
     ## Action Space ``Discrete(392)``: config * 7 + what comes next, see ``search.interfaces.actions_of`` and
     :mod:`dynamiccl.traces.spaces`. What comes next is 0: the next slot's turn, or the window after the last slot. 1:
-    the window at once. 2: a comparison with the current table. 3: the end of the search. With
+    the window at once. 2: a comparison with the current table. 3: the end of the search, or of the trials after
+    the verdict; it is masked as long as a table that has not lost promises a gain that is worth a comparison (before
+    the verdict: until one was run). With
     ``SearchConfig(more_choices=True)`` also 4: the window at once, and three times as long. After the verdict 5: a look
     at the default; 6: another search.
 
@@ -122,7 +135,8 @@ class SearchEnv(gym.Env[Array, np.int64]):
 
     ## Rendering
     ``render_mode="ansi"``: :meth:`render` returns a line about the search; ``"rgb_array"``: a picture of what is
-    believed of each setting, see :mod:`picture`.
+    believed of each setting, see :mod:`picture`. ``gymnasium.wrappers.RecordVideo`` makes videos of these; it needs the
+    package moviepy, which no extra of ours installs: ``pip install moviepy``.
     """
 
     metadata = {"render_modes": ["ansi", "rgb_array"], "render_fps": 1}  # noqa: RUF012
@@ -140,24 +154,31 @@ class SearchEnv(gym.Env[Array, np.int64]):
         self._is_over = True
         self._n_masked = 0
 
-    def open(self, options: dict[str, Any]) -> Windows:
+    def open(self) -> Windows:
         """Windows of the job of a new episode."""
         raise NotImplementedError
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Array, dict[str, Any]]:
-        """Begin a search. Raises ValueError where the job has nothing to tune."""
+        """Begin a search. Raises ValueError where the job has nothing to tune, and for any of ``options``: there are
+        none."""
+        if options:
+            told = ", ".join(map(repr, options))
+            raise ValueError(
+                f"reset() knows no option {told}: what an episode is drawn from is an argument of gymnasium.make(), "
+                "such as family=STANDARD.only('tails') of dynamiccl/Sim-v0"
+            )
         super().reset(seed=seed)
-        self.windows = self.open(options or {})
+        self.windows = self.open()
         job, default = self.windows.begin()
         confirm = self.windows.confirm
         self.search = Search(job, default, self.prior, self.config, on_confirmed=confirm)
         self.reward = Reward(self.search)
         self._is_over = False
         self._n_masked = 0
-        seen = self.search.observe()
-        return seen, self._info(False)
+        self._seen = self.search.observe()
+        return self._seen, self._info(False)
 
     def step(self, action: Any) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         """One turn, and the windows that come of it. Raises ValueError before :meth:`reset`, and for no action."""
@@ -165,7 +186,10 @@ class SearchEnv(gym.Env[Array, np.int64]):
         if search is None or self._is_over:
             raise ValueError("the episode is over or has not begun: call reset()")
         config, what = self._choices_of(action)
-        masked = not search.decide(config, what)
+        is_early = what == LEAVE and not self._may_leave()
+        if is_early:
+            config, what = int(search.confirmed[search.turn]), GO_ON
+        masked = not search.decide(config, what) or is_early
         self._n_masked += masked
         reward = -MASKED_PRICE if masked else 0.0
         ended = dict[str, Any]()
@@ -184,9 +208,9 @@ class SearchEnv(gym.Env[Array, np.int64]):
                 search.withdraw()
         is_done = search.is_done
         self._is_over = is_done or bool(ended)
-        seen = search.observe()
+        self._seen = search.observe()
         info = self._info(masked) | ended
-        return seen, reward, is_done, bool(ended), info
+        return self._seen, reward, is_done, bool(ended), info
 
     @staticmethod
     def _choices_of(action: Any) -> tuple[int, int]:
@@ -213,7 +237,13 @@ class SearchEnv(gym.Env[Array, np.int64]):
         what = np.flatnonzero(self.search.what_open)
         masks = np.zeros(N_ACTIONS, bool)
         masks[actions_of(configs[:, None], what)] = True
+        if not self._may_leave():
+            masks[actions_of(configs, LEAVE)] = False
         return masks
+
+    def _may_leave(self) -> bool:
+        """Whether the search may end now, by what the policy sees."""
+        return bool(observation.may_leave(observation.decode(self._seen).context).all())
 
     def render(self) -> Any:
         """A line about the search (``ansi``), or its :func:`picture.picture` (``rgb_array``)."""

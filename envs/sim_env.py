@@ -32,7 +32,7 @@ class SimEnv(SearchEnv):
         super().__init__(config, render_mode=render_mode)
         self.family = family
 
-    def open(self, options: dict[str, Any]) -> Windows:
+    def open(self) -> Windows:
         """Windows of a new job. In its step t it meets the same noise, whatever is decided: policies that play the same
         seed can be compared."""
         rng = self.np_random

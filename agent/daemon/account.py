@@ -159,7 +159,7 @@ def comparison_row(comparison: Comparison, table: str, against: str) -> dict[str
         "speedup": None,
         "speedup_ci95": None,
     }
-    if test.n:
+    if test.has_interval:
         row["speedup"], *row["speedup_ci95"] = speedups(test.mean, *test.interval)
     row |= _times("table", comparison.table_windows)
     row |= _times("against", comparison.reference_windows)

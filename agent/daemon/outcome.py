@@ -195,7 +195,7 @@ class Outcome:
         logs_of_default = state.comparisons.default_logs
         of_pair = state.noise.of_pair
         same = SequentialTest(of_pair, ALPHA, logs_of_default)
-        if same.n:
+        if same.has_interval:
             found["aa_speedup_ci95"] = speedups(*same.interval)
         rejected = state.comparisons.last_rejected
         # More than one comparison are a chain, from the default to the current table.
@@ -203,7 +203,7 @@ class Outcome:
         if not chain and rejected is not None:
             chain = [rejected]
         tests = [one.test for one in chain]
-        if any(test.n for test in tests):
+        if tests and tests[0].has_interval:
             first = tests[0]
             is_adopted = bool(state.current.comparisons)
             logs = search.gain if is_adopted else (first.mean, *first.interval)

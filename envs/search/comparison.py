@@ -2,10 +2,11 @@
 
 A :class:`Comparison` collects quads: four turns of the two tables, see step_times.py. Their log ratios get a confidence
 sequence: an interval that holds the true mean at *all* times at once with probability 1 - level, no matter how often it
-is checked and why it stops (the normal mixture of Robbins 1970, as in Howard et al. 2021, "Time-uniform, nonparametric,
-nonasymptotic confidence sequences", section 3.2). Step times are not normal: outliers are pulled in, and the noise is
-that of this job, with room for what is not known of it. Quads follow each other at once, so what is left of the noise
-may be common to neighbours: the deviation grows by their correlation. :class:`LongSteps` adds what outliers leave out.
+is checked and why it stops (the normal mixture of Robbins 1970). The noise is that of this job, and known as well as
+so many quads tell: so the mixture is Student's (Lai 1976; Wang and Ramdas 2023, "Anytime-valid t-tests"), wide at first
+and the normal one in the end. Step times are not normal: outliers are pulled in. Quads follow each other at once, so
+what is left of the noise may be common to neighbours: the deviation grows by their correlation. :class:`LongSteps` adds
+what outliers leave out.
 """
 
 from __future__ import annotations
@@ -22,16 +23,15 @@ from .config import (
     CARRIED_ERRORS,
     CHECK_QUADS,
     CLIP,
+    HOPE,
     KNOWN_QUADS,
-    LIKELY,
     LONG_STEP,
     LONG_STEP_ERRORS,
     LONGEST_STEP,
-    MORE,
     PLAIN,
     PROOF,
-    ROOM,
     TUNED_FOR,
+    WATCH_KNOWN,
     WATCH_TUNED_FOR,
 )
 from .interfaces import Measured, Plan
@@ -43,14 +43,20 @@ Array = np.ndarray[Any, Any]
 OPEN, ADOPTED, REJECTED = "open", "kept", "lost"
 
 
-def half_width(n: float, level: float, tuned_for: float = TUNED_FOR) -> float:
-    """Of the confidence sequence of a mean of ``n`` observations with standard deviation 1; infinite for none. It is
-    narrowest, for its level, at ``tuned_for`` observations."""
+def half_width(n: float, level: float, tuned_for: float = TUNED_FOR, known: float = KNOWN_QUADS) -> float:
+    """Of the confidence sequence of a mean of ``n`` observations, in their standard deviations as estimated from them
+    and from ``known`` ones before. It is narrowest, for its level, at about ``tuned_for`` observations; infinite as
+    long as there are too few for the level."""
     if n <= 0:
         return math.inf
     tail = 2 * math.log(1 / level)
     rho = tuned_for / (tail + math.log(1 + tail))
-    return math.sqrt((n + rho) * math.log((n + rho) / (rho * level**2))) / n
+    part = n / (n + rho)
+    log_odds = math.log((n + rho) / (rho * level**2))
+    needed = -math.expm1(-log_odds / (known + n))
+    if part <= needed:
+        return math.inf
+    return math.sqrt((known + n - 1) * needed / ((part - needed) * n))
 
 
 @dataclass
@@ -61,6 +67,7 @@ class SequentialTest:
     level: float  # the chance that the interval ever misses the true mean
     logs: list[float] = field(default_factory=list)  # above 0 the table is faster
     tuned_for: float = TUNED_FOR
+    known: float = KNOWN_QUADS  # quads that the noise was measured from
     _known: tuple[int, float, float] = field(
         default=(0, 0.0, 0.0), init=False
     )  # quads, their mean and deviation
@@ -83,13 +90,27 @@ class SequentialTest:
     @property
     def interval(self) -> tuple[float, float]:
         """Bounds of the true mean log ratio that hold at all times."""
-        width = ROOM * self.deviation * half_width(self.n, self.level, self.tuned_for)
+        width = self.provable(self.n)
         return self.mean - width, self.mean + width
+
+    @property
+    def has_interval(self) -> bool:
+        """There are quads enough for one that ends."""
+        return math.isfinite(half_width(self.n, self.level, self.tuned_for, self.known))
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean."""
+        return self.deviation / math.sqrt(self.n) if self.n else math.inf
 
     @property
     def is_promising(self) -> bool:
         """The mean is above 0 by more than its standard error."""
-        return self.mean > LIKELY * self.deviation / math.sqrt(self.n)
+        return self.mean > self.error
+
+    def provable(self, n: float) -> float:
+        """The least gain that so many quads would prove."""
+        return self.deviation * half_width(n, self.level, self.tuned_for, self.known)
 
     def _estimate(self) -> tuple[float, float]:
         """Mean and deviation, computed once between two quads."""
@@ -125,12 +146,9 @@ class SequentialTest:
 class Terms:
     """When a comparison is decided."""
 
-    max_quads: float  # after this many the table is not worth many more
-    max_quads_long_steps: float  # ... if only its long steps stand against it
+    quads_left: float  # that the job has steps for
+    quads_long_steps: float  # after this many the table is rejected if only its long steps stand against it
     least_gain: float  # (log) below which a table is not worth adopting
-    known_gain: (
-        float | None
-    )  # lower bound of the reference's own gain over the default; None: it is the default
 
 
 @dataclass(frozen=True)
@@ -230,27 +248,24 @@ class Comparison:
         if not found:
             return found
         gain = self.test.mean
-        if long_steps.gain(self.table, self.reference, gain) > 0:
+        if long_steps.allows(self.table, self.reference, gain):
             return True
         # The table gains by its usual steps, so it costs little to go on until the long ones are known.
-        is_over = self.test.n >= terms.max_quads_long_steps
+        is_over = self.test.n >= terms.quads_long_steps
         return False if is_over or long_steps.forbids(self.table, self.reference, gain) else None
 
     def _by_quads(self, terms: Terms) -> bool | None:
-        low, high = self.test.interval
+        """A table is adopted if its interval lies above 0. It is rejected if what it may gain does not pay: it is below
+        the least gain that is worth a table, or that the steps left could prove. To go on costs next to nothing, as
+        half of the steps run a table that is about as fast."""
+        test = self.test
+        low, high = test.interval
         if low > 0:
-            return True if self.test.n >= CHECK_QUADS[0] else None
-        if high < terms.least_gain:
-            return False
-        if self.test.n < terms.max_quads:
-            return None
-        # Undecided. A table that improves on an adopted one may be adopted on less evidence, as long as the two
-        # comparisons together prove a gain over the default; else a promising table gets more quads.
-        if not self.test.is_promising:
-            return False
-        if terms.known_gain is not None and terms.known_gain + low > 0:
-            return True
-        return None if self.test.n < MORE * terms.max_quads else False
+            return True if test.n >= CHECK_QUADS[0] else None
+        pays = max(terms.least_gain, test.provable(terms.quads_left))
+        is_early = test.n < CHECK_QUADS[0]
+        may_gain = high if is_early else min(high, test.mean + HOPE * test.error)
+        return False if may_gain < pays else None
 
     def refutes(self, log_ratio: float) -> bool:
         """Whether the adopted table has to go if this look at the default is added. Either it proves by itself that
@@ -263,12 +278,12 @@ class Comparison:
 def detectable_gain(deviation: float, quads: int) -> float:
     """Part of the step that a comparison of so many quads would be sure of; ``deviation`` of one quad."""
     width = half_width(quads, ALPHA)
-    return 1 - math.exp(-ROOM * deviation * width)
+    return 1 - math.exp(-deviation * width)
 
 
 def proves_slower(log_ratio: float, noise: float) -> bool:
     """One look at the default with log(reference / table) proves by itself that the table is slower."""
-    alone = SequentialTest(noise, AT_ONCE, [log_ratio], WATCH_TUNED_FOR)
+    alone = SequentialTest(noise, AT_ONCE, [log_ratio], WATCH_TUNED_FOR, WATCH_KNOWN)
     return alone.interval[1] < 0 and log_ratio < -PLAIN
 
 
@@ -302,12 +317,22 @@ class LongSteps:
         reference_steps, usual, _ = self._of(reference)
         return float(gain - excess / max(steps, 1) + usual / max(reference_steps, 1))
 
+    def allows(self, table: Array, reference: Array, gain: float) -> bool:
+        """Whether long steps leave it likely that the table is faster: they do not make it slower by their standard
+        error. The long steps of both are so rare that chance alone makes the one or the other look slower."""
+        return self.gain(table, reference, gain) > -self._error(table, reference)
+
     def forbids(self, table: Array, reference: Array, gain: float) -> bool:
         """Whether long steps make the table clearly slower than the reference, one more long step of which is
         assumed."""
+        error = self._error(table, reference, LONG_STEP)
+        return self.gain(table, reference, gain) < -LONG_STEP_ERRORS * error
+
+    def _error(self, table: Array, reference: Array, more: float = 0.0) -> float:
+        """Standard error of what long steps cost the table against the reference, if that had one ``more``, in
+        steps."""
         steps, _, squares = self._of(table)
         reference_steps, _, reference_squares = self._of(reference)
         variance = squares / max(steps, 1) ** 2
-        reference_variance = (reference_squares + LONG_STEP**2) / max(reference_steps, 1) ** 2
-        error = math.sqrt(variance + reference_variance)
-        return self.gain(table, reference, gain) < -LONG_STEP_ERRORS * error
+        reference_variance = (reference_squares + more**2) / max(reference_steps, 1) ** 2
+        return math.sqrt(variance + reference_variance)

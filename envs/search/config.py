@@ -19,8 +19,7 @@ class SearchConfig:
     try_quads: tuple[int, int] = (1, 3)  # fewest and most quads of a table that is tried
     rounds: int = 20  # exploring windows that a policy may ask for, at most ...
     rounds_a_slot: int = 3  # ... or this many per slot, if that is more
-    quads: int = 25  # of one comparison with the default, at most
-    quads_again: int = 10  # of one comparison with a table that was adopted already, at most
+    quads: int = 25  # of a comparison, which the gain that could be told is stated for
     quads_long_steps: int = (
         1000  # after this many quads a table is rejected whose long steps may cost what it gains
     )
@@ -97,14 +96,12 @@ TRIAL_ALPHA = 0.01
 #: Quads at which the interval is narrowest for its level, and scheduled looks at the default.
 TUNED_FOR = 10.0
 WATCH_TUNED_FOR = 4.0
+#: Quads that the noise is known from when the default is looked at: all that are kept, which have two values each.
+WATCH_KNOWN = NOISE_STEPS / 2
 #: Ratios further from the median than this many standard deviations are pulled in to there: a straggler is no evidence.
 CLIP = 3.0
-#: The measured noise is multiplied by this: it is measured from few steps, and they are not independent.
-ROOM = 1.25
-#: A table is promising if its mean is this many standard errors above 0 ...
-LIKELY = 1.0
-#: ... and then gets this many times as many quads.
-MORE = 2.5
+#: A table is given up if its mean and this many standard errors are below the least gain that pays.
+HOPE = 2.0
 #: The noise measured before a comparison counts as much as this many quads.
 KNOWN_QUADS = 6.0
 

@@ -15,7 +15,8 @@ import numpy as np
 from ...traces.fingerprint import N_FEATURES
 from ...traces.records import PAIRS
 from ...traces.spaces import N_CHANNELS, N_CONFIGS
-from .interfaces import N_ACTIONS, WHAT, actions_of
+from .config import SearchConfig
+from .interfaces import LEAVE, N_ACTIONS, WHAT, actions_of
 from .state import Look, State
 
 Array = np.ndarray[Any, Any]
@@ -180,14 +181,23 @@ def expand(observations: Array) -> Array:
     return whole
 
 
+def may_leave(context: Context) -> Array:
+    """(n,) bool: the search, or after the verdict its trials, may end. They may not as long as a table that has not
+    lost promises a gain that is worth a comparison; before the verdict one comparison is enough. A policy that knows
+    nothing would else leave before it has seen what a search is: it may always pass instead."""
+    is_compared = (context.refining < 0.5) & (context.comparisons > 0.5)
+    has_promise = (context.promised >= SearchConfig.least_gain) & (context.beaten < 0.5)
+    return np.asarray(is_compared | ~has_promise)
+
+
 def masks_of(observations: Array) -> Array:
     """(..., N_ACTIONS) bool: what may be chosen at observations (..., N_OBSERVATION), without the further choices of
     ``SearchConfig.more_choices``."""
-    rows = expand(np.atleast_2d(observations))
-    is_open = rows[:, -N_CONFIGS:] > 0.5
-    masks = np.zeros((len(rows), N_ACTIONS), bool)
+    seen = decode(observations)
+    masks = np.zeros((len(seen.open), N_ACTIONS), bool)
     for what in WHAT:
-        masks[:, actions_of(np.arange(N_CONFIGS), what)] = is_open
+        masks[:, actions_of(np.arange(N_CONFIGS), what)] = seen.open
+    masks[:, actions_of(np.arange(N_CONFIGS), LEAVE)] &= may_leave(seen.context)[:, None]
     return masks.reshape(*np.shape(observations)[:-1], N_ACTIONS)
 
 

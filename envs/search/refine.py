@@ -191,7 +191,8 @@ class Refine:
         is_better = belief.saving_mean(trial) > belief.saving_mean(current)
         test = comparison.test
         is_promising = test.n > 0 and test.is_promising
-        goes_on = verdict is None and (is_better or is_promising)
+        has_time = self.trials_left > 0
+        goes_on = verdict is None and has_time and (is_better or is_promising)
         self.trial = trial if goes_on else None
         if verdict:
             self._adopt(comparison)

@@ -18,16 +18,17 @@ from .config import (
     ALPHA,
     BUDGET_STEPS,
     CARRIED_TURN_STEPS,
+    HORIZON,
     LONGER,
-    MORE,
     MOST_FRUITLESS,
     TRIAL_ALPHA,
     TURN_STEPS,
     WATCH_ALPHA,
+    WATCH_KNOWN,
     WATCH_TUNED_FOR,
     SearchConfig,
 )
-from .interfaces import TABLE, Job, Measured, Plan
+from .interfaces import QUAD, TABLE, Job, Measured, Plan
 from .step_guard import Running, StepGuard, Turns
 from .step_times import DefaultCalls, NoiseEstimate, trimmed_mean
 
@@ -276,7 +277,7 @@ class State:
     def scheduled_looks(self) -> Comparison:
         """The looks at the default, beside the current table, that monitoring takes now and then."""
         noise = self.noise.of_quads(self.noise.quads)
-        test = SequentialTest(noise, WATCH_ALPHA, tuned_for=WATCH_TUNED_FOR)
+        test = SequentialTest(noise, WATCH_ALPHA, tuned_for=WATCH_TUNED_FOR, known=WATCH_KNOWN)
         return Comparison(self.current.configs, np.zeros(self.n_slots, np.int64), test)
 
     def decide(self, comparison: Comparison) -> bool | None:
@@ -284,15 +285,11 @@ class State:
         if self.turns.steps == TURN_STEPS and comparison.drop_carried():
             self.turns.steps = CARRIED_TURN_STEPS
             return None
+        # Nobody knows how long a job runs: there is always as much time as the budget counts for at least.
+        steps_left = max(HORIZON - self.account.steps, BUDGET_STEPS)
+        quads_left = steps_left / (QUAD * self.turns.steps)
         config = self.config
-        known = None if not self.current.comparisons else self.current.gain[1]
-        if known is not None:
-            quads = float(config.quads_again)
-            quads_long_steps = MORE * quads
-        else:
-            quads = math.inf if comparison.is_trial else float(config.quads)
-            quads_long_steps = float(config.quads_long_steps)
-        terms = Terms(quads, quads_long_steps, config.least_gain, known)
+        terms = Terms(quads_left, config.quads_long_steps, config.least_gain)
         return comparison.decide(terms, self.long_steps)
 
 

@@ -16,6 +16,7 @@ from dynamiccl.envs.sim.windows import SWITCH_STEPS, OneJob, SimWindows
 
 Array = np.ndarray[Any, Any]
 RULES = SearchConfig()
+PRIOR = Prior.load()
 
 
 @dataclass
@@ -46,11 +47,13 @@ def one_slot() -> Job:
     )
 
 
-def race(job: Job, steps: Array, gain: float = 0.0, carry: float = 0.0) -> Race:
+def race(job: Job, steps: Array, gain: float = 0.0, carry: float = 0.0, stops: bool = True) -> Race:
     """Compare a table of that ``gain`` (log) with the default. ``steps`` (n,): what the job's steps take under the
-    default. A part ``carry`` of the gain is seen one step later."""
+    default. A part ``carry`` of the gain is seen one step later. Without ``stops`` nothing is ever decided."""
     at = RULES.profile_steps
-    search = Search(job, measured(steps[:at], at), Prior.load())
+    search = Search(job, measured(steps[:at], at), PRIOR)
+    if not stops:
+        search.state.decide = lambda _: None  # type: ignore[method-assign]
     config = int(np.flatnonzero(job.mask[0])[-1])
     search.decide(config, COMPARE)
     (comparison,) = search.comparisons

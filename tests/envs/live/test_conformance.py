@@ -256,7 +256,7 @@ class Sim(SimEnv):
         super().__init__()
         self.trace, self.recorded = trace, recorded
 
-    def open(self, options):
+    def open(self):
         jobs = Jobs(self.trace, self.recorded, int(self.np_random.integers(2**31)))
         return OneJob(Simulated(jobs, self.np_random), self.config.profile_steps)
 

@@ -14,6 +14,7 @@ from dynamiccl.envs.search.comparison import (
 )
 from dynamiccl.envs.search.config import ALPHA
 from dynamiccl.envs.search.step_times import Quads, median, trimmed_mean, window_noise
+from step_series import most_of
 
 STEPS, GAP = 6, 4
 TABLE, DEFAULT = np.array([18]), np.array([0])
@@ -24,9 +25,9 @@ def compared(noise, logs=()):
     return Comparison(TABLE, DEFAULT, SequentialTest(noise, ALPHA, list(logs)))
 
 
-def decided(comparison, quads=8, least=0.001, known=None):
+def decided(comparison, quads_left=5000, least=0.001):
     """Its verdict, if no step was long."""
-    return comparison.decide(Terms(quads, 400, least, known), LongSteps())
+    return comparison.decide(Terms(quads_left, 400, least), LongSteps())
 
 
 def add(comparison, reference_ms, table_ms):
@@ -93,7 +94,7 @@ def test_noise_like_an_h100s_is_seldom_taken_for_a_gain(n, most):
         for k in range(2, 52, 2):
             ms = [trimmed_mean(np.exp(w)) for w in windows[k : k + 2]]
             add(race, *(ms if k % 4 else ms[::-1]))
-            if (taken := decided(race, 10)) is not None:
+            if (taken := decided(race)) is not None:
                 break
         wrong += bool(taken)
     assert wrong <= most
@@ -118,25 +119,29 @@ def test_no_table_is_taken_before_four_quads():
 
 
 @pytest.mark.parametrize(
-    ("noise", "logs", "known", "verdict"),
+    ("noise", "logs", "quads_left", "verdict"),
     [
-        (0.001, [0.0] * 6, None, None),  # at most 0.2 %: worth a table where 0.1 % is
-        (0.001, [0.0] * 6 + [-0.001] * 6, None, False),
-        (0.02, [0.03, -0.01, 0.01] * 2, None, None),
-        (0.02, [0.03, -0.01] * 4, None, None),  # promising: more pairs
-        (0.02, [0.03, -0.01] * 10, None, False),
-        (0.02, [0.022, -0.018] * 4, None, False),  # not promising
-        (0.02, [0.022, -0.018] * 4, 0.1, False),
-        (0.02, [0.03, -0.01] * 4, 0.1, True),  # sure of a gain over the default all the same
-        (0.02, [0.03, -0.01] * 4, 0.001, None),
+        (0.001, [0.0005] * 6, 5000, None),  # it may gain 0.11 %: worth a table where 0.1 % is
+        (0.001, [0.0] * 6, 5000, False),
+        (0.001, [0.0] * 6 + [-0.001] * 6, 5000, False),
+        (0.02, [0.03, -0.01] * 4, 5000, None),
+        (0.02, [0.03, -0.01] * 10, 5000, None),  # its interval holds 0: undecided, however long it takes
+        (0.02, [0.03, -0.01] * 40, 5000, True),
+        (0.02, [0.022, -0.018] * 4, 5000, None),  # not promising, but far from hopeless
+        (0.02, [-0.03] * 3, 5000, None),  # too early to give up
+        (0.02, [-0.03] * 4, 5000, False),
+        (0.02, [0.022, -0.018] * 40, 5000, None),
+        (0.02, [0.022, -0.018] * 40, 100, False),  # what it may gain cannot be proven in so many quads
     ],
 )
-def test_the_verdict_weighs_what_more_pairs_are_worth(noise, logs, known, verdict):
-    assert decided(compared(noise, logs), known=known) is verdict
+def test_a_table_is_kept_if_its_interval_is_above_0_and_given_up_if_what_it_may_gain_does_not_pay(
+    noise, logs, quads_left, verdict
+):
+    assert decided(compared(noise, logs), quads_left) is verdict
 
 
 def test_the_verdict_asks_for_a_gain_that_is_worth_a_table():
-    race = compared(0.001, [0.0] * 6)
+    race = compared(0.001, [0.0005] * 6)
     assert decided(race) is None and decided(race, least=0.01) is False
 
 
@@ -153,7 +158,8 @@ def test_stragglers_are_no_noise():
 
 def test_the_interval_shrinks_and_one_straggler_does_not_decide():
     widths = [half_width(n, ALPHA) for n in (0, 1, 4, 16, 64)]
-    assert widths == sorted(widths, reverse=True) and widths[0] == math.inf
+    assert widths == sorted(widths, reverse=True) and widths[:2] == [math.inf, math.inf] and widths[2] < 3
+    assert not compared(0.01, [0.01]).test.has_interval and compared(0.01, [0.01] * 4).test.has_interval
     found = compared(0.01)
     for _ in range(6):
         add(found, 1.0, 1.0)
@@ -174,14 +180,31 @@ def test_a_window_is_its_middle_and_its_noise_knows_that_steps_go_together():
 
 
 def test_the_width_is_the_formulas():
-    """Howard et al. 2021, section 3.2: sqrt((n + rho) log((n + rho) / (rho alpha^2))) / n, worked out by hand."""
+    """Worked out by hand; where the deviation is known, that of Howard et al. 2021, section 3.2: sqrt((n + rho)
+    log((n + rho) / (rho alpha^2))) / n."""
     assert half_width(0, ALPHA) == math.inf
     level = 2 * math.log(20) + math.log(1 + 2 * math.log(20))  # 7.936
     rho = 4 / level  # 0.504
     assert (level, rho) == (pytest.approx(7.9362, abs=1e-3), pytest.approx(0.5040, abs=1e-3))
-    assert half_width(1, ALPHA, 4) == pytest.approx(3.264, abs=1e-3)
-    assert half_width(4, ALPHA, 4) == pytest.approx(1.5176, abs=1e-4)
-    assert half_width(12, 0.01, 4) == pytest.approx(1.0469, abs=1e-4)
+    assert half_width(1, ALPHA, 4, 1e7) == pytest.approx(3.264, abs=1e-3)
+    assert half_width(4, ALPHA, 4, 1e7) == pytest.approx(1.5176, abs=1e-4)
+    assert half_width(12, 0.01, 4, 1e7) == pytest.approx(1.0469, abs=1e-4)
+    # 4 quads beside 6: odds of 4.504 / 0.504 * 400 = 3575; 1 - 3575^(-1/10) = 0.5588 is needed of 4 / 4.504 = 0.8881.
+    assert half_width(4, ALPHA, 4, 6) == pytest.approx(
+        math.sqrt(9 * 0.5588 / (0.8881 - 0.5588) / 4), abs=2e-3
+    )
+    assert half_width(64, ALPHA) < 1.04 * half_width(64, ALPHA, known=1e7)
+
+
+def test_the_mixture_of_student_holds_its_level_where_the_noise_is_known_from_few_quads():
+    """Normal noise of which six quads told the deviation: 5 % of intervals may ever miss 0."""
+    rng, missed = np.random.default_rng(12), 0
+    for _ in range(400):
+        noise = math.sqrt((rng.normal(0, 0.01, 6) ** 2).mean())
+        logs = rng.normal(0, 0.01, 200)
+        tests = (compared(noise, logs[:n]).test.interval for n in (4, 6, 9, 13, 19, 28, 42, 58, 90, 130, 200))
+        missed += any(low > 0 or high < 0 for low, high in tests)
+    assert 2 <= missed <= most_of(400, ALPHA)
 
 
 def test_a_measurement_has_its_steps_and_a_restart_none():
@@ -193,11 +216,14 @@ def test_a_measurement_has_its_steps_and_a_restart_none():
 
 
 def test_a_table_whose_long_steps_cost_its_gain_is_not_adopted():
-    """It gains 1 %. A long step in 100 costs 2 %; as many of the default's own do not stand in the way."""
+    """It gains 1 %. Two long steps in 100 cost 4 %, with an error of 3 %; as many of the default's own do not stand in
+    the way, nor does a single one of the table: it may be chance."""
     found, long_steps = compared(0.001, [0.01] * 6), LongSteps()
-    terms = Terms(8, 400, 0.001, None)
+    terms = Terms(5000, 400, 0.001)
     long_steps.add(DEFAULT, np.ones(100), 1.0)
     long_steps.add(TABLE, np.append(np.ones(99), 3.0), 1.0)
+    assert found.decide(terms, long_steps) is True
+    long_steps.add(TABLE, np.array([3.0]), 1.0)
     assert found.decide(terms, long_steps) is None
     assert compared(0.001, [0.01] * 400).decide(terms, long_steps) is False
     long_steps.add(DEFAULT, np.append(np.ones(98), [3.0, 3.0]), 1.0)

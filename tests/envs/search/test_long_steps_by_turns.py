@@ -5,7 +5,14 @@ import numpy as np
 import pytest
 from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.comparison import Comparison, SequentialTest
-from dynamiccl.envs.search.config import CHECK_QUADS, PROOF, WATCH_ALPHA, WATCH_TUNED_FOR, SearchConfig
+from dynamiccl.envs.search.config import (
+    CHECK_QUADS,
+    PROOF,
+    WATCH_ALPHA,
+    WATCH_KNOWN,
+    WATCH_TUNED_FOR,
+    SearchConfig,
+)
 from dynamiccl.envs.search.interfaces import QUAD, TRIAL
 from dynamiccl.envs.search.monitor import HARMFUL, Monitor, Watch
 from dynamiccl.envs.search.refine import Refine
@@ -86,7 +93,7 @@ def test_a_table_that_is_slower_is_dropped_by_the_second_visit(tuned):
 
 def test_visits_that_show_no_gain_are_not_believed_because_of_the_last_one():
     """Before: one long step after five visits with a small gain made their mean negative."""
-    test = SequentialTest(0.08, WATCH_ALPHA, tuned_for=WATCH_TUNED_FOR)
+    test = SequentialTest(0.08, WATCH_ALPHA, tuned_for=WATCH_TUNED_FOR, known=WATCH_KNOWN)
     watch = Watch(
         Comparison(np.array([18]), np.array([0]), test), 0.005, 8, SearchConfig(), 0, 2, (0.015, 300)
     )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from dynamiccl.envs.search.comparison import Comparison, SequentialTest
-from dynamiccl.envs.search.config import LONGEST, ODD, PROOF, WATCH_ALPHA, SearchConfig
+from dynamiccl.envs.search.config import LONGEST, ODD, PROOF, WATCH_ALPHA, WATCH_KNOWN, SearchConfig
 from dynamiccl.envs.search.monitor import CHANGED, HARMFUL, Watch
 from dynamiccl.envs.search.step_times import shortest_counted, trimmed_mean
 
@@ -13,7 +13,7 @@ VISIT, QUAD_NOISE = 16, 0.004
 
 def watch_of(noise=0.005, steps=8, known=(0.0, 0), levels=()):
     table, default = np.array([18]), np.array([0])
-    scheduled = Comparison(table, default, SequentialTest(QUAD_NOISE, WATCH_ALPHA))
+    scheduled = Comparison(table, default, SequentialTest(QUAD_NOISE, WATCH_ALPHA, known=WATCH_KNOWN))
     return Watch(scheduled, noise, steps, SearchConfig(), 0, VISIT, known, levels)
 
 
@@ -93,7 +93,7 @@ def test_a_table_that_gains_nothing_by_itself_is_taken_back():
     watch, looks, found = visits(lambda k: 0.003 * (-1) ** k - 0.001)
     assert found == HARMFUL and watch.scheduled.test.interval[1] >= 0
     assert len(looks) == PROOF + 1, "the last one was out of turn, to be sure"
-    _, looks, found = visits(lambda k: 0.003 * (-1) ** k + 0.001, until=20_000)
+    _, looks, found = visits(lambda k: 0.003 * (-1) ** k + 0.001, until=12_000)
     assert found == "" and np.diff(looks).max() < 1.1 * watch.schedule.early  # nor has it shown a gain
 
 
@@ -102,7 +102,9 @@ def test_a_pace_that_was_seen_before_is_no_change():
     watch = begun()
     found = [watch.saw_table(105.0) for _ in range(ODD)]
     assert found == [""] * ODD and watch.wants_default(1)
-    default = Comparison(np.array([0]), np.array([0]), SequentialTest(QUAD_NOISE, WATCH_ALPHA))
+    default = Comparison(
+        np.array([0]), np.array([0]), SequentialTest(QUAD_NOISE, WATCH_ALPHA, known=WATCH_KNOWN)
+    )
     watch = Watch(default, 0.005, 8, SearchConfig(), 0, VISIT)
     assert all(watch.saw_table(100.0) == "" for _ in range(10))
     found = [watch.saw_table(105.0) for _ in range(ODD)]
@@ -126,7 +128,9 @@ def test_longer_turns_make_looks_rarer_and_they_begin_anew():
     watch = begun()
     assert watch.saw_turns(0.05, QUAD_NOISE, 1) == ""
     usual, price = watch.schedule.usual, watch.price
-    scheduled = Comparison(np.array([18]), np.array([0]), SequentialTest(0.001, WATCH_ALPHA))
+    scheduled = Comparison(
+        np.array([18]), np.array([0]), SequentialTest(0.001, WATCH_ALPHA, known=WATCH_KNOWN)
+    )
     watch.lengthen(scheduled, 8 * VISIT)
     assert watch.scheduled is scheduled and watch.schedule.usual == 8 * usual and watch.price > price
 

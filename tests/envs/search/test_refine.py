@@ -88,7 +88,7 @@ def test_what_is_slower_is_tried_once_and_the_default_is_as_good_a_trial(prior):
     ran = go_on(search, told, [20, 0].__getitem__)
     trials = [configs for kind, configs in ran if kind == TRIAL]
     assert (
-        trials.count([20, 18]) <= 2 and trials.count([18, 0]) <= 2 and search.confirmed.tolist() == [18, 18]
+        trials.count([20, 18]) <= 3 and trials.count([18, 0]) <= 3 and search.confirmed.tolist() == [18, 18]
     )
     assert search.is_done and search.marks.refined == 0
 
@@ -125,9 +125,7 @@ def test_it_ends_with_its_trials_and_with_the_budget(prior):
     search = after(told, prior, config=few)
     wanted = iter([20, 8, 16, 0] * 50)
     ran = go_on(search, told, lambda slot: next(wanted))
-    assert (
-        3 <= sum(kind == TRIAL for kind, _ in ran) <= 3 + few.quads_again and search.is_done
-    )  # the last is finished
+    assert sum(kind == TRIAL for kind, _ in ran) == 3 and search.is_done
     search = after(told, prior)
     search.state.account.lost = 1e4
     assert search.state.spent > 1

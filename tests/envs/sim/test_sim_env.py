@@ -22,7 +22,7 @@ from dynamiccl.envs.search.interfaces import (
     actions_of,
     choices_of,
 )
-from dynamiccl.envs.search.observation import FIGURES, KEPT, N_CONTEXT, NEVER_OPEN, decode
+from dynamiccl.envs.search.observation import FIGURES, KEPT, N_CONTEXT, NEVER_OPEN, decode, masks_of
 from dynamiccl.envs.sim.family import HELD_OUT, STANDARD
 from dynamiccl.envs.sim.unseen import UNSEEN
 from dynamiccl.envs.sim.workloads import MANY_SLOTS
@@ -111,8 +111,9 @@ def test_it_says_what_may_be_chosen_and_how_the_search_stands():
     assert (
         (configs[:, GO_ON] == decode(obs).open[0]).all() and configs[0, GO_ON] and not configs[:, GO_ON].all()
     )
-    for what in (RUN, COMPARE, LEAVE):
+    for what in (RUN, COMPARE):
         assert (configs[:, what] == configs[:, GO_ON]).all()
+    assert decode(obs).context.promised > SearchConfig.least_gain and not configs[:, LEAVE].any()
     assert not configs[:, [RUN_LONGER, LOOK, SEARCH_AGAIN]].any()
     assert info["slot"] == 0 and not info["table"].any()
     done = False
@@ -178,7 +179,37 @@ def test_masks_come_through_a_vector_environment():
     (masks,) = utils.get_action_masks(several)
     configs, what = choices_of(np.arange(N_ACTIONS))
     wanted = env.unwrapped.search.open[0][configs] & (what < RUN_LONGER)
-    assert (masks == wanted).all()
+    assert (masks == wanted)[what != LEAVE].all() and masks[what == COMPARE].any()
+
+
+def test_a_search_may_end_after_a_comparison_or_where_nothing_promises_a_gain():
+    """Its mask follows from the observation, and the rule never meets it."""
+    env, rng, early, closed = gym.make("dynamiccl/Sim-v0").unwrapped, np.random.default_rng(3), 0, 0
+    for seed in range(6):
+        observation, info = env.reset(seed=seed)
+        over, is_random = False, seed % 2
+        while not over:
+            masks = info["action_mask"].astype(bool)
+            assert (masks_of(observation) == masks).all()
+            may_end = masks[actions_of(np.arange(N_CONFIGS), LEAVE)].any()
+            closed += not may_end
+            if not env.search.is_over and env.search.state.comparisons.in_search:
+                assert may_end
+            if not may_end and is_random:
+                observation, _, over, cut, info = env.step(actions_of(0, LEAVE))
+                early += info["masked"]
+                over |= cut  # by what the next slot's turn led to
+                assert info["masked"]
+                continue
+            action = (
+                rng.choice(np.flatnonzero(masks))
+                if is_random
+                else ExpectedImprovement().predict(observation)[0]
+            )
+            assert masks[action]
+            observation, _, ended, cut, info = env.step(action)
+            over = ended or cut
+    assert early and closed > early
 
 
 def random_play(env, rng, turns, rule=0.0):
@@ -272,6 +303,13 @@ def test_what_an_environment_lacks_is_said_with_the_cure():
     for name, word in (("Replay-v0", "trace=FOLDER"), ("Live-v0", "job=JOB")):
         with pytest.raises(ValueError, match=word):
             gym.make(f"dynamiccl/{name}")
+
+
+def test_an_option_of_reset_is_refused_with_the_cure():
+    env = gym.make("dynamiccl/Sim-v0")
+    with pytest.raises(ValueError, match=r"no option 'world'.*family="):
+        env.reset(options={"world": "tails"})
+    env.reset(options={})
 
 
 def test_it_renders_a_line_and_a_picture():
