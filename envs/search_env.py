@@ -185,11 +185,7 @@ class SearchEnv(gym.Env[Array, np.int64]):
         search = self.search
         if search is None or self._is_over:
             raise ValueError("the episode is over or has not begun: call reset()")
-        config, what = self._choices_of(action)
-        is_early = what == LEAVE and not self._may_leave()
-        if is_early:
-            config, what = int(search.confirmed[search.turn]), GO_ON
-        masked = not search.decide(config, what) or is_early
+        masked = self._decide(search, *self._choices_of(action))
         self._n_masked += masked
         reward = -MASKED_PRICE if masked else 0.0
         ended = dict[str, Any]()
@@ -211,6 +207,14 @@ class SearchEnv(gym.Env[Array, np.int64]):
         self._seen = search.observe()
         info = self._info(masked) | ended
         return self._seen, reward, is_done, bool(ended), info
+
+    def _decide(self, search: Search, config: int, what: int) -> bool:
+        """Take in a choice. Whether it is masked: then the slot runs what the current table has, and the next one's turn
+        comes."""
+        if what == LEAVE and not self._may_leave():
+            search.decide(int(search.confirmed[search.turn]), GO_ON)
+            return True
+        return not search.decide(config, what)
 
     @staticmethod
     def _choices_of(action: Any) -> tuple[int, int]:
