@@ -107,14 +107,6 @@ class Call(NamedTuple):
     "policies of your own: 20, or three per slot.",
 )
 @option(
-    "--verify",
-    type=click.IntRange(2),
-    default=25,
-    group=SEARCH,
-    help="Alternations after which a comparison ends if no gain is likely. An alternation is four steps, or more "
-    "where a job's steps are not alike.",
-)
-@option(
     "--window-steps",
     type=click.IntRange(1),
     group=SEARCH,

@@ -47,7 +47,7 @@ TRACE_BYTES = 256 * 2**20
 
 def config_of(request: Request) -> SearchConfig:
     """How the search is run."""
-    config = SearchConfig(quads=request.verify, budget=request.budget)
+    config = SearchConfig(budget=request.budget)
     if request.window_steps is not None:
         config = replace(config, window_steps=(request.window_steps, request.window_steps))
     if request.windows is not None:

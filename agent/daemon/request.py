@@ -25,7 +25,6 @@ class Request:
     """One run of ``dynamiccl tune``. Fields with the name of an option are said anew by whoever joins."""
 
     windows: int | None = None  # exploring windows of a search, at most; None: as the policy has it
-    verify: int = 25  # quads of turns after which a comparison ends unless it still promises a gain
     window_steps: int | None = None  # None: as the noise of the job asks for
     budget: float = 0.05  # share of the job's time that the search may lose against the default
     search_slots: str | None = None  # N:FOLDER, see ``search_slots``

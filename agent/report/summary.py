@@ -335,6 +335,8 @@ class Fold:
         elif kind == WINDOW:
             self.window = line
             self._told |= {name: line[key] for name, key in _OF_WINDOW.items() if line.get(key) is not None}
+            if self._out is None and line.get("in_force"):  # with a tuner's lines those tell it, and outlast windows
+                self._told["in_force"] = line["in_force"]
         elif kind in FIELDS:
             self._told |= {name: revived(line[name]) for name in FIELDS[kind] if name in line}
 
@@ -386,8 +388,7 @@ class Fold:
 
 
 #: Fields that a window tells -> the names that it has for them.
-_OF_WINDOW = {"steps": "last_step", "windows": "index", "in_force": "in_force"}
-_OF_WINDOW |= {"cost_s": "cost_s", "budget_s": "budget_s"}
+_OF_WINDOW = {"steps": "last_step", "windows": "index", "cost_s": "cost_s", "budget_s": "budget_s"}
 #: Fields of an earlier tuner that hold until the one that goes on with its table searches.
 _GOES_ON = tuple(one.name for kind in (OfVerdict, OfCosts, OfSearch) for one in fields(kind))
 

@@ -132,7 +132,7 @@ class Explore:
         if window.is_aborted:  # it may have been a checkpoint: once more
             return None
         if state.current.is_default:
-            state.comparisons.default_turns(current.ms)
+            state.comparisons.default_logs.extend(quads.same.tolist())
         comparison.add_quads(quads, current, window.timed)
         verdict = state.decide(comparison)
         if verdict:

@@ -122,20 +122,13 @@ class Comparisons:
     rejected: set[bytes] = field(default_factory=set)  # tables that lost in this search
     #: Tables that were dropped for them, in any search.
     with_long_steps: set[bytes] = field(default_factory=set)
-    default_logs: list[float] = field(default_factory=list)  # the default's turns against those before: A/A
-    default_before_ms: float = 0.0  # the last of them
+    default_logs: list[float] = field(default_factory=list)  # the default against itself, quad by quad: A/A
 
-    def begin(self, default_ms: float) -> None:
+    def begin(self) -> None:
         """A new search."""
         self.in_search = 0
         self.last_rejected = None
         self.rejected = set(self.with_long_steps)
-        self.default_before_ms = default_ms
-
-    def default_turns(self, ms: float) -> None:
-        """Turns of the default during a comparison: the default against itself."""
-        self.default_logs.append(math.log(self.default_before_ms / ms))
-        self.default_before_ms = ms
 
     def reject(self, comparison: Comparison) -> None:
         """Its table lost."""
@@ -181,7 +174,7 @@ class State:
         self._begin_belief()
         self.guard.begin(self.job, self.belief, before)
         self.account.rounds = 0
-        self.comparisons.begin(self.default_ms)
+        self.comparisons.begin()
         self.long_steps = LongSteps()
         self.long_steps.add(np.zeros(self.n_slots, np.int64), default.step_ms, self.default_ms)
         self.last = LastWindow(0.0, np.zeros(self.n_slots), 0.0)

@@ -105,12 +105,13 @@ class Quads:
     # quad that a step of the tried table has ended
     apart: Array  # (2 q,) two turns of one table within a quad, scaled to the standard deviation of a ratio
     carried: Array  # (q,) part of a ratio that carries over into the next step
+    same: Array  # (q,) of `apart` the current table's: a ratio of that table to itself
 
     @classmethod
     def single(cls, ratio: float) -> Quads:
         """Of turns that ended before a whole quad."""
         none = np.zeros(0)
-        return cls(np.array([ratio]), none, none)
+        return cls(np.array([ratio]), none, none, none)
 
     @classmethod
     def of(cls, step_ms: Array, arms: Array, turn_steps: int, has_ended: bool = False) -> Quads:
@@ -140,10 +141,11 @@ class Quads:
         earlier = first + second
         later = third + fourth
         carried = sign * (earlier - later) / 2
-        apart = np.concatenate([first - fourth, second - third])
+        apart = np.concatenate([first - fourth, second - third]) / math.sqrt(2)
+        same = np.where(sign > 0, *np.split(apart, 2))
         if has_ended:
             ratios = np.append(ratios, cls._ended(step_ms, arms, whole))
-        return cls(ratios, apart / math.sqrt(2), carried)
+        return cls(ratios, apart, carried, same)
 
     @staticmethod
     def _ended(step_ms: Array, arms: Array, whole: int) -> Array:
@@ -233,11 +235,6 @@ class NoiseEstimate:
         self._apart.extend(quads.apart)
         if self._apart:
             self._quad = deviation_of(np.array(self._apart))
-
-    @property
-    def of_pair(self) -> float:
-        """Standard deviation of the log ratio of the default's steps in one measurement and in the next."""
-        return self.of_window * math.sqrt(2)
 
     def of_quads(self, n: int) -> float:
         """Standard deviation of the mean log ratio of so many quads."""

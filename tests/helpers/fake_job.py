@@ -99,6 +99,9 @@ class FakeJob:
             self._note(steps)
         return Window(generation, np.array(steps), np.array(times))
 
+    def check(self) -> None:
+        """Nothing ends tuning here."""
+
     def alternate(
         self,
         decisions: Mapping[Slot, Decision],
@@ -110,6 +113,7 @@ class FakeJob:
         """Two steps wait for the turns."""
         chosen = {s: d for s, d in decisions.items() if not d.is_auto}
         generation = self.publish(chosen, 100)
+        self.check()  # a real one looks at each poll
         self.last_step += discard + 2
         steps, times, arms = [], [], arms_of(n_steps, turn_steps)
         for arm in arms:

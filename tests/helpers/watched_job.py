@@ -76,11 +76,6 @@ class WatchedJob(FakeJob):
         self.check()
         return found
 
-    def alternate(self, *args: Any, **more: Any) -> Any:
-        found = super().alternate(*args, **more)
-        self.check()
-        return found
-
 
 @contextlib.contextmanager
 def tuner_of(job: WatchedJob, out: Path, memory: Path | None = None) -> Iterator[daemon.Daemon]:

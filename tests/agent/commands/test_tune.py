@@ -50,7 +50,7 @@ def tuned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuned")
     for steps in (900, 2700, 8100):  # on a busy machine the ranks change tables further apart
         out, log = folder / f"{steps}", folder / f"{steps}.jsonl"
-        command = options(out, "--windows", "8", "--verify", "4", "--json")
+        command = options(out, "--windows", "8", "--json")
         done = subprocess.run(
             [*command, "--", *job(steps, log)], env=ENV, capture_output=True, text=True, timeout=280
         )
@@ -233,7 +233,7 @@ def test_a_tuner_that_is_killed_is_started_again_and_goes_on_while_the_job_does_
     second = run("tune", "--out", str(out), "--", "true")
     assert second.returncode == 2 and "not over" in second.stderr  # nor do two jobs ever share a folder
     again = subprocess.Popen(
-        [*DYNAMICCL, "tune", "--attach", str(out), "--windows", "4", "--verify", "6"],
+        [*DYNAMICCL, "tune", "--attach", str(out), "--windows", "4"],
         env=ENV,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -287,7 +287,7 @@ def test_a_second_job_begins_from_what_the_first_one_left(tmp_path):
     env = {**ENV, "DYNAMICCL_MEMORY": str(where)}
 
     def one(name, steps, *more):
-        command = options(tmp_path / name, "--windows", "4", "--verify", "2", "--json", *more)
+        command = options(tmp_path / name, "--windows", "4", "--json", *more)
         done = subprocess.run(
             [*command, "--", *job(steps, tmp_path / f"{name}.jsonl")],
             env=env,

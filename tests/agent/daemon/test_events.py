@@ -235,8 +235,8 @@ def test_what_the_lines_come_to():
         {"kind": "comparison", "number": 0, "row": row},
     ]
     lines += [
-        {"kind": "window", "index": 3, "in_force": "A", "last_step": 9},
-        {"kind": "stand", "kept": True},
+        {"kind": "window", "index": 3, "in_force": "B", "last_step": 9},
+        {"kind": "stand", "kept": True, "in_force": "A"},
     ]
     kept = Fold({}, lines).summary
     assert (kept.comparisons, kept.tables, kept.in_force, kept.windows) == ([row], {"A": rows}, "A", 3)

@@ -254,7 +254,7 @@ def test_tables_have_one_letter_each_and_windows_belong_to_both_sides():
     ]
     one = Comparison(np.array([8]), np.array([0]), SequentialTest(0.01, 0.05))
     logs, none = np.full(4, math.log(10 / 9)), np.zeros(0)
-    one.add_quads(Quads(logs, none, none), TimedWindow(10.0, 5, 6), TimedWindow(9.0, 8, 9))
+    one.add_quads(Quads(logs, none, none, none), TimedWindow(10.0, 5, 6), TimedWindow(9.0, 8, 9))
     row = comparison_row(one, "A", "default")
     assert row["speedup"] == pytest.approx(10 / 9) and row["against_windows"] == 1 and row["steps"] == [5, 9]
     assert names.describe("A", "default") and not names.describe("A")

@@ -99,15 +99,15 @@ def test_the_tuner_begins_anew_without_what_has_become_dangerous():
     """The table leaves the job at once, its gain the summary, and later trials have no such row."""
     job, windows, _ = warmed_up()
     tuner = Tuner(windows, make_chooser("expected-improvement"))
-    summary = tuner.run()
-    assert summary.kept
+    assert tuner.run().kept
     register(job)
     tuner.step()
     since = len(job.tables)
+    summary = tuner.outcome
     assert not summary.kept and job.confirmed == {} and summary.dropped.reason is RowRefused.AFTER_LL
     assert summary.speedup is None and not tuner.search.is_over
     while not tuner.search.is_over:
         tuner.step()
     rows = [rule for table in job.tables[since:] for rule in table.rules]
     assert rows and not any(rule.decision.proto == "simple" for rule in rows)
-    assert summary.kept and summary.dropped is None
+    assert tuner.outcome.kept and tuner.outcome.dropped is None
