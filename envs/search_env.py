@@ -209,8 +209,8 @@ class SearchEnv(gym.Env[Array, np.int64]):
         return self._seen, reward, is_done, bool(ended), info
 
     def _decide(self, search: Search, config: int, what: int) -> bool:
-        """Take in a choice. Whether it is masked: then the slot runs what the current table has, and the next slot has its
-        turn."""
+        """Take in a choice. Whether it is masked: then the slot runs what the current table has, and the next slot has
+        its turn."""
         if what == LEAVE and not self._may_leave():
             search.decide(int(search.confirmed[search.turn]), GO_ON)
             return True

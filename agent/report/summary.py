@@ -335,7 +335,9 @@ class Fold:
         elif kind == WINDOW:
             self.window = line
             self._told |= {name: line[key] for name, key in _OF_WINDOW.items() if line.get(key) is not None}
-            if self._out is None and line.get("in_force"):  # with a tuner's lines those tell it, and outlast windows
+            if self._out is None and line.get(
+                "in_force"
+            ):  # with a tuner's lines those tell it, and outlast windows
                 self._told["in_force"] = line["in_force"]
         elif kind in FIELDS:
             self._told |= {name: revived(line[name]) for name in FIELDS[kind] if name in line}

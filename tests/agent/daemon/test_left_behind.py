@@ -326,7 +326,11 @@ def test_a_restarted_tuner_tells_the_earlier_figures_until_it_has_searched_itsel
         summary = RunSummary.read(out)
         stands.append(summary)
         if len(stands) == 12:
-            assert (summary.cost_s, summary.speedup, summary.steps_to_verdict) == (1000.0, 3.0, first.steps_to_verdict)
+            assert (summary.cost_s, summary.speedup, summary.steps_to_verdict) == (
+                1000.0,
+                3.0,
+                first.steps_to_verdict,
+            )
             assert state(out)["cost_s"] == 1000.0
             job.best, job.base_ms = OTHER, 0.9 * job.base_ms
         marks = two.tuner.search.marks
@@ -342,7 +346,12 @@ def test_a_restarted_tuner_tells_the_earlier_figures_until_it_has_searched_itsel
         (text.startswith("verdict after the change: KEPT") and " 25." in text) or " 24." in text
         for text in said
     )
-    assert last.cost_s > 990 and last.budget_s > 2000 and last.windows > 50 and last.steps_to_verdict == first.steps_to_verdict
+    assert (
+        last.cost_s > 990
+        and last.budget_s > 2000
+        and last.windows > 50
+        and last.steps_to_verdict == first.steps_to_verdict
+    )
 
 
 def test_figures_of_another_run_in_the_same_folder_are_not_told(folder, tmp_path):

@@ -74,7 +74,10 @@ def test_a_row_that_was_changed_alone_has_a_figure_of_its_own(run):
         }
     ]
     found = {c["slot"]: "\n".join(lines(c, summary)) for c in chains(trace, summary)}
-    assert "alone   ring/ll128/16: B lost: 2.0 % longer than A (0.0 to 4.2: 3 alternations)" in found[str(GATHER)]
+    assert (
+        "alone   ring/ll128/16: B lost: 2.0 % longer than A (0.0 to 4.2: 3 alternations)"
+        in found[str(GATHER)]
+    )
     assert "alone" not in found[str(SCATTER)] and "not separable" in found[str(SCATTER)]
 
 

@@ -209,7 +209,9 @@ def test_the_mixture_of_student_holds_its_level_where_the_noise_is_known_from_fe
 
 def test_a_measurement_has_its_steps_and_a_restart_none():
     found, seen = compared(0.01), TimedWindow(100.0, 3, 8)
-    found.add_quads(Quads(np.array([0.1, 0.2]), np.zeros(4), np.zeros(2), np.zeros(2)), seen, TimedWindow(90.0, 3, 9))
+    found.add_quads(
+        Quads(np.array([0.1, 0.2]), np.zeros(4), np.zeros(2), np.zeros(2)), seen, TimedWindow(90.0, 3, 9)
+    )
     assert found.steps == [3, 9] and found.test.logs == [0.1, 0.2] and found.test.n == 2
     found.restart(0.02)
     assert found.steps == [] and not found.test.n and found.test.noise == 0.02 and found.test.level == ALPHA
