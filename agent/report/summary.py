@@ -333,14 +333,17 @@ class Fold:
         elif kind == COMPARISON:
             self._rows[int(line["number"])] = line["row"]
         elif kind == WINDOW:
-            self.window = line
-            self._told |= {name: line[key] for name, key in _OF_WINDOW.items() if line.get(key) is not None}
-            if self._out is None and line.get(
-                "in_force"
-            ):  # with a tuner's lines those tell it, and outlast windows
-                self._told["in_force"] = line["in_force"]
+            self._measured(line)
         elif kind in FIELDS:
             self._told |= {name: revived(line[name]) for name in FIELDS[kind] if name in line}
+
+    def _measured(self, line: Mapping[str, Any]) -> None:
+        self.window = line
+        self._told |= {name: line[key] for name, key in _OF_WINDOW.items() if line.get(key) is not None}
+        if self._out is None and line.get(
+            "in_force"
+        ):  # with a tuner's lines those tell it, and outlast windows
+            self._told["in_force"] = line["in_force"]
 
     def take_any(self, line: Mapping[str, Any]) -> None:
         """A line from a file: one that is damaged says nothing."""
