@@ -13,20 +13,23 @@ import pytest
 from golden_nccl import AGREE, ALL, CALL, CONTROLS, compare, digest, first_difference, holds, kind_of
 from paths import DATA
 
-FILED = DATA / "nccl_on_cpu" / "golden"
+FILED = DATA / "nccl_on_cpu"
 
 
-def read(name):
-    return json.loads((FILED / f"{name}.json").read_text())
+def read(name, folder="golden"):
+    return json.loads((FILED / folder / f"{name}.json").read_text())
 
 
 TABLE = read("table")
 JOBS = [row["job"] for row in TABLE["jobs"]]
 
 
+@pytest.mark.parametrize("folder", ["golden", "golden_turns"])
 @pytest.mark.parametrize("name", JOBS)
-def test_a_job_whose_tables_change_trains_as_untuned(name):
-    job = read(name)
+def test_a_job_whose_tables_change_trains_as_untuned(name, folder):
+    """``golden_turns``: after the change by which all tables take turns."""
+    job = read(name, folder)
+    assert job["untuned_digest"] == read(name)["untuned_digest"]
     assert job["mismatches"] == 0 and job["compared"] >= 300
     assert job["switches"] >= 1 and job["switches"] == sum(job["kinds"].values())
     assert job["losses"] == job["ranks"] * job["steps"] and job["losses_equal"]
