@@ -83,9 +83,9 @@ class OfJob:
 class OfVerdict:
     """The verdict: table ``compared`` against NCCL's default; None where nothing was compared.
 
-    Step times are medians over the windows of the comparison (``default_windows``, ``tuned_windows``). If a later table
-    replaced the first, they come from the comparisons of the default and of the later table. The speed-up is that of
-    pairs of windows.
+    Step times are medians over the measurements of the comparison (``default_windows``, ``tuned_windows``). If a later
+    table replaced the first, they come from the comparisons of the default and of the later table. The speed-up is that
+    of alternations.
     """
 
     #: letter of the table of the verdict; None: nothing was compared

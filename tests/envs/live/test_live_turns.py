@@ -7,6 +7,7 @@ from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.live.job_ends import NothingToTune
 from dynamiccl.envs.live.pauses import Rhythm
 from dynamiccl.envs.live.turns import CURRENT, MOST_UNEVEN, NOBODY, TRIAL, Lease, lease_steps, together
+from dynamiccl.envs.nccl.agreement.protocol import LONG_STEPS
 from dynamiccl.envs.nccl.shm import decode_table
 from dynamiccl.envs.search.config import LONG_TURN_STEPS
 from dynamiccl.traces.reasons import NotAgreeing, NotTuning, RowRefused
@@ -192,6 +193,10 @@ def test_a_job_without_a_rhythm_goes_on_in_long_turns(job_of, n_steps, quads):
     assert set(turns.durations_ms[turns.arms == CURRENT]) == {10.0}
     assert long_leases(ring) == [(44, 11, 1), (44, 11, 0)][:quads]
     assert (turns.others, turns.others_ms) == (12 * quads, pytest.approx(108.0 * quads, abs=12 * quads))
+
+
+def test_search_and_ranks_call_the_same_turns_long():
+    assert LONG_STEPS == LONG_TURN_STEPS
 
 
 def test_long_turns_that_are_asked_for_are_not_looked_for_in_steps_first(job_of):
