@@ -31,14 +31,16 @@ def played(env, decide, seed):
 
 
 @pytest.mark.slow
-def test_the_rule_earns_nothing_beyond_itself_and_who_leaves_at_once_loses_what_it_would_have_gained():
+def test_the_rule_earns_nothing_beyond_itself_and_who_leaves_as_soon_as_it_may_loses_what_it_would_have_gained():
+    """While a table promises a gain nobody may leave: such a job may gain by the comparison at its end."""
     env, rule = AgainstBaseline(*(SimEnv(STANDARD.only("plain")) for _ in range(2))), ExpectedImprovement()
-    lost = []
+    lost, kept = [], []
     for seed in range(6):
         assert played(env, lambda seen: rule.predict(seen)[0], seed) == pytest.approx(0.0, abs=1e-9)
         alone = played(env, lambda seen: actions_of(0, LEAVE), seed)
-        assert alone == pytest.approx(-env.earned, abs=0.5)
         lost.append(alone)
+        kept.append(alone + env.earned)
+    assert min(kept) > -1 and sum(abs(more) < 0.5 for more in kept) >= 3
     assert min(lost) < -5 and np.mean(lost) < 0
     env.most = 0.5
     paid = [played(env, lambda seen: actions_of(0, LEAVE), seed) for seed in range(6)]
