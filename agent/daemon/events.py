@@ -11,7 +11,7 @@ from typing import Any
 from ...traces.header import plain
 from ...traces.outside import TraceError
 from ...traces.segments import is_cut
-from ..report.summary import BEGINS, FIELDS, LOG_FILE, WINDOW, Fold, RunSummary
+from ..report.summary import BEGINS, COMPARISON, FIELDS, LOG_FILE, WINDOW, Fold, RunSummary
 
 
 class Events:
@@ -48,8 +48,9 @@ class Events:
     def tell(self, kind: str, **facts: Any) -> None:
         """Append an event at the job's step, unless ``facts`` name another.
 
-        For a kind of FIELDS: what is not named stays as it is; an event that changes nothing is none. Raises what the
-        log's writer raises if a window cannot be written: nothing more can be measured then.
+        For a kind of FIELDS: what is not named stays as it is. Of these and of comparisons an event that changes
+        nothing is none. Raises what the log's writer raises if a window cannot be written: nothing more can be measured
+        then.
         """
         facts = plain(facts)
         if kind in FIELDS:
@@ -57,6 +58,8 @@ class Events:
             facts = now | facts
             if facts == now:
                 return
+        elif kind == COMPARISON and facts["row"] == self.fold.rows.get(facts["number"]):
+            return
         # The readers of the log fold what JSON holds, and so does the tuner.
         line = {"step": self._step(), **facts}
         self.fold.take({"kind": kind, **line})

@@ -31,7 +31,6 @@ class Outcome:
         self.tables = TableNames(lambda letter, rows: events.tell(NAMED, letter=letter, rows=rows), known)
         self.n_comparisons = 0  # of the search that were told
         self._open = dict[int, Comparison]()  # not decided yet, by number
-        self._rows = dict[int, dict[str, Any]]()  # of these, as they were told
         self._n_dropped = 0  # tables of the search that were dropped, and are told or history
         self.default_share: float | None = (
             None  # part of the steps after the verdict that ran under the default
@@ -54,7 +53,6 @@ class Outcome:
         """From here on a search of this tuner tells what is compared."""
         self.goes_on, self.n_comparisons = False, 0
         self._open.clear()
-        self._rows.clear()
         self.events.tell(SEARCHES)
 
     def no_table(self, dropped: Why | None) -> None:
@@ -91,16 +89,13 @@ class Outcome:
         self._tell_open()
         over = [one for one in self._open.values() if one.outcome != OPEN]
         self._open = {number: one for number, one in self._open.items() if one.outcome == OPEN}
-        self._rows = {number: row for number, row in self._rows.items() if number in self._open}
         return begun, over
 
     def _tell_open(self) -> None:
         for number, comparison in self._open.items():
             table, against = self.sides(comparison)
-            row = comparison_row(comparison, table, against)
-            if comparison.steps and not self.goes_on and row != self._rows.get(number):
-                self._rows[number] = row
-                self.events.tell(COMPARISON, number=number, row=row)
+            if comparison.steps and not self.goes_on:
+                self.events.tell(COMPARISON, number=number, row=comparison_row(comparison, table, against))
 
     def cost(self, costs: Costs) -> None:
         """Tell what the windows have cost, and what the steps after the verdict ran under."""

@@ -285,8 +285,8 @@ _OF_HEADER = ("cluster", "emulated", "stage", "policy", "headroom", "run", "run_
 
 
 class Fold:
-    """What the lines of a log come to, beside the ``header`` of their trace: ``summary``, and ``window``, the last one
-    that was measured ({}: none).
+    """What the lines of a log come to, beside the ``header`` of their trace: ``summary``, ``window``, the last one that
+    was measured ({}: none), and ``rows``, the search's comparisons by number.
 
     A line sets what it names, whatever was there before. ``left``: folders, the first of which that has a
     ``summary.json`` tells of a run without a tuner's lines. A run folder is such a one: it has no log.
@@ -300,7 +300,7 @@ class Fold:
         self._out: Path | None = None  # the tuner's folder, once one has begun
         self._told: dict[str, Any] = {}  # fields
         self._named: dict[str, list[dict[str, Any]]] = {}  # rows by letter
-        self._rows: dict[int, dict[str, Any]] = {}  # comparisons by number
+        self.rows: dict[int, dict[str, Any]] = {}
         self._summary: RunSummary | None = None
         for line in lines:
             self.take_any(line)
@@ -327,11 +327,11 @@ class Fold:
         if kind == BEGINS:
             self._begin(line)
         elif kind == SEARCHES:
-            self._rows.clear()
+            self.rows.clear()
         elif kind == NAMED:
             self._named[str(line["letter"])] = line["rows"]
         elif kind == COMPARISON:
-            self._rows[int(line["number"])] = line["row"]
+            self.rows[int(line["number"])] = line["row"]
         elif kind == WINDOW:
             self._measured(line)
         elif kind in FIELDS:
@@ -340,9 +340,8 @@ class Fold:
     def _measured(self, line: Mapping[str, Any]) -> None:
         self.window = line
         self._told |= {name: line[key] for name, key in _OF_WINDOW.items() if line.get(key) is not None}
-        if self._out is None and line.get(
-            "in_force"
-        ):  # with a tuner's lines those tell it, and outlast windows
+        # With a tuner's lines those tell the current table: they outlast windows.
+        if self._out is None and line.get("in_force"):
             self._told["in_force"] = line["in_force"]
 
     def take_any(self, line: Mapping[str, Any]) -> None:
@@ -355,7 +354,7 @@ class Fold:
         self.window, self._out = {}, Path(str(line["out"]))
         before = RunSummary.of(line.get("before") or {})
         self._told = {name: getattr(before, name) for name in _GOES_ON}
-        self._named, self._rows = dict(before.tables), dict(enumerate(before.comparisons))
+        self._named, self.rows = dict(before.tables), dict(enumerate(before.comparisons))
 
     @property
     def summary(self) -> RunSummary:
@@ -378,7 +377,7 @@ class Fold:
         if not found.kept:
             found.kept, found.in_force = False, DEFAULT
             found.no_table = found.dropped or (RunEnds.NO_GAIN() if found.is_decided else None)
-        found.comparisons = [self._rows[number] for number in sorted(self._rows)]
+        found.comparisons = [self.rows[number] for number in sorted(self.rows)]
         found.tables = self._tables(found)
         found.table = str(out / "table.json") if found.kept else None
         found.trace, found.report, found.log = (

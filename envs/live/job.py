@@ -304,9 +304,8 @@ class Job(Reader):
             if turns.has_both:
                 return replace(turns, disobeyed=self._disobeyed(last))
             failed += leases
-            tries += (
-                last.seen > 0 or not last.is_long
-            )  # a trial that nobody votes on is asked for again and again
+            # A trial in long turns that nobody votes on is asked for again and again.
+            tries += last.seen > 0 or not last.is_long
             if last.is_long:
                 if tries >= MOST_UNEVEN:
                     raise NothingToTune(NotTuning.UNEVEN(count=tries))

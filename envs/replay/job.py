@@ -19,6 +19,7 @@ from ...traces.files import Trace
 from ...traces.queries.costs import default_generations
 from ...traces.queries.lives import lives
 from ...traces.records import Decision, Decisions, Slot
+from ..live.confirmed import decided
 from ..live.job import DISCARD, SWITCH_STEPS, Window
 from ..live.turns import Turns
 from ..search.interfaces import arms_of
@@ -53,7 +54,7 @@ class RecordedJob:
 
     def confirm(self, decisions: Decisions) -> int:
         """As ``Job.confirm``; nobody has to be told."""
-        self.confirmed = _decided(decisions)
+        self.confirmed = decided(decisions)
         self.generation += 1
         return self.generation
 
@@ -81,7 +82,7 @@ class RecordedJob:
     ) -> Window:
         """As ``Job.window``, at all calls: all steps take the same time; one that takes too long is the last."""
         self.generation += 1
-        chosen = _decided(decisions)
+        chosen = decided(decisions)
         switch = SWITCH_STEPS if chosen != self._running else 0
         self._running = chosen
         self._is_default = not chosen
@@ -106,7 +107,7 @@ class RecordedJob:
         self.generation += 1
         total = discard + n_steps
         arms = arms_of(total, turn_steps)
-        saving = np.where(arms == 1, self.saving(_decided(decisions)), self.saving(self.confirmed))
+        saving = np.where(arms == 1, self.saving(decided(decisions)), self.saving(self.confirmed))
         places = np.arange(self._at, self._at + total) % len(self.default_ms)
         ms = self.default_ms[places] * (1 - saving)
         is_counted = np.arange(total) >= discard
@@ -137,11 +138,6 @@ class RecordedJob:
         if not parts:
             return pd.DataFrame()
         return pd.concat(parts, ignore_index=True)
-
-
-def _decided(decisions: Decisions) -> dict[Slot, Decision]:
-    """Without what is left to NCCL."""
-    return {slot: decision for slot, decision in decisions.items() if not decision.is_auto}
 
 
 def _steps_of(events: pd.DataFrame, life: pd.Series[int]) -> list[pd.DataFrame]:
