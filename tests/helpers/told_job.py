@@ -112,5 +112,19 @@ def go_on(search, told, windows):
             search.record(plan, told.measure(plan))
 
 
+def go_until(search, told, until, windows=3000, policy=None):
+    """Windows until ``until(search)``; how many optimizer steps that took."""
+    policy, begun = policy or ExpectedImprovement(), search.steps
+    for _ in range(windows):
+        if until(search):
+            return search.steps - begun
+        plan = search.plan()
+        if plan is None:
+            search.ask(policy)
+        else:
+            search.record(plan, told.measure(plan))
+    raise AssertionError("it never came")
+
+
 def good(configs):
     return 0.10 * (configs[0] == 20) + 0.05 * (configs[1] == 18)

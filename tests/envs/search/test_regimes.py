@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
-from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.change import Regime, Regimes
@@ -18,7 +17,7 @@ from dynamiccl.envs.search.refine import Refine
 from dynamiccl.envs.search.search import Search
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import SCATTER, STEP_MS, FakeJob
-from told_job import OPEN, Told, good, run
+from told_job import OPEN, Told, go_until, good, run
 
 
 @pytest.fixture(scope="module")
@@ -45,25 +44,11 @@ class Restless:
         return actions_of([next(self.configs)], RUN), None
 
 
-def go_on(search, told, until, windows=3000, policy=None):
-    """Windows until ``until(search)``; how many optimizer steps that took."""
-    policy, begun = policy or ExpectedImprovement(), search.steps
-    for _ in range(windows):
-        if until(search):
-            return search.steps - begun
-        plan = search.plan()
-        if plan is None:
-            search.ask(policy)
-        else:
-            search.record(plan, told.measure(plan))
-    raise AssertionError("it never came")
-
-
 def begun(prior, seed=0):
     told = Batches(None, noise=0.004, seed=seed)
     told.be("small")
     search = Search(*told.begin(), prior)
-    go_on(search, told, lambda s: s.is_done)
+    go_until(search, told, lambda s: s.is_done)
     assert search.confirmed[0] == 20
     return told, search
 
@@ -72,51 +57,51 @@ def test_a_regime_that_returns_has_its_table_at_once_and_a_new_one_is_searched(p
     told, search = begun(prior)
     tables, took = {"small": search.confirmed.tolist()}, []
     for name in ("large", "small", "large", "small"):
-        go_on(search, told, lambda s, at=search.steps + 300: s.steps > at)
+        go_until(search, told, lambda s, at=search.steps + 300: s.steps > at)
         told.be(name)
         before = search.marks.reopened
-        took.append(go_on(search, told, lambda s, n=before: s.marks.reopened > n and s.is_done))
+        took.append(go_until(search, told, lambda s, n=before: s.marks.reopened > n and s.is_done))
         assert search.confirmed.tolist() == tables.setdefault(name, search.confirmed.tolist())
         assert search.marks.reopened == len(took) and search.marks.returned == len(took) - 1
     assert tables["large"][0] == 18 and tables["small"] != tables["large"]
     # In the one that was new there was a search; where one returned, the windows that saw it and the default's.
     assert max(took[1:]) < 0.7 * took[0] and max(took[1:]) < 100
-    go_on(search, told, lambda s, at=search.steps + 500: s.steps > at)
+    go_until(search, told, lambda s, at=search.steps + 500: s.steps > at)
     assert search.confirmed.any() and search.gain[0] > 0.05
 
 
 def test_trials_that_a_change_cut_short_go_on_in_the_regime_that_returned(prior):
     told, search = begun(prior)
-    go_on(search, told, lambda s, at=search.steps + 300: s.steps > at)
+    go_until(search, told, lambda s, at=search.steps + 300: s.steps > at)
     told.be("large")
-    go_on(search, told, lambda s: s.marks.reopened == 1 and s.is_over)
-    go_on(search, told, lambda s, at=search.steps + 40: s.steps > at, policy=Restless())
+    go_until(search, told, lambda s: s.marks.reopened == 1 and s.is_over)
+    go_until(search, told, lambda s, at=search.steps + 40: s.steps > at, policy=Restless())
     left = search.trials_left
     assert isinstance(search.phase, Refine) and left > 0
     told.be("small")
-    go_on(search, told, lambda s: s.marks.returned == 1, policy=Restless())
+    go_until(search, told, lambda s: s.marks.returned == 1, policy=Restless())
     assert search.confirmed[0] == 20 and isinstance(search.phase, Refine)
     assert 0 < search.trials_left <= left  # they go on, and are no more: paces may come and go for good
-    go_on(search, told, lambda s: s.is_done)
+    go_until(search, told, lambda s: s.is_done)
     assert search.confirmed[0] == 20 and search.trials_left == 0
 
 
 def test_what_does_not_hold_in_a_regime_any_more_is_taken_back_at_its_first_window_and_not_found_again(prior):
     told, search = begun(prior)
     for name in ("large", "small"):
-        go_on(search, told, lambda s, at=search.steps + 300: s.steps > at)
+        go_until(search, told, lambda s, at=search.steps + 300: s.steps > at)
         told.be(name)
         if name == "small":
             told.saving = lambda c: (
                 -0.2 * (c > 0).any()
             )  # the same default, but the table is now the worse one
-        go_on(search, told, lambda s, n=search.marks.reopened: s.marks.reopened > n)
-        go_on(search, told, lambda s: s.is_done)
+        go_until(search, told, lambda s, n=search.marks.reopened: s.marks.reopened > n)
+        go_until(search, told, lambda s: s.is_done)
     assert search.marks.returned == 1 and search.confirmed.any()
     before, dropped = search.steps, search.marks.dropped
-    go_on(search, told, lambda s: s.marks.dropped > dropped)
+    go_until(search, told, lambda s: s.marks.dropped > dropped)
     assert search.steps - before < 30 and not search.confirmed.any()
-    go_on(search, told, lambda s: s.is_done)
+    go_until(search, told, lambda s: s.is_done)
     assert not search.confirmed.any() and search.marks.returned == 1
 
 
@@ -126,15 +111,15 @@ def test_a_search_after_one_that_found_nothing_has_a_quarter_of_its_level(prior)
     search = Search(*told.begin(), prior)
 
     def changed(saving):
-        go_on(search, told, lambda s: s.is_done)
-        go_on(
+        go_until(search, told, lambda s: s.is_done)
+        go_until(
             search, told, lambda s, at=search.steps + 200: s.steps > at
         )  # so that the watch knows what is usual
         told.scale, told.saving = 1.3 * told.scale, saving
-        go_on(search, told, lambda s, n=search.marks.reopened: s.marks.reopened > n and s.is_over)
+        go_until(search, told, lambda s, n=search.marks.reopened: s.marks.reopened > n and s.is_over)
         return search.state.compare(np.array([20, 18]), is_trial=True).test.level
 
-    go_on(search, told, lambda s: s.is_over)
+    go_until(search, told, lambda s: s.is_over)
     levels = [
         search.state.compare(np.array([20, 18]), is_trial=True).test.level,
         *(changed(told.saving) for _ in range(13)),
@@ -222,7 +207,7 @@ def test_a_table_that_was_dropped_in_a_window_of_its_own_does_not_come_back_at_o
     search, _ = run(told, prior)
     state = search.state
     told.scale = 1.028
-    go_on(search, told, lambda s: s.is_done)
+    go_until(search, told, lambda s: s.is_done)
     search.phase._regime = replace(search.phase._regime, step_ms=1.028 * state.default_ms)
     table = search.confirmed.copy()
     if by_long_steps:
@@ -230,9 +215,9 @@ def test_a_table_that_was_dropped_in_a_window_of_its_own_does_not_come_back_at_o
         search.phase._long_steps.add(np.zeros(2, np.int64), np.full(400, 100.0), 100.0)
     else:
         told.saving = lambda c: -0.2 * (c > 0).any()
-    go_on(search, told, lambda s: s.marks.dropped == 1, windows=1000)
+    go_until(search, told, lambda s: s.marks.dropped == 1, windows=1000)
     assert table.any() and not search.confirmed.any()
-    go_on(search, told, lambda s: s.is_over)
+    go_until(search, told, lambda s: s.is_over)
     assert search.marks.reopened == 1 and search.marks.returned == 0
     assert not by_long_steps or search.confirmed.tolist() != table.tolist()
 
@@ -249,7 +234,7 @@ def test_a_table_that_was_dropped_does_not_come_back_as_another_pace(prior):
     search, _ = run(told, prior)
     assert search.confirmed.tolist() == [20, 0]
 
-    def go_on(steps, is_over):
+    def go_until(steps, is_over):
         end = search.steps + steps
         while search.steps < end and not is_over():
             plan = search.plan()
@@ -258,12 +243,12 @@ def test_a_table_that_was_dropped_does_not_come_back_as_another_pace(prior):
             else:
                 search.record(plan, told.measure(plan))
 
-    go_on(1500, lambda: False)
+    go_until(1500, lambda: False)
     told.scale = 0.95
-    go_on(3000, lambda: False)
+    go_until(3000, lambda: False)
     assert not search.marks.dropped
     gain[0] = -0.012
-    go_on(30_000, lambda: search.marks.dropped)
+    go_until(30_000, lambda: search.marks.dropped)
     assert search.marks.dropped == 1
-    go_on(200, lambda: False)
+    go_until(200, lambda: False)
     assert not search.marks.returned

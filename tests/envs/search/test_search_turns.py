@@ -16,7 +16,7 @@ from dynamiccl.envs.sim.family import STANDARD
 from dynamiccl.envs.sim.jobs import draw_jobs
 from dynamiccl.envs.sim.noise import NoiseStream
 from dynamiccl.envs.sim.windows import OneJob, SimWindows
-from told_job import Told, Uneven, good
+from told_job import Told, Uneven, go_until, good
 
 DEFAULT, CHOSEN = np.zeros(1, np.int64), np.ones(1, np.int64)
 
@@ -87,31 +87,19 @@ def test_a_job_whose_steps_are_not_alike_goes_on_in_long_turns(from_plan):
 
 
 def test_long_turns_find_what_there_is_and_a_new_search_asks_for_turns_of_one_step_again():
-    told, policy = Uneven(good), ExpectedImprovement()
+    told = Uneven(good)
     search = Search(*told.begin(), Prior.load())
-
-    def go_on(is_over):
-        for _ in range(600):
-            if is_over():
-                return
-            plan = search.plan()
-            if plan is None:
-                search.ask(policy)
-            else:
-                search.record(plan, told.measure(plan))
-        raise AssertionError("it never came")
-
-    go_on(lambda: search.is_done)
+    go_until(search, told, lambda search: search.is_done)
     assert search.confirmed.tolist() == [20, 18]
     turns = [plan.turns for plan in told.windows if plan.turns]
     assert turns[0] == TURN_STEPS and set(turns[1:]) == {LONG_TURN_STEPS}
     end = search.steps + 500
-    go_on(lambda: search.steps > end)
+    go_until(search, told, lambda search: search.steps > end)
     told.scale, told.saving = 1.3, lambda c: 0.1 * (c[0] == 18)
-    go_on(lambda: search.marks.reopened)
-    go_on(lambda: told.windows[-1].kind == PROFILE)
+    go_until(search, told, lambda search: search.marks.reopened)
+    go_until(search, told, lambda search: told.windows[-1].kind == PROFILE)
     n = len(told.windows)
-    go_on(lambda: search.is_done)
+    go_until(search, told, lambda search: search.is_done)
     turns = [plan.turns for plan in told.windows[n:] if plan.turns]
     assert turns[0] == TURN_STEPS and set(turns[1:]) == {LONG_TURN_STEPS}
     assert search.confirmed[0] == 18
@@ -120,14 +108,9 @@ def test_long_turns_find_what_there_is_and_a_new_search_asks_for_turns_of_one_st
 def test_no_gain_is_found_in_long_turns_where_there_is_none():
     kept = 0
     for seed in range(20):
-        told, policy = Uneven(lambda c: 0.0, noise=0.01, seed=seed), ExpectedImprovement()
+        told = Uneven(lambda c: 0.0, noise=0.01, seed=seed)
         search = Search(*told.begin(), Prior.load())
-        while not search.is_done:
-            plan = search.plan()
-            if plan is None:
-                search.ask(policy)
-            else:
-                search.record(plan, told.measure(plan))
+        go_until(search, told, lambda search: search.is_done)
         kept += bool(search.confirmed.any())
     assert kept <= 2
 
