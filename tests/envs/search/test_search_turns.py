@@ -89,17 +89,17 @@ def test_a_job_whose_steps_are_not_alike_goes_on_in_long_turns(from_plan):
 def test_long_turns_find_what_there_is_and_a_new_search_asks_for_turns_of_one_step_again():
     told = Uneven(good)
     search = Search(*told.begin(), Prior.load())
-    go_until(search, told, lambda search: search.is_done)
+    go_until(search, told, lambda search: search.is_done, 600)
     assert search.confirmed.tolist() == [20, 18]
     turns = [plan.turns for plan in told.windows if plan.turns]
     assert turns[0] == TURN_STEPS and set(turns[1:]) == {LONG_TURN_STEPS}
     end = search.steps + 500
-    go_until(search, told, lambda search: search.steps > end)
+    go_until(search, told, lambda search: search.steps > end, 600)
     told.scale, told.saving = 1.3, lambda c: 0.1 * (c[0] == 18)
-    go_until(search, told, lambda search: search.marks.reopened)
-    go_until(search, told, lambda search: told.windows[-1].kind == PROFILE)
+    go_until(search, told, lambda search: search.marks.reopened, 600)
+    go_until(search, told, lambda search: told.windows[-1].kind == PROFILE, 600)
     n = len(told.windows)
-    go_until(search, told, lambda search: search.is_done)
+    go_until(search, told, lambda search: search.is_done, 600)
     turns = [plan.turns for plan in told.windows[n:] if plan.turns]
     assert turns[0] == TURN_STEPS and set(turns[1:]) == {LONG_TURN_STEPS}
     assert search.confirmed[0] == 18
