@@ -25,6 +25,7 @@ from ..search.config import SearchConfig
 from ..sim.family import HELD_OUT, STANDARD, WORLDS, JobFamily
 from ..sim.jobs import Jobs, draw_jobs
 from ..sim.noise import NoiseStream
+from ..sim.recorded_gains import MPI_HEADROOM
 from ..sim.regimes import MOST_REGIMES
 from ..sim.unseen import UNSEEN
 from ..sim.windows import SimSearch
@@ -34,7 +35,7 @@ from .strata import SUITES
 
 Array = np.ndarray[Any, Any]
 
-FAMILIES = {family.name: family for family in (STANDARD, HELD_OUT, UNSEEN)}
+FAMILIES = {family.name: family for family in (STANDARD, HELD_OUT, UNSEEN, MPI_HEADROOM)}
 #: What a fresh draw may differ from the record by: the last digits of another machine's arithmetic.
 SAME = 1e-4
 

@@ -15,6 +15,7 @@ SUITES = {
     "standard": "jobs_standard_5.json",
     "held-out": "jobs_held_out_5.json",
     "unseen": "jobs_unseen_1.json",
+    "mpi-headroom": "jobs_mpi_headroom_1.json",
 }
 
 

@@ -26,10 +26,12 @@ from .step import Law
 from .worlds import Extra
 
 Array = np.ndarray[Any, Any]
-#: ``SampledClusters.world`` counts them. Those from ``sms`` on are of :mod:`.unseen`: nothing was trained on them.
+#: ``SampledClusters.world`` counts them. ``sms`` to ``nothing`` are of :mod:`.unseen`: nothing was trained on them.
+#: ``mpi-headroom`` is of :mod:`.recorded_gains`.
 WORLDS = (
     *("plain", "interaction", "tails", "moving", "wide", "lasting", "alternating", "many"),
     *("sms", "meeting", "dip", "rail", "nothing"),
+    "mpi-headroom",
 )
 
 

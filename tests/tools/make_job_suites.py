@@ -18,7 +18,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
 from oracle import by_regime
 
 JOBS = 1000
-SEEDS = {"standard": 3_000_000_013, "held-out": 3_000_000_014, "unseen": 3_000_000_012}
+SEEDS = {
+    "standard": 3_000_000_013,
+    "held-out": 3_000_000_014,
+    "unseen": 3_000_000_012,
+    "mpi-headroom": 3_000_000_015,
+}
 
 
 def draw_suite(name, family, seed, n):

@@ -9,7 +9,7 @@ from dynamiccl.envs.bench.job_suites import JobSuite
 from dynamiccl.envs.bench.strata import SUITES
 from make_job_suites import draw_suite, figures, save
 
-EACH = {"standard": 125, "held-out": 125, "unseen": 200}
+EACH = {"standard": 125, "held-out": 125, "unseen": 200, "mpi-headroom": 1000}
 FILES = {name: job_suites.resources.files(job_suites.__package__).joinpath(f) for name, f in SUITES.items()}
 RECORDS = {name: json.loads(file.read_text()) for name, file in FILES.items()}
 
