@@ -367,7 +367,7 @@ class AgreementState(IntEnum):
     OPEN = 1
     SHUT = 2  # never opened: the text says why
     CLOSED = 3  # stopped agreeing: the text says why and names the rank
-    LOSING = 5  # open, but rounds come to nothing, or leave out who runs another table. 4: in older traces
+    LOSING = 5  # open, but rounds come to nothing, or leave out who runs another table
     NO_TURNS = 6  # open, but the table of this generation was refused: its turns cannot follow steps
 
 

@@ -231,7 +231,7 @@ def thinned(lines: list[bytes], most_bytes: float) -> list[bytes]:
     for line in gone:
         earlier = parse_json(line)
         n_lines += earlier["lines"]
-        n_tables += earlier.get("tables", 0)
+        n_tables += earlier["tables"]
     entry = {"kind": "left_out", "time": round(time.time(), 3), "lines": n_lines, "tables": n_tables}
     said = json.dumps(entry) + "\n"
     return [said.encode(), *kept]

@@ -41,15 +41,12 @@ SINKS = {
     "LeftOut",
     "JobEnded",
     "Closed",
-    "Stopped",
-    "Withdrawn",
     "KeyboardInterrupt",
-    "Cut",
 }
 SINKS |= {"_say", "_warn", "NothingToTune", "OtherJob"}
 FIELDS = {"ended", "dropped", "failure", "stopped", "closing", "clash", "closed", "why"}
 #: Functions that return a reason.
-RETURN = {"_odd", "misses", "stage", "waits_for", "_ended", "nothing", "_identity", "elsewhere", "one_of"}
+RETURN = {"_odd", "stage", "waits_for", "_ended", "nothing", "_identity", "elsewhere", "one_of"}
 
 
 def example(one):

@@ -35,11 +35,6 @@ class Plan(NamedTuple):
     gave_up: bool = False  # it has waited at a limit for too long: it takes no switch any more
 
     @property
-    def is_default(self) -> bool:
-        """Whether NCCL alone decides from now on."""
-        return not (self.stays or self.tries)
-
-    @property
     def tries(self) -> bool:
         """Whether a trial is not over."""
         return self.trial > 0 and self.made < self.last
