@@ -17,7 +17,7 @@ def plan(plugin):
 
 def test_a_communicator_without_a_table_has_the_default(plugin, join):
     comm = join()
-    assert plan(plugin) == Plan() and plan(plugin).is_default
+    assert plan(plugin) == Plan()
     calls(comm, 3)
     assert plan(plugin) == Plan(made=3)
 
@@ -56,9 +56,9 @@ def test_a_table_that_comes_to_stay_cuts_the_trial_in_the_plan_too(plugin, join)
     plugin.stage(1, encode_table(Table(3)))
     plugin.switch(1, 7, 4, 0)
     found = plan(plugin)
-    assert (found.stays, found.since, found.first, found.last) == (0, 4, 1, 4) and not found.is_default
+    assert (found.stays, found.since, found.first, found.last) == (0, 4, 1, 4) and found.tries
     calls(comm, 2)
-    assert plan(plugin).is_default
+    assert not (plan(plugin).stays or plan(plugin).tries)
 
 
 def test_a_rank_that_gave_up_at_a_limit_says_so(plugin, join):
