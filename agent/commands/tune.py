@@ -59,7 +59,9 @@ if TYPE_CHECKING:
 #: an idle core the tuner must start, keep its trials alive, and finish within the minute that the launcher waits.
 NICE = 5
 OWN = "The built-in job, without COMMAND"
-#: A site's options of `tune`. The user's own options override their values.
+#: A site's options of `tune`, on each node. The user's own options override their values.
+SITE_FILE = Path("/etc/dynamiccl/options")
+#: The same where that file is not there. Users can unset a variable, so a cap that must hold stands in the file.
 SITE_OPTIONS = "DYNAMICCL_TUNE_OPTIONS"
 
 
@@ -204,22 +206,32 @@ def _call(ctx: click.Context) -> Call:
 
     A tuner that joins a run gets the site's apart: those that the run was started with count before them.
     """
+    source = str(SITE_FILE)
     try:
-        of_site = _of_site()
-    except ValueError as error:
-        start_untuned(ctx.params, f"{SITE_OPTIONS} has a mistake: {' '.join(str(error).split())}")
+        source, text = _site_text()
+        of_site = _of_site(source, text)
+    except (OSError, ValueError) as error:
+        start_untuned(ctx.params, f"{source} has a mistake: {' '.join(str(error).split())}")
     said = _within_site({name: ctx.params[name] for name in given(ctx)}, of_site)
     instead = {} if "attach" in said else of_site
     return Call({**ctx.params, **instead, **said}, frozenset(said), of_site)
 
 
-def _of_site() -> dict[str, Any]:
+def _site_text() -> tuple[str, str]:
+    """Where the site's options stand, and their text, "" if it gives none. Raises OSError or ValueError if the file
+    cannot be read."""
+    try:
+        return str(SITE_FILE), SITE_FILE.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return SITE_OPTIONS, os.environ.get(SITE_OPTIONS, "")
+
+
+def _of_site(source: str, text: str) -> dict[str, Any]:
     """The options that the site gives. Raises ValueError for a mistake in them."""
-    text = os.environ.get(SITE_OPTIONS, "")
     if not text:
         return {}
     try:
-        ctx = tune.make_context(SITE_OPTIONS, shlex.split(text), help_option_names=[])
+        ctx = tune.make_context(source, shlex.split(text, comments=True), help_option_names=[])
     except click.UsageError as error:
         raise ValueError(error.format_message().rstrip(".")) from None
     if ctx.params["command"]:

@@ -221,6 +221,26 @@ def test_a_value_of_the_user_overrides_the_sites(monkeypatch):
     assert less["budget"] == 0.005
 
 
+def test_a_sites_file_holds_whatever_the_user_has_in_the_environment(monkeypatch, tmp_path):
+    """Before: a site's cap was a variable, which each user could unset."""
+    site = tmp_path / "options"
+    site.write_text("# ticket 4711\n--budget 0.01\n--no-memory\n")
+    monkeypatch.setattr("dynamiccl.agent.commands.tune.SITE_FILE", site)
+    monkeypatch.setenv("DYNAMICCL_TUNE_OPTIONS", "--budget 0.5 --steps 500")
+    asked, alone = [], []
+    monkeypatch.setattr("dynamiccl.agent.commands.tune._start", asked.append)
+    assert invoke(["tune", "--budget", "0.3", "--", "true"]).exit_code == 0
+    assert (asked[0]["budget"], asked[0]["no_memory"], asked[0]["steps"]) == (0.01, True, 1000)
+    monkeypatch.setattr("dynamiccl.agent.commands.tune.start_untuned", lambda said, why: alone.append(why) or exit(7))
+    for spoil, why in (
+        (lambda: site.write_text("--budgt 1"), f"{site} has a mistake: No such option"),
+        (lambda: site.unlink() or site.mkdir(), f"{site} has a mistake: [Errno 21]"),
+    ):
+        spoil()
+        assert invoke(["tune", "--", "true"]).exit_code == 7
+        assert alone.pop().startswith(why)
+
+
 def begin_as(monkeypatch, folder, job_and_step):
     """The folder, within or beside ``folder``, that a run of this Slurm step takes; what it says; a summary is left."""
     for name, value in zip(("SLURM_JOB_ID", "SLURM_STEP_ID"), job_and_step.split("."), strict=True):
