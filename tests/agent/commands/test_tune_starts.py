@@ -231,7 +231,9 @@ def test_a_sites_file_holds_whatever_the_user_has_in_the_environment(monkeypatch
     monkeypatch.setattr("dynamiccl.agent.commands.tune._start", asked.append)
     assert invoke(["tune", "--budget", "0.3", "--", "true"]).exit_code == 0
     assert (asked[0]["budget"], asked[0]["no_memory"], asked[0]["steps"]) == (0.01, True, 1000)
-    monkeypatch.setattr("dynamiccl.agent.commands.tune.start_untuned", lambda said, why: alone.append(why) or exit(7))
+    monkeypatch.setattr(
+        "dynamiccl.agent.commands.tune.start_untuned", lambda said, why: alone.append(why) or exit(7)
+    )
     for spoil, why in (
         (lambda: site.write_text("--budgt 1"), f"{site} has a mistake: No such option"),
         (lambda: site.unlink() or site.mkdir(), f"{site} has a mistake: [Errno 21]"),
