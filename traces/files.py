@@ -3,16 +3,16 @@
 ::
 
     trace/
-      header.json            format, date, host, versions; what the run adds (cluster, scales, command ...)
-      segment-000-LIFE.json  what one tuner has written: its parts, the positions of rings that it covers, and lacks
-      events-000-LIFE-00000.parquet  collectives (EVENT_COLUMNS), in parts: a killed tuner loses at most the last
+      header.json            format, date, host, versions, cluster, scales, command ...
+      segment-000-LIFE.json  what one tuner has written: its parts, positions of rings that it covers, and lacks
+      events-000-LIFE-00000.parquet  collectives (EVENT_COLUMNS), in parts
       steps-000-LIFE-00000.parquet   optimizer steps (STEP_COLUMNS), in parts
       waits-000-LIFE-00000.parquet   when an emulated job stood still (WAIT_COLUMNS), in parts
       comms-000-LIFE.parquet         communicators (COMM_COLUMNS)
       offers-000-LIFE.parquet        what NCCL offered (OFFER_COLUMNS)
-      windows.jsonl          one JSON object a line: measuring windows, tables published, what else was logged
+      windows.jsonl          the log, one JSON object a line
 
-Every file but the log is written under another name and renamed when whole.
+Every file but the log is renamed when whole.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ The grammar is NCCL's own, from 2.24 on (``parseList`` in ``src/graph/tuning.cc`
     value   = entry { ";" entry }            later entries replace earlier ones
     entry   = [ function ":" ] [ "^" ] word { "," word }
 
-Only the first entry may lack a function; it then holds for all functions. ``^`` enables all words but the named ones.
-Upper and lower case are alike, and nothing is trimmed. An empty value, and empty parts, count as not there. At a word
-that it does not know NCCL ends the job; here such words are reported and otherwise skipped.
+Only the first entry may lack a function: it holds for all. ``^`` enables all words but the named ones. Case does not
+matter; nothing is trimmed; empty parts count as not there. NCCL ends the job at an unknown word; here it is reported
+and skipped.
 """
 
 from __future__ import annotations
