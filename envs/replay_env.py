@@ -16,8 +16,7 @@ from .search_env import SearchEnv
 class ReplayEnv(SearchEnv):
     """Tune a recorded job again, see :class:`search_env.SearchEnv`.
 
-    The default answers with its recorded steps, round and round; measured configs with what they saved; others with the
-    prediction of a model fitted to the trace.
+    The default answers with its recorded steps, measured configs with what they saved, others as a model predicts.
 
     ## Arguments
     ``trace``: a folder, or a :class:`dynamiccl.traces.files.Trace`; ``min_share``: slots with a smaller share are left

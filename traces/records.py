@@ -177,9 +177,8 @@ class Trial(NamedTuple):
 class Table:
     """All decisions in force at once. A table without rows, or with ceilings alone, is NCCL untouched everywhere.
 
-    With ``trial_steps`` a trial, which ends by itself after about so many steps; 0: there to stay. ``one_of``: the
-    trial holds in one turn of so many. A turn is ``turn_steps`` steps, 0: one call. Of two turns the order is A B B A
-    (A: the trial); ``swap``: B A A B.
+    ``trial_steps``: a trial, which ends by itself after about so many; 0: there to stay. ``one_of``: it holds in one
+    turn of so many. A turn is ``turn_steps`` steps, 0: one call. Two turns: A B B A (A: the trial); ``swap``: B A A B.
     """
 
     generation: int = 0

@@ -43,12 +43,11 @@ class TraceWriter:
 
     Args:
         folder: made if missing.
-        header: what is known of the run (:meth:`update_header`).
-        existing: if there is a trace: ``refuse`` (TraceError), ``resume`` (add a segment) or ``replace`` (remove its
-            files, no others).
-        part_rows: a part is written when so many rows have come,
-        part_seconds: or so much time has passed; up to a minute later.
-        most_bytes: of all segments. Beyond it the oldest parts go, but for the beginning's (a quarter).
+        header: see :meth:`update_header`.
+        existing: if there is a trace: ``refuse`` (TraceError), ``resume`` (add a segment) or ``replace`` (remove it).
+        part_rows: rows of a part,
+        part_seconds: or its age; up to a minute later.
+        most_bytes: beyond it the oldest parts go, but for the beginning's (a quarter).
     """
 
     def __init__(

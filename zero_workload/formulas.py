@@ -216,9 +216,9 @@ class Shape:
 def layer_activations(shape: Shape, norm_outputs: bool = False, tensor: int = 1) -> tuple[float, float]:
     """Bytes of one layer for backward: 14 BLd, and B H L^2 of attention probabilities.
 
-    ``tensor``: ranks that share each matrix: 1 / N of all but the inputs and outputs of the norms, section 4.1 of [K].
-    The 14: norm 1, Q K V 3, output 1, norm 1, before and after GELU 4 + 4. ``norm_outputs``: 16 BLd, as [K] without
-    dropout's masks, and as our transformer measures.
+    ``tensor``: ranks that share each matrix: 1 / N of all but inputs and outputs of the norms, section 4.1 of [K]. 14:
+    norm 1, Q K V 3, output 1, norm 1, GELU 4 + 4. ``norm_outputs``: 16, as [K] without dropout's masks, and as
+    measured.
     """
     whole = 4 if norm_outputs else 2
     linear = (whole + 12 / tensor) * shape.token_bytes
@@ -383,9 +383,9 @@ def gathered(params: float, layers: int, weight: int = 2, ahead: int = 1) -> flo
 def exposed(job: "Job", stage: int, again: float, machine: Machine) -> float:
     """Seconds of a step in which a rank waits for transfers that nothing hides.
 
-    Reductions run beside backward, gathers beside forward; at stage 3 also the second gathers beside backward. Exposed
-    are the excess over that compute, and the first gather and last reduction: a layer's at stage 3, a bucket's below.
-    Of micro-batches stages 0 and 1 reduce the last, 2 and 3 each. Source: [D], bytes [T].
+    Reductions run beside backward, gathers beside forward; stage 3's second gathers beside backward. Exposed: what
+    exceeds that compute, the first gather and the last reduction (stage 3 a layer's, else a bucket's). Micro-batches:
+    stages 0 and 1 reduce the last. Source: [D], bytes [T].
     """
     forward = job.compute / 3
     backward = job.compute * (2 / 3 + again)

@@ -1,8 +1,8 @@
 """From a recording to advice: what communication costs the step, and which table to try first.
 
-Gains are predicted by the search's belief (``envs/search/belief/``) before it has tried anything; its prior has seen
-simulated jobs only. A tuning run measures the table and keeps it only where it is faster, so the boldest within reason
-is tried first. Unseen it may be applied where a loss is unlikely enough.
+Gains are predicted by the search's belief (``envs/search/belief/``), whose prior has seen simulated jobs only. A tuning
+run keeps only what is faster, so the boldest within reason is tried first. Unseen a table may be applied where a loss
+is unlikely enough.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ _NEWEST = (99,)
 class Fault:
     """One fault of the releases from ``first`` on and below ``below``, on ``machine``, '' for every one.
 
-    ``must_change``: the job is at risk, or loses time. ``unless``: variable and value that avoid it. ``cells``: those
-    that have it; one must be offered. ``where``: what of the machine brings it on; unknown releases then count.
-    ``what`` and ``cure`` have gaps ``{nccl}``, ``{newer}`` (how to get another), ``{found}`` (by ``where``).
+    ``must_change``: the job is at risk, or loses time. ``unless``: variable and value that avoid it. ``cells``: that
+    have it; one must be offered. ``where``: what brings it on; unknown releases then count. Gaps of ``what`` and
+    ``cure``: ``{nccl}``, ``{newer}``, ``{found}``.
     """
 
     name: str

@@ -50,15 +50,13 @@ class Stopped(NamedTuple):
 def end_tuning(run: Path, wait_s: float, is_bad: bool = False) -> Stopped:
     """End the tuner of a run folder, and restore NCCL's default on all ranks. The job goes on.
 
-    A tuner that does not answer has its table withdrawn. The run's table stays in its results under another name.
-
     Args:
         run: the run folder.
         wait_s: seconds, at most half for the tuner's end, the rest for the ranks' reports.
         is_bad: the table did harm: no later run begins with it.
 
     Raises:
-        OSError, ValueError: the folder holds no run, or the memory between jobs cannot be changed.
+        OSError, ValueError: no run there, or the memory between jobs cannot be changed.
     """
     out = _results_of(run)  # the run folder goes with the job
     found = _end(run, wait_s)

@@ -1,11 +1,11 @@
 """The untouched table: what NCCL does by itself, on communicators that ``--headroom`` has given more channels.
 
-Every table of such a run also has *ceilings*: rows that leave algorithm and protocol to NCCL, and give a message the
-channels that it has without the option. The ceilings alone are the untouched table: it holds when nothing else does.
+*Ceilings* leave algorithm and protocol to NCCL, and give a message the channels that it has without the option. They
+alone are the untouched table; every table of the run also has them.
 
-Source: NCCL 2.28.9 to 2.30.7. ``NCCL_MIN_NCHANNELS`` copies rings (src/graph/connect.cc); no price of all_gather or
-reduce_scatter depends on their number (src/graph/tuning.cc), so only the count changes (src/enqueue.cc). Grouped calls
-share all channels whatever a tuner says: a ceiling does not hold there.
+Source: NCCL 2.28.9 to 2.30.7: ``NCCL_MIN_NCHANNELS`` copies rings (src/graph/connect.cc), prices ignore their number
+(src/graph/tuning.cc), so only the count changes (src/enqueue.cc). Grouped calls share all channels: no ceiling holds
+there.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """NCCL_ALGO and NCCL_PROTO: which (algorithm, protocol) they take from all-gather and reduce-scatter.
 
-The grammar is NCCL's own, from 2.24 on (``parseList`` in ``src/graph/tuning.cc``, 2.31: ``src/tuning/cost_model.cc``)::
+Source: NCCL from 2.24 on (``parseList`` in ``src/graph/tuning.cc``, 2.31: ``src/tuning/cost_model.cc``)::
 
     value   = entry { ";" entry }            later entries replace earlier ones
     entry   = [ function ":" ] [ "^" ] word { "," word }
 
-Only the first entry may lack a function: it holds for all. ``^`` enables all words but the named ones. Case does not
-matter; nothing is trimmed; empty parts count as not there. NCCL ends the job at an unknown word; here it is reported
-and skipped.
+The first entry may lack a function. ``^`` enables all but the named words. No case, no trim; empty parts do not count.
+NCCL ends the job at an unknown word; here it is reported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measured collectives: between the points that were measured, interpolate; beyond them, follow the formula.
 
-Points of one collective under one algorithm and protocol, over sizes and channels, are a Gaussian process in log time
-around a formula. (A plain latency-bandwidth fit misses public curves by 15-33 % in the median.) Time and memory grow
-with the cube and square of the points: of more than MOST_POINTS neighbours count as one.
+A Gaussian process in log time around a formula, over sizes and channels. (A plain latency-bandwidth fit misses public
+curves by 15-33 % in the median.) Time and memory grow with cube and square of the points: more than MOST_POINTS
+neighbours count as one.
 """
 
 from __future__ import annotations

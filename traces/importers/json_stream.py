@@ -1,8 +1,7 @@
 """Large JSON documents with one long array (a profile's events), read in blocks: memory stays that of a block.
 
-A block is cut where an element seems to end; if it does not parse, elsewhere. A broken element is mended where the
-fault is known, else left out and counted (:class:`Faults`). Hostile input (endless nesting, compressed nothing, a
-truncated file) ends in a TraceError of one line.
+A block is cut where an element seems to end; if it does not parse, elsewhere. Broken elements are mended where the
+fault is known, else left out and counted (:class:`Faults`). Hostile input ends in a TraceError of one line.
 """
 
 from __future__ import annotations

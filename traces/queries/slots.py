@@ -105,10 +105,9 @@ def find_slots(
 ) -> list[SlotProfile]:
     """The slots of a job, the one with the largest share of the step first.
 
-    ``events``: of whole default steps; ``step_us``: their step time. NCCL's price stands in for kernels that were not
-    sampled. ``told``: see :func:`.steps.told_steps`. ``headroom``: channels that communicators have at least, though
-    NCCL untouched uses fewer. A class of communicators makes one slot, with calls, times and share of the process that
-    it costs most.
+    ``events``: of whole default steps; ``step_us``: their time. NCCL's price stands in for kernels not sampled.
+    ``told``: see :func:`.steps.told_steps`. ``headroom``: least channels, though NCCL untouched uses fewer. A class of
+    communicators is one slot, with the share of the process that it costs most.
     """
     tuned = events[events["func"].isin(TUNED_FUNCS)]
     if tuned.empty:

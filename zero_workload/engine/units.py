@@ -114,10 +114,9 @@ class _Finder:
 def find_units(model: nn.Module, unit: str, min_unit: int) -> list[Unit]:
     """Split ``model`` into gather units; together they hold every floating-point parameter once, the root's first.
 
-    ``unit="block"``: a unit for each element of a ``ModuleList`` / ``Sequential`` / ``ModuleDict``, and for each other
-    module with at least ``min_unit`` elements. The root has the rest, and stays gathered during the pass.
-    ``unit="layer"``: also for each direct child of a block. A unit's parameters may be used only inside its module's
-    ``forward``.
+    ``unit="block"``: each element of a ``ModuleList`` / ``Sequential`` / ``ModuleDict``, and other modules of at least
+    ``min_unit`` elements. The root, with the rest, stays gathered. ``"layer"``: also each direct child of a block.
+    Parameters may be used only inside their module's ``forward``.
     """
     found = _Finder(unit, min_unit)
     if isinstance(model, _CONTAINERS):

@@ -1,8 +1,7 @@
 """One rank's part in the agreement of all ranks on tables: protocol.py with a store, a plugin and a thread.
 
-The training thread has no part in it. The background thread votes on what rank 0 proposes and tells the plugin the
-decision. Rank 0's thread leads a round for each table that the daemon has published, and again where a communicator
-lacks the one that stays (plans.py).
+The training thread has no part in it. The background thread votes and tells the plugin the decision. Rank 0's leads a
+round for each published table, and again where a communicator lacks the one that stays (plans.py).
 """
 
 from __future__ import annotations

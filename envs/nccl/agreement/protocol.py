@@ -1,28 +1,26 @@
 """How all ranks change to the next table at the same call: rules and order of events only, no input or output.
 
-All ranks of a communicator issue the same collectives in the same order, so their number is a clock that its ranks
-share. A table holds *from* collective N *until* collective E, on every rank for the same calls. A change is a *round*:
+The number of collectives on a communicator is a clock that its ranks share. A table holds *from* collective N *until*
+collective E. A change is a *round*:
 
 1. *Propose.* Rank 0 writes the table into the job's store.
 2. *Vote.* Each rank stages it and sets for each of its communicators a *limit* some calls ahead, at which its plugin
   answers no more. Only then it tells the others: its limits, and hashes of what was issued so far.
-3. *Decide.* For each communicator whose members have all voted alike the largest limit is N. Rank 0 writes the decision
-  into one register of the store, by compare-and-set from nothing.
-4. *Act.* Each rank reads the decision, tells its plugin N and E, and lifts its limits. Nobody has passed N, because N
-  is below nobody's limit.
+3. *Decide.* Where all members have voted alike, the largest limit is N. Rank 0 writes the decision into one register of
+  the store, by compare-and-set from nothing.
+4. *Act.* Each rank tells its plugin N and E, and lifts its limits. Nobody has passed N, because N is below nobody's
+  limit.
 
 A rank at its limit without a decision holds that call back and writes "abort" by the same compare-and-set; what it then
 finds in the register holds. That is the only wait. Other communicators keep what they have. A trial ends at E with
 nobody alive to say so.
 
-Turns of a step or two need a *rhythm*: the ranks tell of each communicator how many collectives a step has (L), and how
-many there were at the end of the last step, less L for each step since they attached (O). Where all tell the same, the
-end of step s is collective O + L s on every rank. *Long turns* take the average of L, counted from the last step that
-has ended. A step in which one ends has two tables and counts for nobody. Communicators drift apart, so such a trial has
-at most four turns; the next round anchors them anew.
+Turns of a step or two need a *rhythm*: how many collectives a step has (L), and how many there were at the end of the
+last step, less L for each step since the rank attached (O). Where all tell the same, step s ends at collective O + L s
+on every rank. *Long turns* count the average L from the last step that has ended. A step in which one ends counts for
+nobody. Communicators drift apart, so such a trial has at most four turns.
 
 :func:`lead` and :func:`follow` are generators: they yield what is to be done, and are sent what came of it.
-``tests/tools/protocol_model.py`` explores every order of events.
 """
 
 from __future__ import annotations
@@ -135,9 +133,9 @@ def decide(
 ) -> tuple[Decision, dict[int, LeftOut]]:
     """The decision of a round, and the communicators without a part in it; as 0: why there is none for any of them.
 
-    ``trial``: how the table is tried; without steps it is to stay. ``gone``: communicators that have left for good, and
-    why. ``stays``: hash of the rows that stay: where they are missing nothing is tried. ``default``: hash of the rows
-    that leave NCCL untouched; given also where plans differ.
+    ``trial``: how it is tried; without steps it is to stay. ``gone``: communicators that have left for good, and why.
+    ``stays``: hash of the rows that stay: where missing, nothing is tried. ``default``: of the rows of NCCL untouched;
+    given also where plans differ.
     """
     sound, left_out = _sorted_out(votes, gone, is_default=stays == default and not trial.trial_steps)
     is_late = any(not one.for_good for one in left_out.values())  # the next round may find more

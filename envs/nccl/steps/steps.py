@@ -1,13 +1,10 @@
 """What a step of a training loop is, seen from the optimizers that step and the backward passes between them.
 
-A *boundary* is an optimizer step with a backward pass since the last optimizer step that had one. Optimizers with
-backward passes of their own (GAN): a step of the job goes from one step of the one that steps least often to its next.
-An optimizer that steps more than sixteen times as seldom does not count.
+A *boundary* is an optimizer step with a backward pass since the last one that had one. Of optimizers with passes of
+their own (GAN) the one that steps least often counts, but none that steps over sixteen times as seldom.
 
-If no collective begins between a backward pass and its optimizer's step, one rank does it for itself. Once an optimizer
-has stepped on gradients that other ranks had a part in, those which never did make no boundaries.
-
-This decides about what is measured, and about no rank's safety: tables change at calls of NCCL.
+If no collective begins between a pass and its step, one rank does it for itself. Once an optimizer has stepped on
+gradients of several ranks, others make no boundaries. No rank's safety depends on this: tables change at calls of NCCL.
 """
 
 from __future__ import annotations
