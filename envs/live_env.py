@@ -14,8 +14,8 @@ class LiveEnv(SearchEnv):
     """Tune a running job (see :class:`search_env.SearchEnv`).
 
     ## Arguments
-    ``job``: a :class:`dynamiccl.envs.live.job.Job`; ``config``: how the search is run; the rest as
-    :class:`live.windows.LiveWindows` has it.
+    ``job``: a :class:`dynamiccl.envs.live.job.Job`; ``config``: how the search is run; others:
+    :class:`live.windows.LiveWindows`.
 
     ## Starting State
     Some default steps, from which the slots are found. Raises ValueError where there is none to tune, JobEnded where

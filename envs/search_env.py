@@ -94,25 +94,22 @@ class Reward:
 
 
 class SearchEnv(gym.Env[Array, np.int64]):
-    """Base of the environments; a subclass has :meth:`open`. ``docs/environments.md`` describes them in full.
-
-    ## Description
-    One episode is the search over a whole job, one step the decision for one slot and what comes next.
+    """Base of the environments; a subclass has :meth:`open`. ``docs/environments.md`` describes them.
 
     ## Action Space
     ``Discrete(392)``: config * 7 + what comes next, see ``search.interfaces.actions_of`` and
-    :mod:`dynamiccl.traces.spaces`. :meth:`action_masks` and ``info["action_mask"]`` say what may be chosen. A masked
-    action keeps the slot's setting and costs 0.01; ``info["n_masked"]`` counts them.
+    :mod:`dynamiccl.traces.spaces`. :meth:`action_masks` says what may be chosen. A masked action keeps the slot's
+    setting and costs 0.01.
 
     ## Observation Space
     ``Box(-4, 4, (observation.N_OBSERVATION,), float32)``; ``observation.decode`` gives names.
 
     ## Rewards
-    Default steps saved, divided by 100, as soon as they are known, by measured step times alone.
+    Default steps saved, divided by 100, by measured step times alone.
 
     ## Episode End
-    Terminated if nothing is left to try after the verdict. Truncated after :data:`HORIZON` steps, or if the job is over
-    or its ranks change tables no more: ``info["ended"]`` says why. ``info["table"]``: configs by slot.
+    Terminated if nothing is left to try. Truncated after :data:`HORIZON` steps, or if the job is over or its ranks change no
+    more tables (``info["ended"]``).
 
     ## Rendering
     ``render_mode="ansi"``: a line; ``"rgb_array"``: a picture, see :mod:`picture`. Videos (``RecordVideo``) need

@@ -84,8 +84,8 @@ class Slot:
     """One tunable place: (class of communicators, collective, size class), all that the plugin can tell apart.
 
     The class is the communicator's number of ranks and of nodes: equal shard groups share one decision, and a restart
-    keeps it. (0, 0): all. Two roles of one shape whose messages fall into one size class share a decision, which is
-    right for neither or for both.
+    keeps it. (0, 0): all. Two roles of one shape and size class share a decision, which is right for neither or for
+    both.
     """
 
     n_ranks: int
@@ -177,8 +177,8 @@ class Trial(NamedTuple):
 class Table:
     """All decisions in force at once. A table without rows, or with ceilings alone, is NCCL untouched everywhere.
 
-    ``trial_steps``: a trial, which ends by itself after about so many; 0: there to stay. ``one_of``: it holds in one
-    turn of so many. A turn is ``turn_steps`` steps, 0: one call. Two turns: A B B A (A: the trial); ``swap``: B A A B.
+    ``trial_steps``: a trial, which ends by itself after about so many; 0: it stays. ``one_of``: it holds in one turn of
+    so many. A turn is ``turn_steps`` steps, 0: one call. Two turns: A B B A (A: the trial); ``swap``: B A A B.
     """
 
     generation: int = 0

@@ -44,10 +44,10 @@ class TraceWriter:
     Args:
         folder: made if missing.
         header: see :meth:`update_header`.
-        existing: if there is a trace: ``refuse`` (TraceError), ``resume`` (add a segment) or ``replace`` (remove it).
+        existing: a trace there: ``refuse`` (TraceError), ``resume`` (add a segment) or ``replace`` it.
         part_rows: rows of a part,
         part_seconds: or its age; up to a minute later.
-        most_bytes: beyond it the oldest parts go, but for the beginning's (a quarter).
+        most_bytes: beyond it the oldest parts go, not the beginning's (a quarter).
     """
 
     def __init__(

@@ -49,6 +49,15 @@ def _name(row: Row) -> str:
     return f"{name} {remark}".strip()
 
 
+def _entrant(row: Row) -> str:
+    return str(row["entrant"])
+
+
+def legend() -> str:
+    """Who the entrants are, once for all tables of a page."""
+    return ", ".join(f"`{name}` {remark}" for name, remark in REMARKS.items()) + "."
+
+
 def _lost(row: Row) -> str:
     interval = _between(row["lost_ci95"])
     return f"{row['lost']:,.0f} {interval}"
@@ -190,9 +199,10 @@ class Board:
         return list(BRIEF.values()), [[COLUMNS[i][1](row) for i in BRIEF] for row in self.rows()]
 
     def markdown(self) -> str:
-        """The table, as it stands in the README."""
+        """The table, as it stands in the README; :func:`legend` says who the entrants are."""
+        says = [_entrant if say is _name else say for _, say, _ in COLUMNS]
         lines = ["| " + " | ".join(head for head, *_ in COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-        lines += ["| " + " | ".join(_cell(say(row)) for _, say, _ in COLUMNS) + " |" for row in self.rows()]
+        lines += ["| " + " | ".join(_cell(say(row)) for say in says) + " |" for row in self.rows()]
         for name, why in self.refused.items():
             lines.append(f"| | {_cell(name)} | refused: {_cell(why)} |" + " |" * (len(COLUMNS) - 3))
         return "\n".join(lines) + "\n"

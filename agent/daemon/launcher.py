@@ -1,7 +1,7 @@
 """The launcher: starts a job with a tuner beside it, and is to the job's scheduler what the job alone would be.
 
-``dynamiccl tune`` *becomes* this process. Standard library only. It runs the job in a session of its own, hands on
-signals and output, and exits with the job's status. The tuner is another process, which may die at any time.
+``dynamiccl tune`` *becomes* this process. Standard library only. It runs the job in its own session, hands on signals
+and output, and exits with the job's status. The tuner is another process, which may die.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The memory between jobs: what a run confirmed is the first table of the next run of that job on the same cluster.
 
 One JSON file a run, in a folder or wherever fsspec writes (``s3://bucket/folder``), below the cluster's key. A run
-begins with the newest table of the run that had most of its slots. agent/README.md says what is skipped.
+begins with the newest table that had most of its slots. agent/README.md says what is skipped.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def end_tuning(run: Path, wait_s: float, is_bad: bool = False) -> Stopped:
         is_bad: the table did harm: no later run begins with it.
 
     Raises:
-        OSError, ValueError: no run there, or the memory between jobs cannot be changed.
+        OSError, ValueError: no run, or the memory cannot be changed.
     """
     out = _results_of(run)  # the run folder goes with the job
     found = _end(run, wait_s)

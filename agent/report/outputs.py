@@ -79,9 +79,8 @@ def task_folder(folder: Path) -> Path:
 def begin(out: Path | None, say: Callable[[str], object]) -> tuple[Path, int]:
     """Claim a folder for a new run, and remove an earlier run's results from it. Returns and raises as :func:`claim`.
 
-    Raises ValueError for a folder with such files in which no run has been. The results of another step of the same
-    Slurm job stay: the next free folder is taken, ``out-2``, and ``say`` gets a line. A requeued job replaces its
-    results.
+    Raises ValueError for a folder with such files in which no run has been. Results of another step of the same Slurm
+    job stay: the next free folder is taken, ``out-2``, and ``say`` gets a line.
     """
     for number in range(1, 100):
         if out is not None and number == 1:

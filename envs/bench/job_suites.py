@@ -1,8 +1,8 @@
 """Suite 4: whole jobs that entrants are judged on, as seeds: they are drawn again where they are needed.
 
-As many jobs of each world of the family, one world after the other. A job that comes out otherwise than on record is an
-error. A further suite is a family in FAMILIES and a file in ``strata.SUITES``, made by
-``tests/tools/make_job_suites.py``; own mechanisms: ``family.World.hook``.
+As many jobs of each world of the family. A job that comes out otherwise than on record is an error. A further suite is
+a family in FAMILIES and a file in ``strata.SUITES``, made by ``tests/tools/make_job_suites.py``; own mechanisms:
+``family.World.hook``.
 """
 
 from __future__ import annotations

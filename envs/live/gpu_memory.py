@@ -32,7 +32,7 @@ def take_out(
     """Take out of ``masks``, (1, N_CONFIGS) bool for each slot, the algorithms that there is no memory for.
 
     Args:
-        profiles: slots; the largest share of the step gets memory first.
+        profiles: slots; the largest share gets memory first.
         masks: changed in place.
         events: show which algorithms are connected.
         free: bytes on the fullest GPU; 0: unknown, nothing is taken out.

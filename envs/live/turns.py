@@ -1,8 +1,7 @@
 """Steps of a running job as they are asked for, and which of them count for which table.
 
-A *lease* is one published table whose steps are looked at; a trial takes turns with the current one. A step counts if
-one table answered all of it; where a communicator lacks rank 0, only once the round after it has shown that its steps
-were alike.
+A *lease* is one published table whose steps are looked at. A step counts if one table answered all of it; where a
+communicator lacks rank 0, only once the round after it has shown that its steps were alike.
 """
 
 from __future__ import annotations

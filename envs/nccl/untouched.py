@@ -1,10 +1,10 @@
 """The untouched table: what NCCL does by itself, on communicators that ``--headroom`` has given more channels.
 
-*Ceilings* leave algorithm and protocol to NCCL, and give a message the channels that it has without the option. They
-alone are the untouched table; every table of the run also has them.
+*Ceilings*, rows of every such table, leave the pair to NCCL and give a message the channels that it has without the
+option.
 
-Source: NCCL 2.28.9 to 2.30.7: ``NCCL_MIN_NCHANNELS`` copies rings (src/graph/connect.cc), prices ignore their number
-(src/graph/tuning.cc), so only the count changes (src/enqueue.cc). Grouped calls share all channels: no ceiling holds
+Source: NCCL 2.28.9 to 2.30.7: ``NCCL_MIN_NCHANNELS`` copies rings (src/graph/connect.cc), prices ignore it
+(src/graph/tuning.cc), only the count changes (src/enqueue.cc). Grouped calls share all channels: no ceiling holds
 there.
 """
 

@@ -5,8 +5,8 @@ Source: NCCL from 2.24 on (``parseList`` in ``src/graph/tuning.cc``, 2.31: ``src
     value   = entry { ";" entry }            later entries replace earlier ones
     entry   = [ function ":" ] [ "^" ] word { "," word }
 
-The first entry may lack a function. ``^`` enables all but the named words. No case, no trim; empty parts do not count.
-NCCL ends the job at an unknown word; here it is reported.
+The first entry may lack a function. ``^``: all but the named words. No case, no trim. NCCL ends the job at an unknown
+word; here it is reported.
 """
 
 from __future__ import annotations

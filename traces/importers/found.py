@@ -78,8 +78,8 @@ class Process:
     """What one process left in one file, in the file's own words.
 
     A call is a row with ``comm_id``, ``n_ranks``, ``func``, ``n_bytes`` and ``enqueue_ns``, and others of
-    EVENT_COLUMNS. ``func`` None: none of FUNCS. ``untold``: the file does not say which collective. A missing ``seq``
-    is counted. A log without ranks of processes gives calls their own ``rank``; ``once``: what no second file may hold.
+    EVENT_COLUMNS. ``func`` None: none of FUNCS. ``untold``: the file does not say which. A missing ``seq`` is counted.
+    Without ranks of processes calls have their own ``rank``; ``once``: what no second file may hold.
     """
 
     file: Path

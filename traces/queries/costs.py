@@ -112,8 +112,8 @@ def slot_costs(
 
     Columns: ``n_ranks, n_nodes, func, size_class, slot``, ``n_bytes`` (of most calls), ``calls`` (a step, of one
     process), ``own``, ``ran`` (algo/proto/channels, default and tuned, or None), ``default_us``, ``tuned_us`` (median
-    GPU time of a call over ranks, or NaN), ``n_default``, ``n_tuned`` (sampled calls), ``timed_by`` (skew.py). The
-    first step, with the set-up, counts only with ``told`` (:func:`.steps.told_steps`).
+    GPU time of a call, or NaN), ``n_default``, ``n_tuned`` (sampled calls), ``timed_by`` (skew.py). The first step
+    counts only with ``told`` (:func:`.steps.told_steps`).
     """
     if told is None:
         events = without_first(events, "step")

@@ -32,8 +32,8 @@ class Checkpoints:
 
     Args:
         count: rows of the arena: checkpoints of one micro-batch. More get memory of their own.
-        group: the ranks of tensor parallelism, which hold equal inputs: each keeps its part, and backward gathers it
-            (ZeRO's P_a). Inputs of data parallelism differ: they cannot be divided.
+        group: ranks of tensor parallelism, which hold equal inputs: each keeps its part, and backward gathers it
+            (ZeRO's P_a). Inputs of data parallelism cannot be divided.
     """
 
     def __init__(self, count: int, group: dist.ProcessGroup | None = None) -> None:

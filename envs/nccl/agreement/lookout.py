@@ -1,7 +1,7 @@
 """What rank 0 has done last, as one number: one process of a node asks the store for it, and the others read a file.
 
-The file holds the number and when the store was last asked. A process that finds this too long ago takes the turn; if
-it dies or freezes, the next does. Without a common file each asks once a second.
+The file holds the number and when it was last asked. Who finds that too old takes the turn; if it dies or freezes, the
+next does. Without a file each asks once a second.
 """
 
 from __future__ import annotations

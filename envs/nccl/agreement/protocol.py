@@ -5,20 +5,18 @@ collective E. A change is a *round*:
 
 1. *Propose.* Rank 0 writes the table into the job's store.
 2. *Vote.* Each rank stages it and sets for each of its communicators a *limit* some calls ahead, at which its plugin
-  answers no more. Only then it tells the others: its limits, and hashes of what was issued so far.
+  answers no more. Only then it tells its limits, and hashes of what was issued so far.
 3. *Decide.* Where all members have voted alike, the largest limit is N. Rank 0 writes the decision into one register of
   the store, by compare-and-set from nothing.
-4. *Act.* Each rank tells its plugin N and E, and lifts its limits. Nobody has passed N, because N is below nobody's
-  limit.
+4. *Act.* Each rank tells its plugin N and E, and lifts its limits. Nobody has passed N: it is below nobody's limit.
 
 A rank at its limit without a decision holds that call back and writes "abort" by the same compare-and-set; what it then
-finds in the register holds. That is the only wait. Other communicators keep what they have. A trial ends at E with
-nobody alive to say so.
+finds in the register holds. That is the only wait. A trial ends at E with nobody alive to say so.
 
-Turns of a step or two need a *rhythm*: how many collectives a step has (L), and how many there were at the end of the
-last step, less L for each step since the rank attached (O). Where all tell the same, step s ends at collective O + L s
-on every rank. *Long turns* count the average L from the last step that has ended. A step in which one ends counts for
-nobody. Communicators drift apart, so such a trial has at most four turns.
+Turns of a step or two need a *rhythm*: the collectives of a step (L), and those at the end of the last step, less L for
+each step since the rank attached (O). Where all tell the same, step s ends at collective O + L s on every rank. *Long
+turns* count the average L from the last step. A step in which one ends counts for nobody. They drift apart, so such a
+trial has at most four.
 
 :func:`lead` and :func:`follow` are generators: they yield what is to be done, and are sent what came of it.
 """
@@ -133,9 +131,9 @@ def decide(
 ) -> tuple[Decision, dict[int, LeftOut]]:
     """The decision of a round, and the communicators without a part in it; as 0: why there is none for any of them.
 
-    ``trial``: how it is tried; without steps it is to stay. ``gone``: communicators that have left for good, and why.
-    ``stays``: hash of the rows that stay: where missing, nothing is tried. ``default``: of the rows of NCCL untouched;
-    given also where plans differ.
+    ``trial``: how it is tried; without steps it is to stay. ``gone``: communicators that have left, and why. ``stays``:
+    hash of the rows that stay: where missing, nothing is tried. ``default``: of NCCL untouched; given also where plans
+    differ.
     """
     sound, left_out = _sorted_out(votes, gone, is_default=stays == default and not trial.trial_steps)
     is_late = any(not one.for_good for one in left_out.values())  # the next round may find more

@@ -1,7 +1,7 @@
 """The rounds of an agreement in the job's own store: what rank 0 proposes, the votes, the register of each round.
 
-One connection a rank, one thread. No request waits at the store for a key: PyTorch would warn in the job's output.
-torchrun keeps its store when workers start anew, so rank 0 draws a name for each life, above its rounds' keys.
+One connection a rank, one thread. No request waits at the store for a key: PyTorch would warn. torchrun keeps its store
+when workers start anew, so rank 0 draws a name for each life, above its rounds' keys.
 """
 
 from __future__ import annotations
@@ -179,9 +179,8 @@ class RoundStore:
         """Set the register of a round if it is free; return what it holds. Only the store knows: it is asked until it
         answers.
 
-        A refused connection is silence: a firewall may refuse for a second. After ten seconds nobody serves the store
-        any more, and no rank waits there. An answer that two connections cannot read stands there: the round is lost
-        for all.
+        A refused connection is silence; after ten seconds of it nobody serves the store any more, and no rank waits
+        there. An answer that two connections cannot read stands there: the round is lost for all.
         """
         word = json.dumps(
             [decision.generation, {f"{comm:x}": span for comm, span in decision.switches.items()}]

@@ -1,7 +1,7 @@
 """The probe in the job: sees each optimizer step end, says how long it took, and starts its rank's agreement.
 
-It hangs on PyTorch's hook after every optimizer step; steps.py says which end a step of the job. It never raises into
-the job. It loads the plugin at the first step, or the first backward pass of a process group, not at import.
+It hangs on PyTorch's hook after every optimizer step; steps.py says which count. It never raises into the job. It loads
+the plugin at the first step, or a process group's first backward pass, not at import.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """What a step of a training loop is, seen from the optimizers that step and the backward passes between them.
 
-A *boundary* is an optimizer step with a backward pass since the last one that had one. Of optimizers with passes of
-their own (GAN) the one that steps least often counts, but none that steps over sixteen times as seldom.
-
-If no collective begins between a pass and its step, one rank does it for itself. Once an optimizer has stepped on
-gradients of several ranks, others make no boundaries. No rank's safety depends on this: tables change at calls of NCCL.
+A *boundary* is an optimizer step with a backward pass since the last one. Of several with own passes (GAN) the least
+frequent counts, but none sixteen times as seldom. Once a pass had collectives, passes without any make none. No rank's
+safety depends on this.
 """
 
 from __future__ import annotations
