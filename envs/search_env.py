@@ -108,8 +108,8 @@ class SearchEnv(gym.Env[Array, np.int64]):
     Default steps saved, divided by 100, by measured step times alone.
 
     ## Episode End
-    Terminated if nothing is left to try. Truncated after :data:`HORIZON` steps, or if the job is over or its ranks change
-    no more tables (``info["ended"]``).
+    Terminated if nothing is left to try. Truncated after :data:`HORIZON` steps, or if the job is over or its ranks
+    change no more tables (``info["ended"]``).
 
     ## Rendering
     ``render_mode="ansi"``: a line; ``"rgb_array"``: a picture, see :mod:`picture`. Videos (``RecordVideo``) need
