@@ -380,6 +380,7 @@ def test_readmes_first_screen_is_short():
         "ZeRO-3",
         "DDP",
         "No GPU has shown a gain yet",
+        "counted, not waited",
         "make demo",
         "tune",
         "show",
