@@ -59,7 +59,7 @@ def apply(
     """Run COMMAND under a fixed TABLE. NCCL decides all collectives that the table does not name.
 
     On each communicator all ranks use the table or none does; with --no-gate a process without the plugin hangs with
-    its peers. Start it on every node, with rank 0's table, and the --headroom of the run that found it.
+    its peers. Start it on every node, with one table and its run's --headroom.
 
     \b
     dynamiccl apply runs/tune/latest -- torchrun train.py

@@ -31,7 +31,7 @@ def doctor(command: list[str] | None, trace: Sequence[Path], json: bool) -> None
     """Check this machine and environment: can a job be tuned here, and safely?
 
     Each problem is printed with its cure; exit status 1: something must be changed. Run it in the job's environment.
-    The last line is the answer: nothing to win here, worth a sweep, or cannot tell.
+    Its last line is the answer: nothing to win, worth a sweep, or cannot tell.
 
     \b
     dynamiccl doctor -- torchrun --nproc-per-node 8 train.py

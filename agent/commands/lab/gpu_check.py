@@ -34,9 +34,9 @@ def gpu_check(
     it.
 
     \b
-    kernels     names and grids of NCCL's kernels by setting
+    kernels     NCCL's kernels by setting
     sweep       times of calls by setting and size
-    race-*      dynamiccl tune on an FSDP2 job, against NCCL untouched
+    race-*      dynamiccl tune on an FSDP2 job
     contention  a matrix product beside a collective
 
     If a part fails, the others run, and the exit status is 1. Without a GPU it is emulated.

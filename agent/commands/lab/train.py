@@ -44,7 +44,7 @@ def train(
     weights took 33 minutes of a shared core.
 
     It starts as the rule. An episode's reward is the gain over the rule on the same job. With --runs it learns from
-    your recorded jobs: every fifth only judges, and the last line gives its gain with standard error.
+    recorded jobs; every fifth only judges: the last line gives its gain with standard error.
     """
     one_thread()
     from ....traces.outside import TraceError

@@ -15,8 +15,8 @@ finds in the register holds. That is the only wait. A trial ends at E with nobod
 
 Turns of a step or two need a *rhythm*: the collectives of a step (L), and those at the end of the last step, less L for
 each step since the rank attached (O). Where all tell the same, step s ends at collective O + L s on every rank. *Long
-turns* count the average L from the last step. A step in which one ends counts for nobody. They drift apart, so such a
-trial has at most four.
+turns* count the average L from the last step. A step in which one ends counts for nobody. Communicators drift
+apart: such a trial has at most four turns.
 
 :func:`lead` and :func:`follow` are generators: they yield what is to be done, and are sent what came of it.
 """
