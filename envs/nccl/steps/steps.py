@@ -1,8 +1,8 @@
 """What a step of a training loop is, seen from the optimizers that step and the backward passes between them.
 
 A *boundary* is an optimizer step with a backward pass since the last one. Of several with own passes (GAN) the least
-frequent counts, but none over sixteen times as seldom. Once a pass had collectives, passes without any make none. No rank's
-safety depends on this.
+frequent counts, but none over sixteen times as seldom. Once a pass had collectives, passes without any make none. No
+rank's safety depends on this.
 """
 
 from __future__ import annotations
