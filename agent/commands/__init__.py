@@ -186,7 +186,8 @@ HEADROOM = option(
     "--headroom",
     type=click.IntRange(1, 64),
     help="Make NCCL prepare this many channels (NCCL_MIN_NCHANNELS). NCCL allocates memory for them. A table cannot "
-    "use more channels than the communicator has. Calls that no table decides keep NCCL's own count. Not with CUDA graphs.",
+    "use more channels than the communicator has. Calls that no table decides keep NCCL's own count. Not with CUDA "
+    "graphs.",
 )
 UNTOUCHED = option(
     "--untouched",
