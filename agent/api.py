@@ -53,9 +53,6 @@ class Run:
     def status(self) -> dict[str, Any]:
         """How the run stands now, with the keys of ``dynamiccl top --json``. Unknown values are None.
 
-        Among them: ``state`` ("tuning", "waiting", "ended" or "no tuner"), ``step``, ``step_ms``, ``in_force`` (the
-        letter of the current table, or "default"), ``gain`` (share of the step) and ``gain_ci95``.
-
         Raises:
             ValueError: for a run folder whose tuner does not tell where its results are.
         """

@@ -111,9 +111,6 @@ class SearchEnv(gym.Env[Array, np.int64]):
     Terminated if nothing is left to try. Truncated after :data:`HORIZON` steps, or if the job is over or its ranks
     change no more tables (``info["ended"]``).
 
-    ## Rendering
-    ``render_mode="ansi"``: a line; ``"rgb_array"``: a picture, see :mod:`picture`. Videos (``RecordVideo``) need
-    ``pip install moviepy``.
     """
 
     metadata = {"render_modes": ["ansi", "rgb_array"], "render_fps": 1}  # noqa: RUF012

@@ -3,11 +3,11 @@
 P parameters, N data-parallel ranks, B sequences of a rank, L tokens in each, d width, H heads, n layers. Bytes and
 seconds. Needs no PyTorch.
 
-Sources: [Z] Rajbhandari et al., ZeRO (SC20); [K] Korthikanti et al., Activation Recomputation (MLSys 2023); [C] Chen et
-al., Sublinear Memory Cost (2016); [A] Xie et al., Adan (2022); [L] Chen et al., Lion (2023); [T] Patarasuk and Yuan,
-All-reduce (2009); [S] Kaplan et al., Scaling Laws (2020); [F] Dao et al., FlashAttention (2022); [R] Radford et al.,
-GPT-2 (2019); [B] Brown et al., GPT-3 (2020); [M] Touvron et al., LLaMA (2023); [G] Grattafiori et al., Llama 3 (2024);
-[D] the documents after which the project is made, with the derivation where used.
+Sources: [Z] Rajbhandari et al., ZeRO (SC20); [K] Korthikanti et al., Activation Recomputation (MLSys 2023); [C] Chen
+et al., Sublinear Memory Cost (2016); [A] Xie et al., Adan (2022); [L] Chen et al., Lion (2023); [T] Patarasuk and
+Yuan (2009); [S] Kaplan et al. (2020); [F] Dao et al. (2022); [R] Radford et al., GPT-2 (2019); [B] Brown et al.,
+GPT-3 (2020); [M] Touvron et al., LLaMA (2023); [G] Grattafiori et al., Llama 3 (2024); [D] the documents after which
+the project is made, with the derivation where used.
 """
 
 import math

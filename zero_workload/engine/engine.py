@@ -94,7 +94,7 @@ def zero(
             gradients, a dtype that must be said, ranks whose models differ in names, shapes or groups.
         TypeError: ``optimizer`` is an optimizer, not what makes one.
 
-    Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC20).
+    Source: Rajbhandari et al., ZeRO (SC20).
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__

@@ -13,10 +13,9 @@ collective E. A change is a *round*:
 A rank at its limit without a decision holds that call back and writes "abort" by the same compare-and-set; what it then
 finds in the register holds. That is the only wait. A trial ends at E with nobody alive to say so.
 
-Turns of a step or two need a *rhythm*: the collectives of a step (L), and those at the end of the last step, less L for
-each step since the rank attached (O). Where all tell the same, step s ends at collective O + L s on every rank. *Long
-turns* count the average L from the last step. A step in which one ends counts for nobody. Communicators drift
-apart: such a trial has at most four turns.
+Turns of a step or two need a *rhythm*: the collectives of a step (L), and those at the end of the last step, less L
+for each step since the rank attached (O). Where all tell the same, step s ends at collective O + L s on every rank.
+*Long turns*, at most four, take the average L: communicators drift apart.
 
 :func:`lead` and :func:`follow` are generators: they yield what is to be done, and are sent what came of it.
 """
