@@ -105,11 +105,10 @@ class SearchEnv(gym.Env[Array, np.int64]):
     ``Box(-4, 4, (observation.N_OBSERVATION,), float32)``; ``observation.decode`` gives names.
 
     ## Rewards
-    Default steps saved, divided by 100, by measured step times alone.
+    Default steps saved / 100, by measured step times.
 
     ## Episode End
-    Terminated if nothing is left to try. Truncated after :data:`HORIZON` steps, or if the job is over or its ranks
-    change no more tables (``info["ended"]``).
+    Terminated if nothing is left to try. Truncated after :data:`HORIZON` steps, or by ``info["ended"]``.
 
     """
 
