@@ -53,9 +53,6 @@ class Run:
     def status(self) -> dict[str, Any]:
         """How the run stands now, with the keys of ``dynamiccl top --json``. Unknown values are None.
 
-        Among them: ``state`` ("tuning", "waiting", "ended" or "no tuner"), ``step``, ``step_ms``, ``in_force`` (the
-        letter of the current table, or "default"), ``gain`` (share of the step) and ``gain_ci95``.
-
         Raises:
             ValueError: for a run folder whose tuner does not tell where its results are.
         """
@@ -84,17 +81,17 @@ class Run:
     def stop(self, wait_s: float = 30, bad: bool = False) -> bool:
         """End tuning and restore NCCL's default on all ranks. The job goes on.
 
-        The table that was in use stays in the results, as ``dropped-table.json``.
+        The table stays in the results, as ``dropped-table.json``.
 
         Args:
             wait_s: seconds to wait until all ranks report the default.
             bad: the table did harm: no later run begins with it.
 
         Returns:
-            True once the job runs under the default, or has ended meanwhile; False if neither was seen in time.
+            True once the job runs under the default, or has ended; False if neither was seen in time.
 
         Raises:
-            ValueError: if there is no such run, or it had ended before this call.
+            ValueError: if there is no such run, or it had ended.
             OSError: with ``bad``, if the memory between jobs cannot be changed.
         """
         from .commands import run_folder
@@ -121,15 +118,14 @@ def tune(command: Sequence[str] = (), *, out: str | Path | None = None, **option
     """Start a job with a tuner beside it, as ``dynamiccl tune`` does, and return at once.
 
     Args:
-        command: the job's command, e.g. ``["torchrun", "--nproc-per-node", "8", "train.py"]``. Without one, our own
-            ZeRO job is trained and tuned.
-        out: folder of the results; default: a new one below ``runs/tune``. As with ``dynamiccl tune``, each task of a
-            Slurm step has a folder in it, and results of an earlier step of the same Slurm job stay.
-        options: the options of ``dynamiccl tune`` with underscores: ``cluster="dgx-h100-2x8"``, ``once=True``,
-            ``budget=0.02``, ``policy="sweep"``.
+        command: the job's, e.g. ``["torchrun", "--nproc-per-node", "8", "train.py"]``. Without one, our own ZeRO job is
+            trained and tuned.
+        out: folder of the results; default: a new one below ``runs/tune``. Each task of a Slurm step has a folder in
+            it.
+        options: of ``dynamiccl tune`` with underscores: ``cluster="dgx-h100-2x8"``, ``once=True``, ``budget=0.02``.
 
     Returns:
-        The run; ``run.out`` is where its results are. ``run.wait()`` returns the job's exit status.
+        The run; ``run.wait()`` returns the job's exit status.
 
     Raises:
         TypeError: for an option that ``dynamiccl tune`` does not have, and for a command that is one text.
@@ -148,9 +144,8 @@ def attach(run: str | Path, *, out: str | Path | None = None, **options: Any) ->
 
     Args:
         run: the folder that ``dynamiccl env`` made, or the results of a run without a tuner.
-        out: folder of the results. Default: ``run`` itself if it is a folder of results; else the ``out`` that the job
-            was started with; else a new folder below ``runs/tune``.
-        options: the options of ``dynamiccl tune`` with underscores.
+        out: folder of the results. Default: ``run`` itself if it has results; else the job's ``out``; else a new one.
+        options: of ``dynamiccl tune`` with underscores.
 
     Raises:
         TypeError: for an option that ``dynamiccl tune`` does not have.

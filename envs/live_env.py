@@ -14,16 +14,15 @@ class LiveEnv(SearchEnv):
     """Tune a running job (see :class:`search_env.SearchEnv`).
 
     ## Arguments
-    ``job``: a :class:`dynamiccl.envs.live.job.Job`; ``config``: how the search is run; the rest as
-    :class:`live.windows.LiveWindows` has it.
+    ``job``: a :class:`dynamiccl.envs.live.job.Job`; ``config``: how the search is run; others:
+    :class:`live.windows.LiveWindows`.
 
     ## Starting State
-    Some default steps, from which the slots are found; a table of an episode before is no more in force. Raises
-    ValueError where there is none to tune, JobEnded where the job is over.
+    Some default steps, from which the slots are found. Raises ValueError where there is none to tune, JobEnded where
+    the job is over.
 
     ## Episode End
-    As everywhere. What was confirmed stays in force until the next :meth:`reset`, also after :meth:`close`, with which
-    no more is tried.
+    As everywhere. The confirmed table stays until the next :meth:`reset`, also after :meth:`close`.
     """
 
     def __init__(

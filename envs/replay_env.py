@@ -16,13 +16,11 @@ from .search_env import SearchEnv
 class ReplayEnv(SearchEnv):
     """Tune a recorded job again, see :class:`search_env.SearchEnv`.
 
-    The default answers with its recorded steps, one after the other and round again; what the trace measured with
-    what it saved of them; any other config with the prediction of a model fitted to the trace.
+    The default answers with its recorded steps, measured configs with what they saved, others as a model predicts.
 
     ## Arguments
-    ``trace``: a folder, or a :class:`dynamiccl.traces.files.Trace`; ``min_share``: slots with a smaller share of the
-    step are left out; ``config``: how the search is run. Raises ValueError without a trace, TraceError when the trace
-    cannot be read or holds nothing to tune.
+    ``trace``: a folder, or a :class:`dynamiccl.traces.files.Trace`; ``min_share``: slots with a smaller share are left
+    out; ``config``: how the search is run. Raises ValueError without a trace, TraceError if it cannot be tuned.
     """
 
     def __init__(

@@ -94,49 +94,22 @@ class Reward:
 
 
 class SearchEnv(gym.Env[Array, np.int64]):
-    """Base of the environments; a subclass has :meth:`open`.
+    """Base of the environments; a subclass has :meth:`open`. ``docs/environments.md`` describes them.
 
-    ## Description
-    One episode is the search over a whole job, one step the decision for one slot and what comes next. In a window
-    some optimizer steps run under all decisions at once; a comparison alternates a table with the current one until it
-    is certain which is faster. After the verdict each turn may try another config of one slot against the current
-    table.
+    ## Action Space
+    ``Discrete(392)``: config * 7 + what comes next, see ``search.interfaces.actions_of`` and
+    :mod:`dynamiccl.traces.spaces`. :meth:`action_masks` says what may be chosen. A masked action keeps the slot's
+    setting and costs 0.01.
 
-    ## Action Space ``Discrete(392)``: config * 7 + what comes next, see ``search.interfaces.actions_of`` and
-    :mod:`dynamiccl.traces.spaces`. What comes next is 0: the next slot's turn, or the window after the last slot. 1:
-    the window at once. 2: a comparison with the current table. 3: the end of the search, or of the trials after
-    the verdict; it is masked as long as a table that has not lost promises a gain that is worth a comparison (before
-    the verdict: until one was run). With
-    ``SearchConfig(more_choices=True)`` also 4: the window at once, and three times as long. After the verdict 5: a look
-    at the default; 6: another search.
+    ## Observation Space
+    ``Box(-4, 4, (observation.N_OBSERVATION,), float32)``; ``observation.decode`` gives names.
 
-    :meth:`action_masks` and ``info["action_mask"]`` say what may be chosen. A masked action keeps what the current
-    table has in this slot and gives the next slot its turn. It costs 0.01 (one default step), and is counted in
-    ``info["n_masked"]``.
-
-    ## Observation Space ``Box(-4, 4, (observation.N_OBSERVATION,), float32)``: the slot's fingerprint, the
-    quantities of the turn, the figures of each config, and which configs may be chosen. ``observation.decode`` gives
-    them names.
-
-    ## Rewards Default steps saved, divided by 100, as soon as they are known. Measured step times alone decide them. A
-    turn earns what its billed steps saved, compared with the current table: a trial that is slower costs, one that is
-    equal earns nothing. A window counts with the trimmed mean of its steps, so that the job's own long steps, such as
-    checkpoints, cost no turn; a window that ended because a step was too slow counts with all its time. When the
-    current table changes, a turn earns by how much the measured saving of a step has changed, for all steps that are
-    left of a job of :data:`HORIZON` steps. At the end the account is settled: in more steps, in which the table and the
-    default take turns, the saving is measured once more, because those that confirmed it were lucky ones, and the
-    difference is paid. An early verdict earns more, and fruitless trials cost.
+    ## Rewards
+    Default steps saved / 100, by measured step times.
 
     ## Episode End
-    Terminated if nothing is left to try after the verdict. Truncated if the job is over, which it is after
-    :data:`HORIZON` steps at the latest, or if its ranks change tables no more: then the table earns nothing for later
-    steps, and ``info["ended"]`` says why. ``info["table"]`` holds the result (configs by slot, 0 beyond the job's
-    slots), ``info["steps"]`` the steps that it took.
+    Terminated if nothing is left to try. Truncated after :data:`HORIZON` steps, or by ``info["ended"]``.
 
-    ## Rendering
-    ``render_mode="ansi"``: :meth:`render` returns a line about the search; ``"rgb_array"``: a picture of what is
-    believed of each setting, see :mod:`picture`. ``gymnasium.wrappers.RecordVideo`` makes videos of these; it needs the
-    package moviepy, which no extra of ours installs: ``pip install moviepy``.
     """
 
     metadata = {"render_modes": ["ansi", "rgb_array"], "render_fps": 1}  # noqa: RUF012

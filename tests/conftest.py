@@ -4,7 +4,7 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +108,15 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
     if skipped:
-        terminalreporter.write_line(f"{len(skipped)} skipped, named above with what each lacks")
+        terminalreporter.write_line(in_one_line(skipped))
     if found := could_have_run(skipped, config):
         terminalreporter.write_line(f"this machine could have run: {', '.join(found)}", red=True)
+
+
+def in_one_line(skipped: Sequence[Any]) -> str:
+    """How many tests were skipped for which reason, the most frequent one first."""
+    reasons = Counter(" ".join(report.longrepr[2].removeprefix("Skipped: ").split()) for report in skipped)
+    return "skipped: " + ", ".join(f"{n} ({reason})" for reason, n in reasons.most_common())
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

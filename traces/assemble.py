@@ -1,8 +1,7 @@
 """From the raw records that the rings deliver to tables of events and steps.
 
-A process writes one COLL record when a collective is enqueued and, where sampled, one KERNEL record when it
-has run; the second may come hundreds of collectives later. The Assembler holds rows back until their kernel
-time came, or until the process is so far ahead that it never will.
+A process writes a COLL record when a collective is enqueued and, where sampled, a KERNEL record when it has run, maybe
+hundreds of collectives later. Rows are held back until their kernel time came or never will.
 """
 
 from __future__ import annotations

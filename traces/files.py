@@ -1,18 +1,7 @@
 """Traces on disk, read: a folder with a header, Parquet segments and a log, as :mod:`.writer` leaves it.
 
-::
-
-    trace/
-      header.json            format, date, host, versions; what the run adds (cluster, scales, command ...)
-      segment-000-LIFE.json  what one tuner has written: its parts, the positions of rings that it covers, and lacks
-      events-000-LIFE-00000.parquet  collectives (EVENT_COLUMNS), in parts: a killed tuner loses at most the last
-      steps-000-LIFE-00000.parquet   optimizer steps (STEP_COLUMNS), in parts
-      waits-000-LIFE-00000.parquet   when an emulated job stood still (WAIT_COLUMNS), in parts
-      comms-000-LIFE.parquet         communicators (COMM_COLUMNS)
-      offers-000-LIFE.parquet        what NCCL offered (OFFER_COLUMNS)
-      windows.jsonl          one JSON object a line: measuring windows, tables published, what else was logged
-
-Every file but the log is written under another name and renamed when whole.
+traces/README.md lists the files. Their columns: EVENT_COLUMNS, STEP_COLUMNS, WAIT_COLUMNS, COMM_COLUMNS, OFFER_COLUMNS.
+``windows.jsonl`` is the log, one JSON object a line; every other file is renamed when whole.
 """
 
 from __future__ import annotations

@@ -149,10 +149,10 @@ def configured() -> dict[str, str]:
 def conf_lines(data: bytes) -> dict[str, str]:
     """The variables that a configuration file of NCCL sets, as its ``setEnvFile`` reads them (2.28.9).
 
-    A line is a name, an equal sign and a value; both are taken as they stand, without a trim. The first line of a name
-    counts. Only a line that begins with ``#`` is a comment. A NUL ends a line, and further bytes than 1,023 are cut.
+    Name and value are taken as they stand; the first line of a name counts. Only a line that begins with ``#`` is a
+    comment. A NUL ends a line; bytes beyond 1,023 are cut.
 
-    >>> conf_lines(b"NCCL_PROTO=Simple # safe\\n NCCL_ALGO=ring\\nNCCL_PROTO=LL\\n")
+    >>> conf_lines(b"NCCL_PROTO=Simple # safe\n NCCL_ALGO=ring\nNCCL_PROTO=LL\n")
     {'NCCL_PROTO': 'Simple # safe', ' NCCL_ALGO': 'ring'}
     """
     found: dict[str, str] = {}

@@ -1,8 +1,7 @@
 """Files that others may have written, named or damaged, and files that are replaced whole.
 
-A path is bytes, and so is a file: neither need be UTF-8. Files of others are opened here, unpacked where gzip packed
-them, and decoded so that no byte is lost (``surrogateescape``). :func:`shown` makes such a text printable. All JSON
-from outside is parsed here. Whatever is wrong with it is a ValueError, so a caller has one error to handle. Standard
+Paths and files are bytes, perhaps not UTF-8: gzip is unpacked, and decoding loses no byte (``surrogateescape``).
+:func:`shown` makes such text printable. All JSON from outside is parsed here; any fault in it is a ValueError. Standard
 library only.
 """
 

@@ -1,12 +1,8 @@
 """All reasons that the product gives, by code. The words of each code stand only here.
 
-Four kinds: a run is over or has lost its table (:class:`RunEnds`), nothing is tuned (:class:`NotTuning`), a row of a
-table is refused (:class:`RowRefused`), the ranks change no table (:class:`NotAgreeing`). A member is a code; its value
-is a text with gaps. Call it with its facts to give the reason: a :class:`Why`, which travels as its code and its facts,
-between ranks and into files. Its words are made where people read them; no program reads words. ``OPERATING.md``
-explains each code.
-
-Standard library only: the probe in a job imports this.
+Four kinds: :class:`RunEnds`, :class:`NotTuning`, :class:`RowRefused`, :class:`NotAgreeing`. A member is a code; its
+value a text with gaps. Call it with its facts: a :class:`Why`, which travels as code and facts. No program reads words.
+Standard library only: the probe imports this.
 """
 
 from __future__ import annotations

@@ -83,10 +83,9 @@ def size_class(n_bytes: int) -> int:
 class Slot:
     """One tunable place: (class of communicators, collective, size class), all that the plugin can tell apart.
 
-    The class is the communicator's number of ranks and of nodes, which NCCL tells the tuner of every rank: equal shard
-    groups share one decision, those on other nodes too, and a restart, which gives new ids, keeps it. (0, 0): all.
-    What cannot be told apart: two roles of one shape (say tensor-parallel and data-parallel groups of 4 ranks on one
-    node) whose messages fall into one size class. They share a decision, which is right for neither or for both.
+    The class is the communicator's number of ranks and of nodes: equal shard groups share one decision, and a restart
+    keeps it. (0, 0): all. Two roles of one shape and size class share a decision, which is right for neither or for
+    both.
     """
 
     n_ranks: int
@@ -147,9 +146,8 @@ assert RULE_DTYPE.itemsize == 32
 class Rule:
     """One row: messages of ``func`` with ``min_bytes <= n_bytes <= max_bytes`` on communicators of one class.
 
-    The class is (n_ranks, n_nodes); (0, 0) holds for every communicator whose class has no row for the message.
-    With ``threads`` the row is a ceiling. It leaves the pair to NCCL. A message gets the channels that NCCL gives it on
-    a communicator of ``n_channels`` (see ``envs/nccl/untouched.py``).
+    Class (n_ranks, n_nodes); (0, 0): every communicator whose class has no row. With ``threads`` a ceiling: NCCL's
+    pair, and the channels that NCCL gives on a communicator of ``n_channels`` (``envs/nccl/untouched.py``).
     """
 
     n_ranks: int
@@ -179,10 +177,8 @@ class Trial(NamedTuple):
 class Table:
     """All decisions in force at once. A table without rows, or with ceilings alone, is NCCL untouched everywhere.
 
-    With ``trial_steps`` it is a trial, which ends by itself after about so many steps; with 0 it is there to stay. A
-    trial with ``one_of`` holds in one turn of so many; in all others what is there to stay does. A turn is
-    ``turn_steps`` steps long, with 0 one call. Of two turns the order is A B B A (A: the trial); ``swap`` makes it
-    B A A B.
+    ``trial_steps``: a trial, which ends by itself after about so many; 0: it stays. ``one_of``: it holds in one turn of
+    so many. A turn is ``turn_steps`` steps, 0: one call. Two turns: A B B A (A: the trial); ``swap``: B A A B.
     """
 
     generation: int = 0

@@ -1,8 +1,7 @@
 """The segments of a trace: each is what one tuner has written, and nobody else adds to it.
 
-A segment names the positions of the rings that it covers, and those that it lacks, with the reason. A later segment
-covers none of these again. Its rows lie in parts, files that are written whole or not at all; parts that it does not
-name, as its tuner was killed before, do not count.
+A segment names the positions of the rings that it covers, and those that it lacks, with the reason. A later one covers
+none of these. Rows lie in parts, whole or not at all; parts that it does not name do not count.
 """
 
 from __future__ import annotations

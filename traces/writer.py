@@ -43,13 +43,11 @@ class TraceWriter:
 
     Args:
         folder: made if missing.
-        header: what is known of the run; host, versions and date are added. See :meth:`update_header`.
-        existing: what to do if the folder holds a trace already: ``refuse`` (TraceError), ``resume`` (add
-            a segment to it and keep its header) or ``replace`` (remove its files, and no others).
-        part_rows: a part is written when so many rows have come,
-        part_seconds: or so much time has passed; up to a minute in a long run, or its files would be too many.
-        most_bytes: of all segments together. Beyond it the oldest parts go, save those of the beginning (a quarter).
-            The log may have a sixteenth of it beside them.
+        header: see :meth:`update_header`.
+        existing: a trace there: ``refuse`` (TraceError), ``resume`` (add a segment) or ``replace`` it.
+        part_rows: rows of a part,
+        part_seconds: or its age; up to a minute later.
+        most_bytes: beyond it the oldest parts go, not the beginning's (a quarter).
     """
 
     def __init__(
@@ -127,9 +125,9 @@ class TraceWriter:
     ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
         """Write and return new events, steps and waits of ``assembler``; keep comms and offers up to date too.
 
-        ``coverage`` tells what of the rings this segment has by now, but for what ``assembler`` still holds back.
-        Offers are written as rarely as parts, the last ones by :meth:`close`. ``thin``: of the events only those
-        whose kernels were timed are written, and no offers before the end.
+        ``coverage``: what of the rings this segment has by now, but for what ``assembler`` holds back. Offers are
+        written with parts, the last by :meth:`close`. ``thin``: only events with kernel times, and no offers before the
+        end.
         """
         events, steps = assembler.take(everything)
         written = events[events["start_ns"].notna()] if thin else events
@@ -216,10 +214,9 @@ class TraceWriter:
     def log(self, kind: str, entry: dict[str, Any]) -> None:
         """Append one line to the log, on disk at once.
 
-        ``table`` lines tell a table that was published (``{"table": Table}``), ``window`` lines a measuring window
-        (index, phase, step_ms, default_ms, verdict, events, generation ...): by these the report and ``show`` tell
-        default steps from tuned ones. ``agent/report/summary.py`` names the other kinds, which a run's summary is made
-        of. Slot, Decision, Table and Why may be passed as they are; NaN becomes null.
+        ``table`` lines tell a published table (``{"table": Table}``), ``window`` lines a measuring window: they tell
+        default steps from tuned ones. Other kinds: ``agent/report/summary.py``. Slot, Decision, Table and Why may be
+        passed as they are; NaN becomes null.
         """
         line = {"kind": kind, "time": round(time.time(), 3), **entry}
         self._log.write(json.dumps(plain(line), allow_nan=False) + "\n")

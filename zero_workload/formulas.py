@@ -1,16 +1,13 @@
 """What ZeRO holds, sends and gains, as formulas: for a plan before anything is started, and beside what was measured.
 
-Symbols as in the papers: P parameters, N data-parallel ranks, B sequences of a rank, L tokens in each, d width, H
-heads, n layers. All sizes are in bytes unless a name says otherwise, all times in seconds. Nothing here needs PyTorch.
+P parameters, N data-parallel ranks, B sequences of a rank, L tokens in each, d width, H heads, n layers. Bytes and
+seconds. Needs no PyTorch.
 
-Sources: [Z] Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC20);
-[K] Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (MLSys 2023); [C] Chen et al.,
-Training Deep Nets with Sublinear Memory Cost (2016); [A] Xie et al., Adan (2022); [L] Chen et al., Symbolic Discovery
-of Optimization Algorithms (2023), which has Lion; [T] Patarasuk and Yuan, Bandwidth Optimal All-reduce (2009);
-[S] Kaplan et al., Scaling Laws for Neural Language Models (2020); [F] Dao et al., FlashAttention (NeurIPS 2022);
-[R] Radford et al., Language Models are Unsupervised Multitask Learners (2019), GPT-2; [B] Brown et al., Language Models
-are Few-Shot Learners (2020), GPT-3; [M] Touvron et al., LLaMA (2023); [G] Grattafiori et al., The Llama 3 Herd of
-Models (2024); [D] the documents after which the project is made, with the derivation where it is used.
+Sources: [Z] Rajbhandari et al., ZeRO (SC20); [K] Korthikanti et al., Activation Recomputation (MLSys 2023); [C] Chen
+et al., Sublinear Memory Cost (2016); [A] Xie et al., Adan (2022); [L] Chen et al., Lion (2023); [T] Patarasuk and
+Yuan (2009); [S] Kaplan et al. (2020); [F] Dao et al. (2022); [R] Radford et al., GPT-2 (2019); [B] Brown et al.,
+GPT-3 (2020); [M] Touvron et al., LLaMA (2023); [G] Grattafiori et al., Llama 3 (2024); [D] the documents after which
+the project is made, with the derivation where used.
 """
 
 import math
@@ -52,8 +49,8 @@ RUNTIME = 3e9
 def state_bytes(optimizer: str = "adam", precision: str = "mixed") -> tuple[int, int, int]:
     """Bytes a parameter of weight, gradient and optimizer: 2 + 2 + 12 with Adam in mixed precision, section 3.1 of [Z].
 
-    With k tensors of state an optimizer takes 4 + 4 k: Lion 8 (12 in all), Adan 16 (20 in all). Adan's 20 are its three
-    moments; it also needs the gradient of the step before: 22 where that is kept in 16 bits, 24 in float32.
+    An optimizer with k tensors of state takes 4 + 4 k: Lion 8 (12 in all), Adan 16 (20 in all). Adan also needs the
+    last step's gradient: 22 if kept in 16 bits, 24 in float32.
     """
     weight, gradient, master = PRECISIONS[precision]
     return weight, gradient, master + 4 * MOMENTS[optimizer]
@@ -218,12 +215,9 @@ class Shape:
 def layer_activations(shape: Shape, norm_outputs: bool = False, tensor: int = 1) -> tuple[float, float]:
     """Bytes of one layer for backward: 14 BLd, and B H L^2 of attention probabilities.
 
-    ``tensor``: ranks that share each matrix. Each has its heads, and its part of the MLP's inner width: 1 / N of all
-    but the inputs and outputs of the norms, section 4.1 of [K].
-
-    The 14: input of the norm 1, Q K V 3, output 1, input of the second norm 1, before and after GELU 4 + 4. The
-    documents leave out what the norms give to the matrices behind them, which these keep: with ``norm_outputs`` it is
-    16 BLd, as [K] has it without its masks of dropout, and as a step of our transformer measures.
+    ``tensor``: ranks that share each matrix: 1 / N of all but inputs and outputs of the norms, section 4.1 of [K]. 14:
+    norm 1, Q K V 3, output 1, norm 1, GELU 4 + 4. ``norm_outputs``: 16, as [K] without dropout's masks, and as
+    measured.
     """
     whole = 4 if norm_outputs else 2
     linear = (whole + 12 / tensor) * shape.token_bytes
@@ -263,9 +257,8 @@ def activations(shape: Shape, mode: str = "none", tensor: int = 1) -> float:
     """Bytes of activations at their peak, of all layers, by what is recomputed.
 
     ``block``: a layer keeps its input; ``sub-block``: those of attention and MLP; ``selective``: all but probabilities;
-    ``every``: every k-th layer keeps its input (:func:`interval`). Beside that stands what is recomputed at once.
-    ``tensor``: ranks that share each matrix (see :func:`layer_activations`) and keep 1 / N of each checkpoint (P_a of
-    [Z], section 6.1).
+    ``every``: every k-th layer its input (:func:`interval`). What is recomputed at once is added. ``tensor``: ranks
+    that share each matrix; each keeps 1 / N of a checkpoint (P_a of [Z], section 6.1).
     """
     linear, attention = layer_activations(shape, tensor=tensor)
     one = shape.token_bytes / tensor
@@ -389,10 +382,9 @@ def gathered(params: float, layers: int, weight: int = 2, ahead: int = 1) -> flo
 def exposed(job: "Job", stage: int, again: float, machine: Machine) -> float:
     """Seconds of a step in which a rank waits for transfers that nothing hides.
 
-    Reductions run beside backward, gathers beside forward; at stage 3 the second gathers and the reductions beside
-    backward. What takes longer than the compute beside it is waited for, and so are the first gather and the last
-    reduction, which have no compute beside them: a layer's at stage 3, a bucket's below. Of micro-batches stages 0 and
-    1 reduce the last, 2 and 3 each. Source: [D] for what hides what, [T] for the bytes.
+    Reductions run beside backward, gathers beside forward; stage 3's second gathers beside backward. Exposed: what
+    exceeds that compute, the first gather and the last reduction (stage 3 a layer's, else a bucket's). Micro-batches:
+    stages 0 and 1 reduce the last. Source: [D], bytes [T].
     """
     forward = job.compute / 3
     backward = job.compute * (2 / 3 + again)

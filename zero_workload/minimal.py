@@ -1,10 +1,8 @@
 """ZeRO at its barest, to be read first: parameter by parameter, one collective after the other, nothing overlapped.
 
-A rank's shard of a parameter is an equal part of its elements, end to end, with zeros to fill the last one. Every rank
-uses every parameter; all are float32. ``python -m dynamiccl.zero_workload.minimal`` runs the worked example at each
-stage on two ranks. What the engine beside it adds - buckets, overlap, mixed precision, odd models - changes no number.
-
-Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC20).
+A rank's shard of a parameter is an equal part of its elements, the last one filled with zeros. Every rank uses every
+parameter; all are float32. ``python -m dynamiccl.zero_workload.minimal`` runs the worked example on two ranks. Source:
+Rajbhandari et al., ZeRO (SC20).
 """
 
 import tempfile

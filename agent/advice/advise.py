@@ -1,10 +1,8 @@
 """From a recording to advice: what communication costs the step, and which table to try first.
 
-All gains are predicted, by the search's own belief before it has tried anything (``envs/search/belief/``). Its prior
-has seen many simulated jobs: it knows how long every config of a slot takes there beside NCCL's own choice, and what
-the step feels of that. What a recording shows of compute beside communication is told to it. To follow the advice is to
-measure the table in a tuning run, which keeps it only where it is faster: so of what should gain, the boldest within
-reason is tried first. It may be applied unseen where a loss is unlikely enough.
+Gains are predicted by the search's belief (``envs/search/belief/``), whose prior has seen simulated jobs only. A tuning
+run keeps only what is faster, so the boldest within reason is tried first. Unseen a table may be applied where a loss
+is unlikely enough.
 """
 
 from __future__ import annotations

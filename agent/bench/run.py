@@ -1,15 +1,8 @@
 """Runs entrants of the benchmark, some jobs at a time in a process of their own, and keeps what they decided.
 
-To enter, write a policy: any object with ``predict(observation, state, episode_start, deterministic)`` that returns
-``(actions, state)``, as in stable-baselines3. It is asked as it is beside a job, one turn at a time: (1, N_OBSERVATION)
-float32 in, (1,) int64 out: an action of the environments. ``envs.search.observation.decode`` gives an observation as
-plain arrays; ``envs.search.interfaces.actions_of`` turns config indices, and what comes next, into actions. Then, where
-``my_module.py`` lies::
-
-    dynamiccl bench --policy my_module:MyPolicy --policy random
-
-A submission is one JSON file: who, which suite, every decision (packed), and what came of it, job by job. The judge
-(``envs.bench.submissions``) believes only the decisions: it plays them again and refuses what does not come out.
+docs/environments.md says how a policy is asked: (1, N_OBSERVATION) float32 in, (1,) int64 out. A submission is one JSON
+file: who, which suite, every decision (packed), and what came of it. The judge (``envs.bench.submissions``) believes
+only the decisions.
 """
 
 from __future__ import annotations
@@ -89,9 +82,9 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Yield the submission of each entrant as they come, or ``{"entrant", "failed"}``; they are left in ``folder``.
 
-    The jobs are played in parts by so many processes of this machine (``local``), or of a Ray cluster (``ray``). An
-    entrant that fails, or takes longer than ``limit_s`` for a part, does not stop the others. ``on_part`` is called
-    after each part with their number so far and in all. Raises ValueError where Ray is asked for and not installed.
+    Jobs are played by processes of this machine (``local``) or a Ray cluster (``ray``). An entrant that fails, or
+    exceeds ``limit_s`` for a part, stops no other. ``on_part`` gets the parts done and in all. Raises ValueError if Ray
+    is not installed.
     """
     loaded = JobSuite.load(suite)
     rows = parts_of(loaded, jobs)

@@ -19,12 +19,11 @@ _NEWEST = (99,)
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. It is in the releases from ``first`` on and below ``below``, on ``machine``, '' for every one.
+    """One fault of the releases from ``first`` on and below ``below``, on ``machine``, '' for every one.
 
-    ``must_change``: the job is at risk, or loses time, until it is cured. ``unless``: a variable of the environment and
-    the value that avoids the fault. ``cells``: those that have it, of which one must be offered. ``where``: what of the
-    machine brings it on; then a release that is not known counts as one of these. In ``what`` and ``cure`` stand
-    ``{nccl}`` for the release, ``{newer}`` for how to get another, and ``{found}`` for what ``where`` returns.
+    ``must_change``: the job is at risk, or loses time. ``unless``: variable and value that avoid it. ``cells``: that
+    have it; one must be offered. ``where``: what brings it on; unknown releases then count. Gaps of ``what`` and
+    ``cure``: ``{nccl}``, ``{newer}``, ``{found}``.
     """
 
     name: str

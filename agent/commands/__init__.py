@@ -185,16 +185,16 @@ EMULATION, SEARCH, OUTPUT = "Without GPUs", "The search", "Results"
 HEADROOM = option(
     "--headroom",
     type=click.IntRange(1, 64),
-    help="Make NCCL prepare this many channels (NCCL_MIN_NCHANNELS), so that a table may use up to as many. NCCL "
-    "allocates memory for them. A table cannot use more channels than the communicator has. Calls that no table "
-    "decides keep NCCL's own count. Not with CUDA graphs.",
+    help="Make NCCL prepare this many channels (NCCL_MIN_NCHANNELS). NCCL allocates memory for them. A table cannot "
+    "use more channels than the communicator has. Calls that no table decides keep NCCL's own count. Not with CUDA "
+    "graphs.",
 )
 UNTOUCHED = option(
     "--untouched",
     type=PATH,
     metavar="RUN",
-    help="With --headroom, which needs it: results of an earlier run of this job without that option. NCCL's own "
-    "channel counts are read from it. All nodes must be able to read it.",
+    help="With --headroom, which needs it: results of an earlier run of this job without that option, for NCCL's own "
+    "channel counts. All nodes must be able to read it.",
 )
 FORCE = option(
     "--force", is_flag=True, help="Start even if `dynamiccl doctor` finds something that must be changed."

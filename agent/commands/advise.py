@@ -50,9 +50,8 @@ def advise(
 ) -> None:
     """Predict whether a recorded job is worth a tuning run, and which table to try first.
 
-    One profile of PyTorch is enough, with at least 30 steps. Two folders: do collectives explain a regression? The
-    columns "of the step" and "exposed" are measured, gains are predicted; nobody has checked them on GPUs.
-    docs/start.md says how to record, lists the presets and explains the answers.
+    One profile of PyTorch is enough, with at least 30 steps. Two folders: do collectives explain a regression?
+    Predicted gains have not been checked on GPUs. docs/start.md explains the answers.
 
     \b
     dynamiccl advise --sample

@@ -58,13 +58,12 @@ def apply(
 ) -> None:
     """Run COMMAND under a fixed TABLE. NCCL decides all collectives that the table does not name.
 
-    On each communicator all ranks use the table or none does, except with --no-gate: then a process without the plugin
-    hangs with its peers. It prints the step time beside the default's. Start it on every node, with the table of rank
-    0's folder, and the same --headroom as the run that found it.
+    On each communicator all ranks use the table or none does; with --no-gate a process without the plugin hangs with
+    its peers. Start it on every node, with one table and its run's --headroom.
 
     \b
-    dynamiccl apply runs/tune/latest -- torchrun --nproc-per-node 8 train.py
-    dynamiccl apply table.json --no-gate -- mpirun ... all_gather_perf
+    dynamiccl apply runs/tune/latest -- torchrun train.py
+    dynamiccl apply table.json --no-gate -- mpirun ...
     """
     from ...envs.nccl.plugin.build import PluginBuildError
     from ...envs.nccl.tables import load_table, why_dropped

@@ -64,8 +64,7 @@ def bench(
 ) -> None:
     """Compare policies on a suite of whole simulated jobs. Each job is tuned as by `dynamiccl tune --policy X`.
 
-    One policy plays a job in 1.2 to 3 s of a core. Without --policy and --jobs all eight known policies play all
-    1,000 jobs: 3 to 7 hours of a core. docs/environments.md says how a policy is asked.
+    A job takes 1.2 to 3 s of a core. Without options all eight known policies play all 1,000 jobs: 3 to 7 hours.
 
     \b
     dynamiccl bench --policy my_module:MyPolicy --jobs 40

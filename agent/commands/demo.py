@@ -31,10 +31,8 @@ _NEEDS, _EXTRA = ("torch", "pandas", "rich"), "train,plot"
 def demo(steps: int, out: Path, quiet: bool, json: bool) -> None:
     """Train the built-in ZeRO-3 job and tune it while it trains. Takes about a minute; needs no GPU and no checkout.
 
-    Without two GPUs the job runs on an emulated cluster: its collectives take the time that a model predicts for 2
-    nodes with 8 H100 each, under heavy congestion, so the gain is large. These are not GPU times.
-
-    It is `dynamiccl tune` with a few options; the command prints them first.
+    Without two GPUs the job runs on an emulated cluster: a model gives the times of its collectives, on 2 nodes with 8
+    H100 each, under heavy congestion. These are not GPU times.
 
     \b
     dynamiccl demo

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 def doctor(command: list[str] | None, trace: Sequence[Path], json: bool) -> None:
     """Check this machine and environment: can a job be tuned here, and safely?
 
-    Each problem is printed with its cure; exit status 1: something must be changed. Run it in the job's environment. It
-    looks at the Python that the job's command names. The last line is the answer: nothing to win here, worth a sweep,
-    or cannot tell: profile first.
+    Each problem is printed with its cure; exit status 1: something must be changed. Run it in the job's environment.
+    Its last line is the answer: nothing to win, worth a sweep, or cannot tell.
 
     \b
     dynamiccl doctor -- torchrun --nproc-per-node 8 train.py

@@ -289,9 +289,8 @@ def _hybrid(
 def advised(pairs: list[dict[str, Any]], params: float, ranks: int) -> dict[str, Any]:
     """The pair of stage and recomputation that takes the least time of those that fit, with the runner-up and why.
 
-    Stage 0 is for one rank: stage 1 sends the same bytes, and holds less. Of two as fast the lower stage, then the one
-    that recomputes less, then the one that holds less. Where none fits: the one that holds least. Of a small model: why
-    there is none.
+    Stage 0 is for one rank. Of two as fast: the lower stage, then less recomputation, then the one that holds less.
+    Where none fits: the one that holds least. Of a small model: why there is none.
     """
     if params < SMALL:
         return {"none": "no advice: any stage fits so small a model, whose step is latency, not bytes"}

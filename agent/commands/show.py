@@ -42,11 +42,9 @@ MOST_EVENTS = 500_000
 def show(trace: Path | None, sample_run: bool, windows: bool, json: bool, whole: bool) -> None:
     """Show the result of a run and its reasons.
 
-    It shows the verdict, the time of each collective, NCCL's estimates, the settings that were tried, and the
-    decision for each slot (one kind and size of collective). For files of other tools (see `dynamiccl advise --help`)
-    it shows the time of each collective.
-
-    After a run on several nodes give the results folder of rank 0. If you give another node's, the command names it.
+    It shows the verdict, the time of each collective, NCCL's estimates, the settings that were tried, and the decision
+    for each slot (one kind and size of collective). Files of other tools have times only. Of several nodes' results
+    give rank 0's.
 
     \b
     dynamiccl show runs/tune/latest

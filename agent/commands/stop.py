@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 def stop(run: str | None, every: bool, wait: float, bad: bool, json: bool) -> None:
     """End tuning for good and restore NCCL's default on all ranks. The job continues.
 
-    Give it on the node of rank 0, as the job's user or root. It waits until every communicator reports the default; if
-    the tuner does not answer, it withdraws the table itself and names the process to kill. The table stays as
-    dropped-table.json. Exit status: 0 done, 1 not within --wait or rank 0 elsewhere, 2 no run.
+    Give it on the node of rank 0, as the job's user or root. If the tuner does not answer, it withdraws the table and
+    names the process to kill. Status: 0 done, 1 not within --wait or rank 0 elsewhere, 2 no run.
 
     \b
     dynamiccl stop runs/tune/latest

@@ -79,8 +79,8 @@ def sweep(
 ) -> None:
     """Measure all-gather and reduce-scatter under each algorithm, protocol and channel count, and write a table.
 
-    The best call is not always the best step: confirm the table with your job. Each round has a new communicator and
-    NCCL untouched twice; half of the rounds choose, the others score. On several nodes start it by torchrun.
+    The best call is not always the best step: confirm the table with your job. Half of the rounds choose, the others
+    score. On several nodes start it by torchrun.
 
     \b
     dynamiccl sweep --bytes 1MiB:64MiB

@@ -31,8 +31,8 @@ _AGREE = {"OPEN": "yes", "WAITING": "not yet", "LOSING": "not all", "SHUT": "no"
 def top(runs: Sequence[Path], once: bool, json: bool, every: float, metrics: Path | None) -> None:
     """List runs with their step, phase, current table, gain, cost of the search, agreement and lost records.
 
-    It looks in each folder and two levels below it; the jobs do not notice. "over the run" draws the step times from 0.
-    state: tuning; waiting (nothing measured yet, or rank 0 is elsewhere); ended; no tuner.
+    It looks in each folder and two levels below it. "over the run" draws the step times from 0. state: tuning; waiting
+    (nothing measured yet, or rank 0 is elsewhere); ended; no tuner.
 
     \b
     dynamiccl top

@@ -1,7 +1,7 @@
 """A job under a fixed table: its step times beside some of NCCL's default, and what takes the table back.
 
-For ``dynamiccl apply``. The turns are as long as windows, in the order table, default, default, table, so that a job
-that becomes steadily faster or slower favours neither. If this watch dies, the job runs on as the ranks agreed last.
+For ``dynamiccl apply``. Turns of a window each, in the order table, default, default, table, so that steady drift
+favours neither. If this watch dies, the job runs on as the ranks agreed last.
 """
 
 from __future__ import annotations

@@ -155,8 +155,8 @@ class Daemon:
         """Tune, and stay to the end of the job; returns the summary (also ``summary.json``).
 
         Raises OSError or TraceError if what was seen cannot be written. A KeyboardInterrupt, or one of ``signals``,
-        ends the tuner and not the job. However it ends, the confirmed table stays. From then on, and from the job's
-        end, signals do nothing until the summary is written; after it they cut short what is left to do.
+        ends the tuner and not the job; the confirmed table stays. Then signals do nothing until the summary is written;
+        after it they cut short the rest.
         """
         out, signals = self.out, signals or Signals()
         link(out, self.run.path)

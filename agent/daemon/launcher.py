@@ -1,14 +1,7 @@
 """The launcher: starts a job with a tuner beside it, and is to the job's scheduler what the job alone would be.
 
-``dynamiccl tune -- COMMAND`` checks all it can, then *becomes* this process, which is small, of the standard library
-only, and does four things: it runs the job in a session of its own, hands on every signal that can be caught, passes
-the job's output through and keeps a copy, and exits with the job's status. The tuner is another process, which may die
-at any time.
-
-::
-
-    dynamiccl tune -- torchrun train.py   =   this process --+-- the job: torchrun train.py
-                                                             +-- the tuner: dynamiccl tune --attach RUN
+``dynamiccl tune`` *becomes* this process. Standard library only. It runs the job in its own session, hands on signals
+and output, and exits with the job's status. The tuner is another process, which may die.
 """
 
 from __future__ import annotations
@@ -62,9 +55,8 @@ _SAVING_S = 600.0
 class Plan:
     """What to run and where. ``env`` is added to the job's environment; ``tuner`` is the tuner's command, or empty.
 
-    ``log`` keeps the job's output; empty: no file does. The output is also passed through, stdout to stdout and stderr
-    to stderr; or to stderr alone (``mixed``), where stdout is wanted for something else; or not at all (``silent``).
-    ``locks`` are open file descriptors that the launcher holds to its end.
+    ``log`` keeps the job's output; empty: no file. The output also passes through; to stderr alone (``mixed``), where
+    stdout is wanted for something else; or not (``silent``). ``locks``: file descriptors held to the end.
     """
 
     command: list[str]

@@ -1,9 +1,7 @@
 """The memory between jobs: what a run confirmed is the first table of the next run of that job on the same cluster.
 
 One JSON file a run, in a folder or wherever fsspec writes (``s3://bucket/folder``), below the cluster's key. A run
-begins with the table of the run that had most of its slots, the newest of these: the same job again with all its own.
-Nothing is believed: the search compares that table with NCCL's own choice as any other. A file that is damaged, foreign
-or of another format is passed over by name; where no store answers in time, a run begins from nothing.
+begins with the newest table that had most of its slots. agent/README.md says what is skipped.
 """
 
 from __future__ import annotations

@@ -50,16 +50,13 @@ class Stopped(NamedTuple):
 def end_tuning(run: Path, wait_s: float, is_bad: bool = False) -> Stopped:
     """End the tuner of a run folder, and restore NCCL's default on all ranks. The job goes on.
 
-    A tuner that does not answer, because it is frozen or its disk hangs, has its table withdrawn too. The table that
-    the run used stays in its results, under another name.
-
     Args:
         run: the run folder.
-        wait_s: seconds to wait, half of them at most for the tuner's end, the others for the ranks' reports.
+        wait_s: seconds, at most half for the tuner's end, the rest for the ranks' reports.
         is_bad: the table did harm: no later run begins with it.
 
     Raises:
-        OSError, ValueError: if the folder holds no run; with ``is_bad`` if the memory between jobs cannot be changed.
+        OSError, ValueError: no run, or the memory cannot be changed.
     """
     out = _results_of(run)  # the run folder goes with the job
     found = _end(run, wait_s)

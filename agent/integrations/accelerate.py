@@ -44,11 +44,11 @@ class _Watch(GeneralTracker):  # type: ignore[misc]
 def watch(accelerator: Accelerator, every: int = 10) -> None:
     """Log step time, current table and verdict after each ``every``-th step of an optimizer, on rank 0.
 
-    It ends with ``accelerator.end_training()``. A second call replaces the first.
+    Ends with ``accelerator.end_training()``. A second call replaces the first.
 
     Args:
         accelerator: an Accelerator whose trackers are initialised before the first step.
-        every: optimizer steps between two logs. The steps of all optimizers count, from 0 in each process.
+        every: optimizer steps between two logs, of all optimizers, from 0 in each process.
 
     Raises:
         ValueError: if ``every`` is below 1.

@@ -1,9 +1,8 @@
 """The job's loss over its steps, with the steps that ran under a table: did tuning change what was learned?
 
-Only a job that writes its losses has this figure: lines ``{"step": ..., "loss": ...}`` and ``{"step": ...,
-"held_out": ...}`` in ``job.jsonl`` beside the report, as the built-in job does. That log has the job's own numbers of
-steps, which go on where a job resumes; the trace counts from 0 in each process. At each start the built-in job writes a
-line with ``"first_step": ...``, so that the two can be put together.
+Source: ``job.jsonl`` beside the report: lines ``{"step": ..., "loss": ...}``, ``{"step": ..., "held_out": ...}`` with
+the job's own numbers of steps; the trace counts from 0 in each process. A line ``"first_step": ...`` at each start puts
+them together.
 """
 
 from __future__ import annotations

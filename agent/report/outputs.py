@@ -79,11 +79,8 @@ def task_folder(folder: Path) -> Path:
 def begin(out: Path | None, say: Callable[[str], object]) -> tuple[Path, int]:
     """Claim a folder for a new run, and remove an earlier run's results from it. Returns and raises as :func:`claim`.
 
-    Raises ValueError for a folder with files of these names in which no run has ever been: they are somebody's own.
-
-    The results of another step of the same Slurm job stay: a script may call `srun` in a loop until the job succeeds.
-    The next free folder is taken then, ``out-2``, and ``say`` gets a line about it. A requeued job has the same steps,
-    and replaces its results.
+    Raises ValueError for a folder with such files in which no run has been. Results of another step of the same Slurm
+    job stay: the next free folder is taken, ``out-2``, and ``say`` gets a line.
     """
     for number in range(1, 100):
         if out is not None and number == 1:

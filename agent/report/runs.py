@@ -90,13 +90,13 @@ def _folders(path: Path) -> list[Path]:
 
 def state(out: Path, fold: Fold | None = None) -> dict[str, Any]:
     """One run, as ``top --json`` prints it. Unknown values are None. The fold of its log may be given.
-    ``records_lost`` and ``mismatches`` are 0 from the start: an alert sees a count grow only if it was there before.
+    ``records_lost`` and ``mismatches`` are 0 from the start, so that an alert sees them grow.
 
     Keys: ``run`` (results folder), ``job`` (command), ``emulated``, ``state`` (tuning, waiting, ended, no tuner),
-    ``tuner_died``, ``step``, ``step_ms``, ``step_times_ms`` (medians over the run), ``phase``, ``window`` (number) of
-    the last window, ``in_force`` (letter of the current table, or default), ``decisions`` (rows that set something),
-    ``kept``, ``verdict`` (words), ``gain`` (share of the step), ``gain_ci95``, ``cost_s``, ``budget_s``, ``agreement``
-    (OPEN: the ranks switch), ``agreement_why``, ``records_lost``, ``mismatches``, ``why`` (it is over).
+    ``tuner_died``, ``step``, ``step_ms``, ``step_times_ms`` (medians), ``phase``, ``window`` (number) of the last
+    window, ``in_force`` (letter of the current table, or default), ``decisions`` (rows that set something), ``kept``,
+    ``verdict``, ``gain`` (share of the step), ``gain_ci95``, ``cost_s``, ``budget_s``, ``agreement`` (OPEN: the ranks
+    switch), ``agreement_why``, ``records_lost``, ``mismatches``, ``why`` (it is over).
     """
     fold = fold or Fold.read(out)
     summary, last, header = fold.summary, fold.window, fold.header

@@ -1,8 +1,7 @@
 """What a run of the tuner came to: the schema of ``summary.json``, and the one function that gives it: a fold of a log.
 
-The log is ``trace/windows.jsonl``. Each line is an event: its ``kind``, its ``time``, the ``step`` of the job and its
-facts. The tuner appends to it, and knows its own run by the same fold as everybody who reads the folder. So a tuner
-that was killed leaves the summary that it would have written.
+Each line of ``trace/windows.jsonl`` is an event: ``kind``, ``time``, ``step`` of the job, facts. The tuner appends to
+it and folds it as everybody does, so a killed tuner leaves the summary that it would have written.
 """
 
 from __future__ import annotations
@@ -288,8 +287,8 @@ class Fold:
     """What the lines of a log come to, beside the ``header`` of their trace: ``summary``, ``window``, the last one that
     was measured ({}: none), and ``rows``, the search's comparisons by number.
 
-    A line sets what it names, whatever was there before. ``left``: folders, the first of which that has a
-    ``summary.json`` tells of a run without a tuner's lines. A run folder is such a one: it has no log.
+    A line sets what it names. ``left``: folders; the first with a ``summary.json`` tells of a run without a tuner's
+    lines.
     """
 
     def __init__(

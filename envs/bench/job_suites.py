@@ -1,9 +1,8 @@
 """Suite 4: whole jobs that entrants are judged on, as seeds: they are drawn again where they are needed.
 
-A suite holds equally many jobs of each world of its family, one world after the other. Drawing is the same on every
-machine up to the last digits, and a job that comes out otherwise than on record is an error: a suite of an older world
-is not the same suite. A further suite is a family in FAMILIES and a file in ``strata.SUITES``, made by
-``tests/tools/make_job_suites.py``; a world with a mechanism of its own has a ``family.World.hook``.
+As many jobs of each world of the family. A job that comes out otherwise than on record is an error. A further suite is
+a family in FAMILIES and a file in ``strata.SUITES``, made by ``tests/tools/make_job_suites.py``; own mechanisms:
+``family.World.hook``.
 """
 
 from __future__ import annotations

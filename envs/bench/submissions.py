@@ -1,8 +1,8 @@
 """The judge of submissions: believes only decisions, and plays them again. It never imports ``agent``.
 
-A submission is one JSON object: who played which jobs of which suite with which search, the decision of every turn
-(packed), and what it says came of it, job by job. Jobs do not know of each other, so any of them can be played again
-alone. The name of the search (``sources.search_digest``) only explains a refusal: the decisions are played anyway.
+A submission is one JSON object: who played which jobs of which suite with which search, each turn's decision (packed),
+and what it says came of it. Any job can be played again alone. The search's name (``sources.search_digest``) only
+explains a refusal.
 """
 
 from __future__ import annotations

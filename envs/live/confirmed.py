@@ -44,8 +44,8 @@ def without_fatal(
 ) -> tuple[tuple[Disobeyed, ...], dict[Slot, Decision]]:
     """Of a table in whose trial the ranks have ended: the rows that do not run again, and the others.
 
-    The former are those of its new rows that rank 0 has noted in the run folder, perhaps in a trial of another table.
-    Where it has noted none they are all new rows, or all rows if none is new: the same table must not come again.
+    The former are the new rows that rank 0 has noted in the run folder, perhaps in another trial. If none is noted: all
+    new rows, or all rows if none is new. The same table must not come again.
     """
     new: dict[Slot, Decision] = {}
     for slot, row in decisions.items():

@@ -1,8 +1,8 @@
 """Which settings a job's GPUs have no memory for.
 
-The first call of an algorithm on a communicator allocates buffers. If a GPU has too little memory left, this call
-fails, and the job with it. So all that is tried takes at most half of what the fullest GPU of this node has left, and
-leaves the job KEPT_FREE. The sizes of buffers are NCCL's settings in the tuner's environment and in NCCL's files.
+The first call of an algorithm on a communicator allocates buffers; if they do not fit, the job fails. So all that is
+tried takes at most half of what this node's fullest GPU has left, and leaves KEPT_FREE. Sizes of buffers come from the
+tuner's environment and NCCL's files.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ KEPT_FREE = 1 << 30
 def take_out(
     profiles: Sequence[SlotProfile], masks: Sequence[Array], events: pd.DataFrame, free: int
 ) -> list[Why]:
-    """Takes out of ``masks``, (1, N_CONFIGS) bool for each slot, the algorithms that there is no memory for.
+    """Take out of ``masks``, (1, N_CONFIGS) bool for each slot, the algorithms that there is no memory for.
 
     Args:
-        profiles: the slots, those with the largest share of the step first: they get the memory first.
+        profiles: slots; the largest share gets memory first.
         masks: changed in place.
-        events: of all functions, in some default steps. They show which algorithms a communicator is connected for.
-        free: bytes on the fullest GPU; 0 if the job does not tell, and then nothing is taken out.
+        events: show which algorithms are connected.
+        free: bytes on the fullest GPU; 0: unknown, nothing is taken out.
 
     Returns:
         One reason for each algorithm and class of communicators.

@@ -284,10 +284,9 @@ class Job(Reader):
     ) -> Turns:
         """Let ``decisions`` and the confirmed table take turns of ``turn_steps`` steps, and return ``n_steps`` of them.
 
-        Both numbers of steps are whole quads of turns; the first ``discard`` do not count. Ends early once a step of
-        ``decisions`` took longer than ``give_up_ms``. Afterwards the confirmed table is in force. Where the job's steps
-        are not alike the turns are LONG_TURN_STEPS long: as many quads of these as there is room for, at least one.
-        Raises JobEnded; NothingToTune if the steps differ too much for these, too.
+        Whole quads of turns; the first ``discard`` do not count. Ends early after a step of ``decisions`` beyond
+        ``give_up_ms``. Where steps are not alike, turns are LONG_TURN_STEPS long, at least a quad. Raises JobEnded;
+        NothingToTune if steps differ too much.
         """
         chosen = decided(decisions)
         failed: list[Lease] = []

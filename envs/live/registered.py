@@ -1,8 +1,7 @@
 """A fault of NCCL that a table could bring into a job with registered buffers: NVIDIA/nccl#2389.
 
-Over nodes, a collective with Simple that follows one with LL on the same communicator can hang, if buffers are
-registered with the network. The plugin closes what it sees in one message: LL, and Simple where NCCL runs LL. It does
-not see that another message of the communicator runs with LL, while a table replaces LL128 by Simple.
+Over nodes a collective with Simple that follows one with LL on the same communicator can hang. The plugin closes what
+it sees in one message. It does not see that another message runs with LL, while a table replaces LL128 by Simple.
 """
 
 from __future__ import annotations

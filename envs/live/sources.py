@@ -1,7 +1,7 @@
 """The rings of a job as one tuner reads them: what is news to it, and what of them its segment of the trace covers.
 
-What the rings held before a tuner came is history. It knows from it how the job stands, and writes what no earlier
-segment of the trace covers. Where another tuner was here before, it judges none of it.
+What the rings held before a tuner came is history: it shows how the job stands, and is written if no earlier segment
+covers it. After another tuner, it judges none of it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Steps of a running job as they are asked for, and which of them count for which table.
 
-A *lease* is one published table whose steps are looked at. A trial's table and the current one take turns in it: step
-by step, or in long turns where the job's steps are not alike. All that a trial needs was decided when it began, so it
-goes on without a message; each new one finds out anew where the job's steps end. A step counts for a table only if that
-table answered all of it. Where a communicator is without rank 0, a lease of turns of agreed steps counts only if the
-round after it has shown that its steps were alike.
+A *lease* is one published table whose steps are looked at. A step counts if one table answered all of it; where a
+communicator lacks rank 0, only once the round after it has shown that its steps were alike.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The identity of a life: one start of a process of the job, or of its tuner. A random number, never 0.
 
-All that a process leaves behind has it: its ring, its votes, its segments of a trace, so that nobody has to work out
-from times or process ids which of them belong together. A forked child has a life of its own; communicators that are
-made anew in a process are of the same life. Standard library only.
+Its ring, votes and segments of a trace have it. A forked child has a life of its own; communicators made anew in a
+process are of the same life. Standard library only.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Tables in files.
 
-``{"dynamiccl_table": 1, "rules": [{"func": "all_gather", "min_bytes": 0, "max_bytes": 1048576, "algo": "ring",
-"proto": "ll", "n_channels": 0, "n_ranks": 16, "n_nodes": 2}]}``. ``algo`` and ``proto`` may be left out together,
-``n_channels`` too; so may ``n_ranks`` and ``n_nodes``, then the rule holds for every communicator that has none of its
-own. A rule with ``threads`` is a ceiling, as a run with ``--headroom`` leaves them (``untouched.py``). ``dropped`` says
-why a run dropped the table.
+``{"dynamiccl_table": 1, "rules": [{"func": "all_gather", "min_bytes": 0, "max_bytes": 1048576, "algo": "ring", "proto":
+"ll", "n_channels": 0, "n_ranks": 16, "n_nodes": 2}]}``. OPERATING.md says what may be omitted. A rule with ``threads``
+is a ceiling (``untouched.py``). ``dropped`` says why a run dropped the table.
 """
 
 from __future__ import annotations

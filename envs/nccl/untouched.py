@@ -1,13 +1,11 @@
 """The untouched table: what NCCL does by itself, on communicators that ``--headroom`` has given more channels.
 
-More channels change what NCCL does by itself: it spreads its calls over all of them. So with ``--headroom`` every
-table of the run also has *ceilings*: rows that leave algorithm and protocol to NCCL, and give a message the channels
-that NCCL gives it on a communicator as it was without the option. The table of ceilings alone is the untouched table.
-It holds when nothing else does.
+*Ceilings*, rows of every such table, leave the pair to NCCL and give a message the channels that it has without the
+option.
 
-Source: NCCL 2.28.9 to 2.30.7. ``NCCL_MIN_NCHANNELS`` copies rings (src/graph/connect.cc), and no price of all_gather or
-reduce_scatter depends on their number (src/graph/tuning.cc). So only the count changes (src/enqueue.cc). Calls that are
-grouped share all channels of a communicator, whatever a tuner says: a ceiling does not hold there.
+Source: NCCL 2.28.9 to 2.30.7: ``NCCL_MIN_NCHANNELS`` copies rings (src/graph/connect.cc), prices ignore it
+(src/graph/tuning.cc), only the count changes (src/enqueue.cc). Grouped calls share all channels: no ceiling holds
+there.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """NCCL_ALGO and NCCL_PROTO: which (algorithm, protocol) they take from all-gather and reduce-scatter.
 
-The grammar is NCCL's own, from 2.24 on (``parseList`` in ``src/graph/tuning.cc``, 2.31: ``src/tuning/cost_model.cc``)::
+Source: NCCL from 2.24 on (``parseList`` in ``src/graph/tuning.cc``, 2.31: ``src/tuning/cost_model.cc``)::
 
     value   = entry { ";" entry }            later entries replace earlier ones
     entry   = [ function ":" ] [ "^" ] word { "," word }
 
-Only the first entry may lack a function; it then holds for all functions. ``^`` enables all words but the named ones.
-Upper and lower case are alike, and nothing is trimmed. An empty value, and empty parts, count as not there. At a word
-that it does not know NCCL ends the job; here such words are reported and otherwise skipped.
+The first entry may lack a function. ``^``: all but the named words. No case, no trim. NCCL ends the job at an unknown
+word; here it is reported.
 """
 
 from __future__ import annotations

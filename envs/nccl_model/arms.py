@@ -1,8 +1,7 @@
 """Configs that are one and the same: folded once, in the mask, for every policy, live as in simulation.
 
-An *arm* is what really runs: an (algo, proto) pair and a number of channels. Many configs name the same arm: AUTO with
-k channels is NCCL's own pair with k, AUTO is that pair with NCCL's own count, and NCCL gives a message no more channels
-than it can fill. :func:`distinct` leaves one config an arm, AUTO always.
+An *arm* is what really runs: an (algo, proto) pair and channels. AUTO is NCCL's own pair and count; NCCL gives a
+message no more channels than it can fill. :func:`distinct` leaves one config an arm, AUTO always.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """NCCL's view of a cluster: the cost table that it hands to a tuner, its own choice, its channels.
 
-Written from the constants and formulas in NCCL 2.28.9 to 2.30.7, src/graph/tuning.cc (model) and
-src/enqueue.cc (choice, channels, cutting work into cells of traffic); the tests compare with plans of the real
-library. Prices of ten releases, 2.27.3 to 2.32.3, are within 0.5 % of this, but for NVLS in 2.32.3: 0.6 % off on one
-node of 8, for a reason that we do not know. Units: microseconds, bytes, GB/s. Everything is computed for a whole
-:class:`ClusterArrays` at once; the functions on one cluster cache their answers.
+Source: NCCL 2.28.9 to 2.30.7, src/graph/tuning.cc (model) and src/enqueue.cc (choice, channels). Prices of ten
+releases, 2.27.3 to 2.32.3, are within 0.5 % of this; NVLS in 2.32.3 0.6 % on one node of 8, unexplained. Units:
+microseconds, bytes, GB/s.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """GPU memory that NCCL takes when a communicator runs an algorithm for the first time.
 
-From 2.22 on NCCL connects an algorithm at its first call (``NCCL_RUNTIME_CONNECT``) and allocates its buffers then. If
-the GPU has too little memory left, the call fails, and the job with it. The protocols of an algorithm share its
-connections, so another protocol takes nothing more.
-
-The bounds are read from NCCL 2.30's source; no GPU has confirmed them.
+From 2.22 on NCCL connects an algorithm at its first call (``NCCL_RUNTIME_CONNECT``) and allocates its buffers; if
+memory is short, the job fails. An algorithm's protocols share its connections. Source: NCCL 2.30; no GPU has confirmed
+the bounds.
 """
 
 from __future__ import annotations

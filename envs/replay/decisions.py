@@ -1,9 +1,8 @@
 """A recorded trace as tasks: what it measured as measured, the rest predicted by a model fitted to it and marked so.
 
-Measured: the step time under each published table against that of its neighbours in time (:mod:`.neighbours`) gives
-what each (slot, decision) saved, by ridge regression (a table may hold several slots' decisions at once). Predicted:
-the times of single collectives, interpolated between those that the trace sampled, weighted by how much of a slot's
-time the step is seen to wait for.
+Measured: what each (slot, decision) saved, by ridge regression on step times of neighbouring tables
+(:mod:`.neighbours`). Predicted: times of single collectives, interpolated, weighted by how much of a slot's time the
+step waits for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A recorded job that can be tuned again: :class:`envs.live.job.Job`'s part that a tuner uses, over a trace.
 
-Its steps are the recorded default steps, in their order from a random one on, less what the decisions in force save: as
-measured where the trace measured them, else as predicted (``replay.load``); slots add up. All steps of a look at one
-table take their median. Where two tables take turns, each step takes its own time.
+Its steps are the recorded default steps in order, from a random one on, less what the decisions save: as measured, else
+as predicted (``replay.load``); slots add up. A look takes the median; in turns each step its own time.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Measured collectives: between the points that were measured, interpolate; beyond them, follow the formula.
 
-A set of points of one collective under one algorithm and protocol, over message sizes and channel counts, is a
-Gaussian process in log time around a formula. With the exponential kernel below that is log-log interpolation between
-neighbouring sizes, borrowing the shape along channels from sizes where more counts were measured. (A plain
-latency-bandwidth fit misses public curves by 15-33 % in the median.)
-
-Time and memory grow with the cube and the square of the number of points, and a job may have a size for each length of
-a text. So of more than MOST_POINTS neighbouring sizes count as one.
+A Gaussian process in log time around a formula, over sizes and channels. (A plain latency-bandwidth fit misses public
+curves by 15-33 % in the median.) Time and memory grow with cube and square of the points: more than MOST_POINTS
+neighbours count as one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What each table of a run saved, from windows that lie side by side.
 
-A job drifts: its texts get longer, a neighbour on the network comes or goes. So two windows are compared only where one
-follows the other, and only by the steps on both sides of the change. After the verdict trials alternate with the table
-that was kept, and no default is near: what they saved against it, and what it saved against the default, add up.
+A job drifts, so two windows are compared only where one follows the other, and only by the steps on both sides of the
+change. After the verdict what a trial saved against the kept table, and that against the default, add up.
 """
 
 from __future__ import annotations

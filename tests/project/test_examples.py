@@ -96,6 +96,12 @@ def test_the_batch_script_is_valid_shell_with_options_of_sbatch():
     assert set(options) == known
 
 
+@pytest.mark.parametrize("name", ["slurm/two_nodes.sbatch", "kubernetes/jobset.yaml"])
+def test_a_template_has_the_cap_the_switch_and_never_costs_a_job(name):
+    words = re.sub(r'[",\s]+', " ", (EXAMPLES / name).read_text())
+    assert " --or-untuned --budget 0.01 --search-slots 4:/" in words and "/etc/dynamiccl" in words
+
+
 def test_the_signal_of_the_batch_script_leaves_time_for_a_checkpoint():
     """Before: SIGUSR1 ended torchrun at once, and the ranks heard nothing."""
     text = (EXAMPLES / "slurm" / "two_nodes.sbatch").read_text()

@@ -60,8 +60,8 @@ def folder(tmp_path_factory):
 
 
 def test_no_snippet_of_the_page_is_left_out():
-    """Three here; the jobs of ``Replay-v0`` and ``Live-v0`` in test_docs.py."""
-    assert len(blocks("environments.md")) == 5
+    """Three here; that for ``Replay-v0`` and ``Live-v0`` in test_docs.py."""
+    assert len(blocks("environments.md")) == 4
 
 
 @pytest.mark.slow

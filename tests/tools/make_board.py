@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from dynamiccl.agent.bench.board import Board
+from dynamiccl.agent.bench.board import Board, legend
 from dynamiccl.agent.bench.run import ENTRANTS
 from dynamiccl.envs.bench.job_suites import JobSuite
 from dynamiccl.envs.bench.sources import search_digest
@@ -89,7 +89,7 @@ def tables(envs=ROOT / "envs", check=0):
             if reason := board.judge(submission, check):
                 raise ValueError(f"{name}: {submission.get('entrant')}: {reason}")
         parts.append(f"{board.title}, {found['date']}, simulated:\n\n{board.markdown()}")
-    return "\n".join(parts)
+    return "\n".join([*parts, f"{legend()}\n"])
 
 
 def with_tables(readme, text):

@@ -77,10 +77,9 @@ class Marks:
 class Process:
     """What one process left in one file, in the file's own words.
 
-    A call is a row with ``comm_id``, ``n_ranks``, ``func``, ``n_bytes`` and ``enqueue_ns``, and what else is told of
-    EVENT_COLUMNS. ``func`` None: NCCL ran it, and it is none of FUNCS. ``untold`` True: the file does not say which
-    collective it was. Without a ``seq`` a call gets one by counting. A call of a log that tells ranks of communicators
-    only has its own ``rank``; ``once`` is what no second file may hold too.
+    A call is a row with ``comm_id``, ``n_ranks``, ``func``, ``n_bytes`` and ``enqueue_ns``, and others of
+    EVENT_COLUMNS. ``func`` None: none of FUNCS. ``untold``: the file does not say which. A missing ``seq`` is counted.
+    Without ranks of processes calls have their own ``rank``; ``once``: what no second file may hold.
     """
 
     file: Path

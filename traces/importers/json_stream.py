@@ -1,9 +1,7 @@
 """Large JSON documents with one long array (a profile's events), read in blocks: memory stays that of a block.
 
-A block is cut where an element seems to end and parsed: only a cut between two whole elements parses, so a wrong guess
-is noticed, and another place is tried or another block read. An element that is no JSON does not lose the others: it is
-mended where the fault is known, else left out, and counted (:class:`Faults`). Hostile input (endless nesting,
-compressed nothing, a truncated file) ends in a TraceError of one line.
+A block is cut where an element seems to end; if it does not parse, elsewhere. Broken elements are mended where the
+fault is known, else left out and counted (:class:`Faults`). Hostile input ends in a TraceError of one line.
 """
 
 from __future__ import annotations
@@ -60,9 +58,8 @@ def read_elements(
 ) -> dict[str, Any] | None:
     """Hand the elements of the array ``key`` of a JSON object to ``take``, in batches; the object's other keys.
 
-    A document that is itself an array gives its elements, and no other keys. None where there is no such array.
-    ``faults`` counts what was mended and left out. Raises TraceError that says where it stops to be JSON (nesting over
-    1,024 is none).
+    An array as document has no other keys. None: there is no such array. ``faults`` counts what was mended and left
+    out. Raises TraceError that says where it stops to be JSON (nesting over 1,024 is none).
     """
     faults = Faults() if faults is None else faults
     head = b""  # the document up to the begin of its array

@@ -1,9 +1,8 @@
 """Profiles of PyTorch (Kineto's JSON), of one process or of several that were merged into one file.
 
-Used: ``record_param_comms`` operators (what was asked for, when the host enqueued it), GPU kernels (NCCL's: when it
-ran, on how many channels; the others: when something was computed), ``ProfilerStep#N`` marks (steps; without these the
-ends of ``Optimizer.step#...``), ``distributedInfo``. The algorithm and protocol in a kernel's name are not what ran,
-NCCL's dispatcher names one kernel for many: they stay unknown.
+Used: ``record_param_comms`` operators (calls), GPU kernels (NCCL's: time and channels; others: compute),
+``ProfilerStep#N`` marks or else the ends of ``Optimizer.step#...``, ``distributedInfo``. A kernel's name does not tell
+algorithm and protocol (one kernel serves many): they stay unknown.
 """
 
 from __future__ import annotations

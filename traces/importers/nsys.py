@@ -1,9 +1,8 @@
 """Exports of Nsight Systems (``nsys export --type sqlite``): one file for all processes, or one each.
 
-Written after NVIDIA's public description of the export's schema; no real export was at hand. NCCL's own NVTX ranges
-(``ncclAllGather`` ...) tell the calls; the payloads of the ranges tell message sizes, and those of ``ncclCommInitRank``
-tell ranks. Kernels are matched to ranges by the launch that the range holds. Steps are ranges named like ``step 12``,
-``iteration 12`` or ``ProfilerStep#12``.
+Written after NVIDIA's public description of the schema; no real export was at hand. NCCL's NVTX ranges tell calls and,
+by payload, sizes; ``ncclCommInitRank`` tells ranks. Kernels match the launch in a range. Steps: ranges like ``step
+12``, ``iteration 12``, ``ProfilerStep#12``.
 """
 
 from __future__ import annotations

@@ -65,9 +65,9 @@ def _is_readable(file: Path) -> bool:
 def read_recording(paths: list[Path], ranks_per_node: int | None = None) -> Trace:
     """A recording as a trace in memory: a trace folder of ours, or files (or folders of them) of another tool.
 
-    ``ranks_per_node`` gives the number of nodes, which most tools do not tell. The header's ``notes`` say what is not
-    known, ``source`` names the format. Raises TraceError for files of an unknown format or of two formats, for damaged
-    files, and where no collective is in them.
+    ``ranks_per_node`` gives the number of nodes, which most tools do not tell. The header's ``notes`` name what is
+    unknown, ``source`` the format. Raises TraceError for unknown or mixed formats, damaged files, and files without a
+    collective.
     """
     ours = [path for path in paths if trace_folder(path)]
     if ours and len(paths) > 1:

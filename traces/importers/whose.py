@@ -1,8 +1,7 @@
 """Whose call it is: the rank of each process, the step of each call, and what is left out; one way for all formats.
 
-A call belongs to a process, to the process's rank and to a communicator. A file is none of these: it may hold several
-processes, and a process may have left several files. What cannot be told is left out and named, or refused where it
-would be added up.
+A file may hold several processes, and a process may have left several files. What cannot be told is left out and named,
+or refused where it would be added up.
 """
 
 from __future__ import annotations

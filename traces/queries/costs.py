@@ -110,11 +110,10 @@ def slot_costs(
 ) -> pd.DataFrame:
     """One row per slot that ran in default steps, the dearest first.
 
-    Columns: ``n_ranks, n_nodes, func, size_class, slot`` (text), ``n_bytes`` (of most calls), ``calls`` (a step, of
-    one process), ``own`` and ``ran`` (algo/proto/channels of most calls, default and tuned; None if never seen),
-    ``default_us`` and ``tuned_us`` (median GPU time of one call over all ranks, NaN where never sampled),
-    ``n_default`` and ``n_tuned`` (sampled calls), ``timed_by`` (see skew.py). Each process's first step is left
-    out: it holds the set-up. With ``told`` (see :func:`.steps.told_steps`) it counts: that job ran before.
+    Columns: ``n_ranks, n_nodes, func, size_class, slot``, ``n_bytes`` (of most calls), ``calls`` (a step, of one
+    process), ``own``, ``ran`` (algo/proto/channels, default and tuned, or None), ``default_us``, ``tuned_us`` (median
+    GPU time of a call, or NaN), ``n_default``, ``n_tuned`` (sampled calls), ``timed_by`` (skew.py). The first step
+    counts only with ``told`` (:func:`.steps.told_steps`).
     """
     if told is None:
         events = without_first(events, "step")

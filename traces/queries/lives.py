@@ -15,9 +15,8 @@ from .steps import of_one_rank
 def last_life(trace: Trace) -> Trace:
     """The trace without the events, steps and waits of processes that had ended before the job was started again.
 
-    A warning says how many steps that leaves out. Of the log the verdicts of earlier lives go, as their steps are no
-    steps of this life; tables and windows stay, as generations of tables count on. The same trace if the job had one
-    life; a recording of another tool has one.
+    A warning says how many steps that leaves out. Verdicts of earlier lives go; tables and windows stay, as generations
+    count on. The same trace for one life, and for another tool's recording.
     """
     life = lives(trace)
     earlier = life.index[life < life.max()]

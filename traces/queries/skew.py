@@ -21,9 +21,9 @@ _TOGETHER = ("all_gather", "reduce_scatter", "all_reduce")
 def durations(events: pd.DataFrame) -> pd.DataFrame:
     """Microseconds of each event and how they were found: columns ``us`` (float64, NaN = not sampled) and ``timed_by``.
 
-    The index is that of ``events``. RANKS needs the kernel times of every rank of the communicator, from one clock.
-    A trace holds the events of one host, whose GPUs' clocks agree as far as their driver sets them; where a rank seems
-    to have stopped before another began they do not, and each rank's own start counts.
+    Index: that of ``events``. RANKS needs the kernel times of every rank of the communicator, from one clock: one
+    host's GPUs agree as far as their driver sets them. Where a rank seems to stop before another began, each rank's own
+    start counts.
     """
     # From the first start on: clock values have more digits than a float64 holds.
     zero = events["start_ns"].min()

@@ -53,8 +53,8 @@ class SlotProfile:
 def outside_the_offer(events: pd.DataFrame, offers: Mapping[tuple[int, str, int], Offer]) -> dict[Slot, str]:
     """Slots that NCCL, left alone, runs otherwise than it offers the tuner (a tenth of the calls) -> what it runs.
 
-    From 2.29 on NCCL may ask the tuner and then take a symmetric kernel, or a copy engine, which are not in the list
-    that a tuner sees. A table that claims the call would put the best of the rest in the place of what is better still.
+    From 2.29 on NCCL may take a symmetric kernel or a copy engine, which a tuner does not see. A table there would
+    replace what is better by the best of the rest.
     """
     tuned = events[events["func"].isin(TUNED_FUNCS)]
     if tuned.empty:
@@ -105,12 +105,9 @@ def find_slots(
 ) -> list[SlotProfile]:
     """The slots of a job, the one with the largest share of the step first.
 
-    ``events`` are those of whole default steps; ``step_us`` is their step time. Where kernels were not sampled, NCCL's
-    own price stands in for the time of a call. ``told``: see :func:`.steps.told_steps`. ``headroom``: channels that all
-    communicators have at least, though NCCL, left untouched, uses fewer.
-
-    All communicators of a class make one slot. Its calls, times and share are those of one process, the one that it
-    costs most, over all its communicators of the class: it waits for them one after the other.
+    ``events``: of whole default steps; ``step_us``: their time. NCCL's price stands in for kernels not sampled.
+    ``told``: see :func:`.steps.told_steps`. ``headroom``: least channels, though NCCL untouched uses fewer. A class of
+    communicators is one slot, with the share of the process that it costs most.
     """
     tuned = events[events["func"].isin(TUNED_FUNCS)]
     if tuned.empty:
@@ -196,10 +193,10 @@ def _largest_message(calls: pd.DataFrame) -> tuple[int, int]:
 
 def with_sizes(events: pd.DataFrame) -> pd.DataFrame:
     """``events`` with the columns of :func:`durations` and two more. ``asked``: the bytes that NCCL asked the tuner
-    about, 0 if it did not ask; ``size_class``: of these, or of the message where it did not ask.
+    about, 0: it did not ask; ``size_class``: of these, or of the message.
 
-    Of grouped calls NCCL asks with the sum of their sizes, which is what a row of a table has to hold. Recordings that
-    do not tell are read as if each call had been asked about by itself.
+    Of grouped calls NCCL asks with the sum of their sizes, which a table's row has to hold. Recordings that do not tell
+    are read as single calls.
     """
     tells = "asked_bytes" in events and (events["asked_bytes"] > 0).any()
     asked = events["asked_bytes"] if tells else events["n_bytes"]

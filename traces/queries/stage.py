@@ -1,8 +1,7 @@
 """Which ZeRO stage a job trains under, from its traffic alone: the collectives of a step, their sizes and their groups.
 
-No label of the job is read. The rule is that of the stages' traffic (Rajbhandari et al., ZeRO, SC20, section 7), for
-jobs that reduce and gather the same buckets or units, as ``zero_workload`` and FSDP2 do. Where the traffic fits two
-stages, or none, the answer is "not sure" and says why.
+Source: Rajbhandari et al., ZeRO, SC20, section 7, for jobs that reduce and gather the same buckets or units. Where the
+traffic fits two stages, or none, the answer is "not sure" and says why.
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ class Collectives:
     """All-gather, reduce-scatter and all-reduce (to the mean) on one process group; each returns a work handle at once.
 
     Args:
-        group: process group of the data-parallel ranks; ``None`` is the default group.
+        group: of the data-parallel ranks; ``None``: the default group.
         reduce_group: the same ranks as a second communicator, for reduce-scatters; ``None``: ``group``.
-        replicas: ranks that hold the same shards, one of each copy of ``group``.
-        model_group: ranks that hold the other parts of the model (tensor or pipeline parallel).
+        replicas: ranks that hold the same shards.
+        model_group: ranks that hold the model's other parts.
 
     Raises:
         ValueError: no process group was initialised.

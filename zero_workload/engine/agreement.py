@@ -19,9 +19,8 @@ def message_numel(n_params: int) -> int:
 def agree(reducer: Reducer, parts: Sequence[Part], order: int) -> torch.Tensor:
     """One small all-reduce a step, after the reductions: an element a parameter, one for the norm, bits of ``order``.
 
-    Gradients of parameters that no rank used become ``None``. Returns the global norm of the gradient (scalar), the
-    same on every rank; it is waited for before the optimizer's step, so a gradient that is not finite never reaches
-    the weights.
+    Gradients of parameters that no rank used become ``None``. Returns the global norm (scalar), the same on every rank;
+    a gradient that is not finite never reaches the weights.
 
     Raises:
         RuntimeError: on every rank: the ranks gathered different units, or in another order.

@@ -1,11 +1,8 @@
 """The engine's state: whole on one rank, or written by all ranks through ``torch.distributed.checkpoint``.
 
-On disk a parameter, and each optimizer state that has a value for each of its elements, is one flat tensor under the
-parameter's name, whatever stage and number of ranks wrote it; so any other stage and number can read it. All else that
-the optimizer and the engine hold are pickled values.
-
-Each save is a folder of its own in the user's, and a file names the last whole one. So a save that is cut short leaves
-the one before as it was.
+On disk a parameter, and each elementwise optimizer state, is one flat tensor under the parameter's name, so any other
+stage and number of ranks can read it. The rest are pickled values. Each save is a folder; a file names the last whole
+one.
 """
 
 from __future__ import annotations

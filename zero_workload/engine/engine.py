@@ -52,54 +52,49 @@ def zero(
     """Make ``model`` train under ZeRO. The model is changed in place: its parameters become views of flat buffers.
 
     Args:
-        model: any module, on its device, built alike on every rank (rank 0's values are broadcast). Shared, frozen
-            and unused parameters are fine; its floating-point parameters become ``param_dtype``.
-        optimizer: makes the optimizer from the module's trainable parameters, in groups or not:
-            ``lambda params: torch.optim.AdamW(params, lr=1e-3)``. Each group then gets this rank's parts of its
-            parameters, 1-D (a 0-dim one stays so), in float32 or ``param_dtype`` if that has more digits. A parameter
-            that no rank used in a step is not updated. torch.optim.Muon keeps whole matrices, at stages 0 and 1.
+        model: any module, on its device, built alike on every rank (rank 0's values are broadcast). Shared, frozen and
+            unused parameters are fine; its floating-point parameters become ``param_dtype``.
+        optimizer: makes the optimizer from the module's trainable parameters: ``lambda params:
+            torch.optim.AdamW(params, lr=1e-3)``. Each group gets this rank's parts of its parameters, 1-D (a 0-dim one
+            stays so), in float32 or ``param_dtype`` if that has more digits. A parameter that no rank used in a step is
+            not updated. torch.optim.Muon keeps whole matrices, at stages 0 and 1.
         stage: 0 replicates all; 1 shards optimizer states; 2 gradients as well; 3 parameters as well.
         group: the data-parallel ranks, default all.
-        replicas: at stages 2 and 3, with ``group`` a node: the ranks that hold the same shards, one of each node
-            (HSDP). Gradients are reduce-scattered in ``group``, then their shards all-reduced here, once a step.
-        reduce_scatter_group: the ranks of ``group`` as a second communicator: NCCL runs the calls of one in order, of
-            two at once, so that a reduce-scatter does not hold up the gathers behind it.
-        model_group: the ranks that hold the rest of the model, in tensor or pipeline parallelism: the norm is theirs
-            together. A parameter may say ``model_copies = n``: n of them hold it; ``is_part = True``: part of a matrix.
-        elementwise: whether the optimizer looks at each element by itself. ``None``: what its class says
-            (``elementwise = True``), else those of torch that are known to.
-        bucket_bytes: bytes that one reduction (stages 0-2) or gather (1-2) moves; at stage 3 it is the unit's size.
-        prefetch: at stage 3, units gathered ahead of the one in use. Every rank calls the same units in the same order;
-            ``hybrid`` or ``min_unit`` keep whole what some ranks leave out.
+        replicas: at stages 2 and 3, with ``group`` a node: the ranks that hold the same shards (HSDP): the shards of
+            gradients are all-reduced here, once a step.
+        reduce_scatter_group: ``group`` as a second communicator, so that reduce-scatters do not hold up gathers.
+        model_group: the ranks that hold the rest of the model, in tensor or pipeline parallelism: they share the norm.
+            A parameter may say ``model_copies = n``: n of them hold it; ``is_part = True``: part of a matrix.
+        elementwise: whether the optimizer looks at each element by itself. ``None``: what its class says (``elementwise
+            = True``), else those of torch that are known to.
+        bucket_bytes: bytes that one reduction (stages 0-2) or gather (1-2) moves; stage 3: the unit's size.
+        prefetch: at stage 3, units gathered ahead. Every rank calls the same units in the same order; ``hybrid`` or
+            ``min_unit`` keep whole what some ranks leave out.
         param_dtype: dtype of parameters, gradients and messages. Default bfloat16, for a model in float32 or bfloat16;
-            any other model, and one of several dtypes, must say it. float16 scales the loss.
+            others must say it. float16 scales the loss.
         gradient_accumulation: backward passes an optimizer step. Stages 0 and 1 add up full gradients and reduce once,
-            2 and 3 reduce each pass and add up the shard, in the dtype that the optimizer updates.
+            2 and 3 reduce each pass and add up the shard, in the optimizer's dtype.
         max_norm: clip the global gradient norm to this.
         unit: ``"block"`` or ``"layer"``: what stage 3 gathers at once, see ``units.find_units``.
         min_unit: modules outside the blocks with fewer elements are gathered with the root.
         hybrid: at stage 3, units below this many elements stay replicated, as at stage 2.
-        keep_last: at stage 3, do not free what forward ends with and backward begins with: the last 1 + prefetch units
-            and the root's. Saves their second gather at no more memory than backward's own look-ahead takes.
-        reduce_dtype: dtype in which gradients are sent and summed, default the parameter's. float32 for bfloat16
-            parameters doubles the bytes of each reduction, and those of the gradient shard.
-        classic: at stage 1, all-reduce the gradients instead of reduce-scattering them: the form of the first ZeRO
-            code, which sends half as much again.
+        keep_last: at stage 3, keep the last 1 + prefetch units and the root's for backward: no second gather.
+        reduce_dtype: dtype in which gradients are sent and summed, default the parameter's.
+        classic: at stage 1, all-reduce the gradients instead, as the first ZeRO code: half as many bytes again.
         offload: keep master weights and optimizer states in host memory, and step there.
-        loss_scale: with float16, the first scale of the loss. It halves, and the step is skipped on all ranks, when a
-            gradient is not finite; it doubles after 2,000 good steps.
+        loss_scale: with float16, the first scale of the loss. It halves, and all ranks skip the step, when a gradient
+            is not finite; it doubles after 2,000 good steps.
 
     Returns:
         The engine. Its ``backward(loss)`` and ``step()`` replace ``loss.backward()`` and ``optimizer.step()``.
 
     Raises:
-        ValueError: on every rank alike, for a setting out of range, an optimizer that the stage cannot serve, a model
-            without trainable parameters or with some that are in no group, one that is wrapped or has an engine
-            already, sparse gradients, a dtype that must be said, and ranks whose models differ in names, shapes or
-            groups.
+        ValueError: on every rank alike: a setting out of range, an optimizer that the stage cannot serve, a model
+            without trainable parameters or with some that are in no group, one that is wrapped or has an engine, sparse
+            gradients, a dtype that must be said, ranks whose models differ in names, shapes or groups.
         TypeError: ``optimizer`` is an optimizer, not what makes one.
 
-    Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC20).
+    Source: Rajbhandari et al., ZeRO (SC20).
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
@@ -290,14 +285,13 @@ class Engine:
     def step(self) -> torch.Tensor | None:
         """Reduce, clip, update, publish. Does nothing before the last micro-batch of an accumulation.
 
-        With float16 a gradient beyond its range skips the update on all ranks alike, and halves ``scale.value``.
+        With float16 a gradient beyond its range skips the update on all ranks, and halves ``scale.value``.
 
         Returns:
             The global gradient norm (scalar, before clipping) with ``max_norm``, else ``None``.
 
         Raises:
-            FloatingPointError: on every rank alike: the gradients are not finite. The weights are those of the step
-                before.
+            FloatingPointError: on every rank alike: the gradients are not finite. The weights stay.
             RuntimeError: backward failed in this step, or parameters were changed outside of the engine.
         """
         self.reducer.require_whole()

@@ -33,11 +33,11 @@ class _Reduction(NamedTuple):
 class Reducer:
     """Knows where in a step backward is, starts each bucket's reduction when told to and collects the results.
 
-    Stages 2 and 3 copy gradients into buffers that are kept for the next bucket. At most ``IN_FLIGHT`` reductions are
-    under way at once, so the buffers do not grow with the model.
+    Stages 2 and 3 copy gradients into buffers that are kept. At most ``IN_FLIGHT`` reductions are under way, so buffers
+    do not grow with the model.
 
     Args:
-        whole: no parameter is cut (at stages 0 and 1), for optimizers of matrices.
+        whole: no parameter is cut (stages 0 and 1), for optimizers of matrices.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Reducer:
     def begin_backward(self, index: int | None = None) -> None:
         """Called by the first hook of a backward pass, and for each parameter (``index``) that has a gradient.
 
-        A reentrant checkpoint runs a pass inside the pass: ``engine.backward`` calls this in the outer one first.
+        For a reentrant checkpoint's inner pass ``engine.backward`` calls this in the outer one first.
 
         Raises:
-            RuntimeError: this step's gradients are reduced already, the loss had to be scaled and is not, or this is
-                a pass inside one that the engine did not see begin.
+            RuntimeError: this step's gradients are reduced already, the loss is not scaled, or this is a pass inside
+                one that the engine did not see begin.
         """
         if index is not None:
             self.used[index], self._graded = 1.0, True

@@ -114,11 +114,9 @@ class _Finder:
 def find_units(model: nn.Module, unit: str, min_unit: int) -> list[Unit]:
     """Split ``model`` into gather units; together they hold every floating-point parameter once, the root's first.
 
-    ``unit="block"``: one unit for each element of a ``ModuleList`` / ``Sequential`` / ``ModuleDict`` (a transformer's
-    blocks), one for each other module with at least ``min_unit`` elements (embedding, head). What is left - small
-    modules, and parameters shared between units - belongs to the root, which stays gathered during the whole pass.
-    ``unit="layer"``: as above, and each direct child of a block (attention, MLP) is a unit of its own: smaller
-    messages and less memory, more collectives. A unit's parameters may be used only inside its module's ``forward``.
+    ``unit="block"``: each element of a ``ModuleList`` / ``Sequential`` / ``ModuleDict``, and other modules of at least
+    ``min_unit`` elements. The root, with the rest, stays gathered. ``"layer"``: also each direct child of a block.
+    Parameters may be used only inside their module's ``forward``.
     """
     found = _Finder(unit, min_unit)
     if isinstance(model, _CONTAINERS):

@@ -75,11 +75,11 @@ def launch(n_ranks: int, arguments: Sequence[str], patience: float) -> int:
     """Run this package with ``arguments`` on ``n_ranks`` local ranks, joined by environment variables as torchrun's.
 
     Args:
-        patience: seconds in which the ranks must end when this process is told to stop; -1: as long as they take.
+        patience: seconds in which the ranks must end when told to stop; -1: any.
 
     Returns:
-        0 when all ranks end well; else 2 (bad input) or 1, after one line on stderr that names the rank that failed
-        first and why; 128 + signal number after a signal. The other ranks are ended within seconds.
+        0: all ranks ended well; else 2 (bad input) or 1, after a line on stderr: first failed rank, cause; 128 +
+            signal. Others are ended within seconds.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # our one line says it
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -56,7 +56,7 @@ def named(text: str) -> type[torch.optim.Optimizer]:
 def optimizer_of(text: str | None, rate: float, elementwise: bool = False) -> tuple[OptimizerOf, bool | None]:
     """What makes the optimizer ``text`` (default: fused AdamW), and whether it is elementwise (``None``: zero() knows).
 
-    Muon takes every matrix, those of the embeddings and the head too; AdamW takes the rest.
+    Muon takes every matrix; AdamW takes the rest.
 
     Args:
         text: ``MODULE:CLASS``.
@@ -64,8 +64,7 @@ def optimizer_of(text: str | None, rate: float, elementwise: bool = False) -> tu
         elementwise: the user says that it looks at each element by itself.
 
     Raises:
-        ValueError: there is none of that name, it cannot be made from parameters and a rate alone, or nobody says that
-            it is elementwise.
+        ValueError: no such name, not made from parameters and a rate alone, or nobody says that it is elementwise.
     """
     adamw = partial(torch.optim.AdamW, fused=True, lr=rate)
     if text is None:

@@ -22,8 +22,8 @@ def groups(shard: int = 0, apart: bool = False, tensor: int = 1) -> dict[str, An
 
     Args:
         shard: neighbouring ranks over which ZeRO shards, the rest are replicas; 0: all.
-        apart: reduce-scatters have a communicator of their own.
-        tensor: ranks that share each matrix, next to each other; they share the data too.
+        apart: a communicator for reduce-scatters.
+        tensor: neighbouring ranks that share each matrix, and the data.
 
     Raises:
         ValueError: the ranks are not a multiple of these.

@@ -31,9 +31,9 @@ class Checkpoints:
     """One arena in which the inputs of recomputed blocks lie, so that they do not fragment memory (ZeRO's M_D).
 
     Args:
-        count: rows of the arena: checkpoints of one micro-batch. More of them get memory of their own.
-        group: the ranks of tensor parallelism, which hold equal inputs. Each keeps its part of one, and the block's
-            backward gathers it (ZeRO's P_a). Ranks of data parallelism hold different inputs: those cannot be divided.
+        count: rows of the arena: checkpoints of one micro-batch. More get memory of their own.
+        group: ranks of tensor parallelism, which hold equal inputs: each keeps its part, and backward gathers it
+            (ZeRO's P_a). Inputs of data parallelism cannot be divided.
     """
 
     def __init__(self, count: int, group: dist.ProcessGroup | None = None) -> None:

@@ -1,11 +1,11 @@
 """Where the check's jobs run: the GPUs here, or an emulated cluster; how ranks are placed; what is noted about it.
 
-NCCL refuses two ranks on one GPU unless it is told otherwise, in one of two ways:
+Two ranks on one GPU, which NCCL refuses:
 
-* ``shared``: NCCL_MULTI_RANK_GPU_ENABLE, NCCL 2.30.3 and newer; the ranks talk through the GPU's memory.
-* ``hosts``: each rank claims to be a host of its own (NCCL_HOSTID), and the ranks talk through sockets. Every release.
+* ``shared``: NCCL_MULTI_RANK_GPU_ENABLE, NCCL 2.30.3 and newer, through the GPU's memory.
+* ``hosts``: each rank claims a host of its own (NCCL_HOSTID), through sockets.
 
-No placement sets a number of channels: NCCL untouched is the baseline.
+No placement sets a number of channels.
 """
 
 from __future__ import annotations

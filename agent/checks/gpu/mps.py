@@ -35,8 +35,8 @@ def with_parent() -> None:
 class Mps:
     """Our own MPS in a private pipe folder, so that it meets no other; ``env`` is for the ranks.
 
-    It is ours to stop. Where the environment names an MPS already, that one is used and left alone. Ours is used only
-    if a client can connect: without MPS the check is slower, and with one that takes no clients it could not run.
+    It is ours to stop. An MPS that the environment names is used and left alone. Ours is used only if a client can
+    connect: the check is slower without MPS, and could not run with one that takes no clients.
     """
 
     def __init__(self, ranks_per_gpu: int) -> None:

@@ -30,20 +30,19 @@ def gpu_check(
     cluster: str | None,
     json: bool,
 ) -> None:
-    """Measure on the GPUs of this node what only they can tell: a table against NCCL untouched, and what a collective
-    costs the compute beside it.
+    """Measure on the GPUs of this node a table against NCCL untouched, and what a collective costs the compute beside
+    it.
 
     \b
-    kernels     names and grids of NCCL's kernels by setting
+    kernels     NCCL's kernels by setting
     sweep       times of calls by setting and size
-    race-*      dynamiccl tune on an FSDP2 job, against NCCL untouched
-    contention  how much does a collective slow down a matrix product?
+    race-*      dynamiccl tune on an FSDP2 job
+    contention  a matrix product beside a collective
 
     If a part fails, the others run, and the exit status is 1. Without a GPU it is emulated.
 
     \b
     dynamiccl lab gpu-check
-    dynamiccl lab gpu-check envs/results/FOLDER envs/results/ANOTHER
     """
     if folders:
         _show(folders)

@@ -40,12 +40,11 @@ from .. import JSON, PATH, command, fail, one_thread, option, refusing
 def train(
     turns: int, runs: Sequence[Path], seed: int, out: Path, split: bool, resume: bool, json: bool
 ) -> None:
-    """Train the LSTM policy by RecurrentPPO on whole simulated jobs. The reward is measured step time.
-    The shipped weights took 33 minutes of a shared core.
+    """Train the LSTM policy by RecurrentPPO on whole simulated jobs. The reward is measured step time. The shipped
+    weights took 33 minutes of a shared core.
 
-    It starts as the rule. The reward of an episode is the gain over the rule on the same job, clipped to 200 default
-    steps gained or lost. The .json record has all hyperparameters. With --runs it learns from your own recorded jobs.
-    Every fifth run is only used to judge: the last line gives the gain on these runs, with its standard error.
+    It starts as the rule. An episode's reward is the gain over the rule on the same job. With --runs it learns from
+    recorded jobs; every fifth only judges: the last line gives its gain with standard error.
     """
     one_thread()
     from ....traces.outside import TraceError

@@ -1,8 +1,7 @@
 """One rank's part in the agreement of all ranks on tables: protocol.py with a store, a plugin and a thread.
 
-The training thread has no part in it. One thread in the background waits for what rank 0 proposes, votes, and tells the
-plugin what was decided. Rank 0's thread looks for tables that the daemon has published and leads a round for each, and
-again where the ranks report that a communicator lacks the one that is there to stay (plans.py).
+The training thread has no part in it. The background thread votes and tells the plugin the decision. Rank 0's leads a
+round for each published table, and again where a communicator lacks the one that stays (plans.py).
 """
 
 from __future__ import annotations

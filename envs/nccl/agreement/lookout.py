@@ -1,12 +1,7 @@
 """What rank 0 has done last, as one number: one process of a node asks the store for it, and the others read a file.
 
-Each time that rank 0 begins a life or a round it raises a number in the job's store. If every rank asked for that
-number, the store of a large job would answer thousands of requests a second, on the node whose steps are measured. So
-the processes of a node share a small file: the number, and when the store was last asked for it. Who finds that too
-long ago takes the turn, asks, and writes the answer down. A process that dies or freezes in its turn loses it to the
-next one. Rank 0 knows the number: it writes it down by itself, and nobody on its node asks.
-
-Where the processes have no file in common, each asks for itself, once a second. So does each until it knows the life.
+The file holds the number and when it was last asked. Who finds that too old takes the turn; if it dies or freezes, the
+next does. Without a file each asks once a second.
 """
 
 from __future__ import annotations

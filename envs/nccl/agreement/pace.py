@@ -92,9 +92,8 @@ class Pace:
     def distance(self, comm: int, answer_s: float, spread_s: float = 0.0, rhythm: int = 0) -> int:
         """How many calls ahead a limit is: two rounds as they last, half a second or two steps, one step at least.
 
-        ``answer_s``: the store took so long to answer in this very round, maybe much longer than in those before.
-        ``spread_s``: another rank may hear of the round so much later than this one. ``rhythm``: the last steps had so
-        many calls each, 0: they differed.
+        ``answer_s``: how long the store took to answer in this round. ``spread_s``: another rank may hear of the round
+        so much later. ``rhythm``: the last steps had so many calls each, 0: they differed.
         """
         pairs = pairwise(self._samples)
         rates = [self._rate(comm, before, after) for before, after in pairs]

@@ -1,8 +1,7 @@
 """Who lacks what: the plans that ranks report against the table that is wanted. Pure functions.
 
-The plan of a communicator is what its plugin will answer from its next call on (:class:`Plan`). A rank reports its
-plans in each vote, and in a small key of the store after a round that has changed them. Rank 0 keeps the last report of
-each rank. The count of a communicator is a clock that its members share: what one of them has passed is past for all.
+A communicator's plan is what its plugin will answer from its next call on (:class:`Plan`). Ranks report them in each
+vote, and after a round that changed them; rank 0 keeps the last. What one member's count has passed is past for all.
 """
 
 from __future__ import annotations

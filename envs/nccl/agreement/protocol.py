@@ -1,40 +1,23 @@
 """How all ranks change to the next table at the same call: rules and order of events only, no input or output.
 
-NCCL demands that all ranks of a communicator issue the same collectives in the same order. So the number of
-collectives issued on it is a clock that its ranks share, and a table holds *from* collective N of a communicator
-*until* collective E: on every rank for the same calls, however far apart their processors are. It ends by itself.
-
-A change is a *round*:
+The number of collectives on a communicator is a clock that its ranks share. A table holds *from* collective N *until*
+collective E. A change is a *round*:
 
 1. *Propose.* Rank 0 writes the table into the job's store.
-2. *Vote.* Each rank stages it, and for each of its communicators sets a *limit* some calls ahead, at which its plugin
-   answers no more. Then, and only then, it tells the others: its limits, and hashes of what was issued so far.
-3. *Decide.* Rank 0 takes for each communicator of which all members have voted alike the largest limit as N. It writes
-   the decision into one register of the store, by compare-and-set from nothing.
-4. *Act.* Each rank reads the decision, tells its plugin N and E, and lifts its limits. Nobody has passed N, because N
-   is below nobody's limit.
+2. *Vote.* Each rank stages it and sets for each of its communicators a *limit* some calls ahead, at which its plugin
+  answers no more. Only then it tells its limits, and hashes of what was issued so far.
+3. *Decide.* Where all members have voted alike, the largest limit is N. Rank 0 writes the decision into one register of
+  the store, by compare-and-set from nothing.
+4. *Act.* Each rank tells its plugin N and E, and lifts its limits. Nobody has passed N: it is below nobody's limit.
 
-A rank whose limit is reached before it knows the decision holds that call back and writes "abort" by the same
-compare-and-set; what it then finds in the register holds. That is the only wait. It needs a store that is silent for as
-long as the limit is ahead, and lasts as long as one request.
+A rank at its limit without a decision holds that call back and writes "abort" by the same compare-and-set; what it then
+finds in the register holds. That is the only wait. A trial ends at E with nobody alive to say so.
 
-So a table changes on all ranks of a communicator at one call, or on none. A communicator with a member that has not
-voted, or otherwise than the rest, is left out, and keeps what it has. A trial ends at E on every rank with
-nobody alive to say so; then holds again what was there to stay.
+Turns of a step or two need a *rhythm*: the collectives of a step (L), and those at the end of the last step, less L
+for each step since the rank attached (O). Where all tell the same, step s ends at collective O + L s on every rank.
+*Long turns*, at most four, take the average L: communicators drift apart.
 
-Between N and E a trial's table may *take turns* with the one that is there to stay. A turn is one collective, or some
-steps long. The decision says all of it: N, E, the length of a turn in collectives, which turns are the trial's. Turns
-of a step or two need a *rhythm*: of each communicator the ranks tell how many collectives a step has (L), and how many
-there were at the end of the last step, less L for each step since the ranks attached (O). Where all tell the same, the
-end of step s is collective O + L s on every rank. All communicators then turn at the ends of the same steps.
-
-*Long turns* need none. L is then what a step has had lately, on average, and the last step that has ended is where it
-is counted from. So turns end near the same steps, and not with them: a step in which one ends has two tables and counts
-for nobody. As the communicators drift apart, such a trial has at most four turns; the next round anchors them anew.
-
-:func:`lead` and :func:`follow` are the two parts as generators: they yield what is to be done, and are sent what came
-of it. ``agreement.py`` does it with a store and a plugin; ``tests/tools/protocol_model.py`` explores every order of
-events.
+:func:`lead` and :func:`follow` are generators: they yield what is to be done, and are sent what came of it.
 """
 
 from __future__ import annotations
@@ -147,9 +130,9 @@ def decide(
 ) -> tuple[Decision, dict[int, LeftOut]]:
     """The decision of a round, and the communicators without a part in it; as 0: why there is none for any of them.
 
-    ``trial``: how the table is tried; without steps it is to stay. ``gone``: communicators that have left for good, and
-    why. ``stays``: hash of the rows that are there to stay: on a communicator that lacks them nothing is tried.
-    ``default``: hash of the rows that leave NCCL untouched; these are given also where plans differ.
+    ``trial``: how it is tried; without steps it is to stay. ``gone``: communicators that have left, and why. ``stays``:
+    hash of the rows that stay: where missing, nothing is tried. ``default``: of NCCL untouched; given also where plans
+    differ.
     """
     sound, left_out = _sorted_out(votes, gone, is_default=stays == default and not trial.trial_steps)
     is_late = any(not one.for_good for one in left_out.values())  # the next round may find more

@@ -1,12 +1,7 @@
 """The rounds of an agreement in the job's own store: what rank 0 proposes, the votes, the register of each round.
 
-One connection of our own a rank, used by one thread. No request here waits at the store for a key: of a wait in vain
-PyTorch warns in the job's output. Whether a key is there is asked now and then; whether rank 0 has begun anything is
-asked by one process of each node (lookout.py).
-
-torchrun keeps its store when it starts all workers anew. So rank 0 draws a name for each life of the job, below which
-the keys of its rounds lie. Two keys lie beside the lives: how often rank 0 has begun something, and the life and the
-round of now with its table. Each rank has a key for its last vote and one for its plans (plans.py).
+One connection a rank, one thread. No request waits at the store for a key: PyTorch would warn. torchrun keeps its store
+when workers start anew, so rank 0 draws a name for each life, above its rounds' keys.
 """
 
 from __future__ import annotations
@@ -181,12 +176,11 @@ class RoundStore:
         return _decision(bytes(self._store.get(key)))
 
     def settle(self, number: int, decision: Decision) -> Decision:
-        """Set the register of a round if it is free; what it holds. Only the store knows: it is asked until it answers.
+        """Set the register of a round if it is free; return what it holds. Only the store knows: it is asked until it
+        answers.
 
-        A refused connection is silence, too, as a firewall or a proxy may refuse for a second what it lets through
-        later. Where it is refused for ten seconds nobody serves the store any more: its job is at its end, and no rank
-        waits for a decision there. What cannot be read is asked for again by a new connection. Where it is the same
-        then, it stands in the register, and the round is lost for all ranks.
+        A refused connection is silence; after ten seconds of it nobody serves the store any more, and no rank waits
+        there. An answer that two connections cannot read stands there: the round is lost for all.
         """
         word = json.dumps(
             [decision.generation, {f"{comm:x}": span for comm, span in decision.switches.items()}]

@@ -1,8 +1,7 @@
 """The probe in the job: sees each optimizer step end, says how long it took, and starts its rank's agreement.
 
-It hangs on PyTorch's hook after every optimizer step; steps.py says which of them end a step of the job. It never
-raises into the job, and loads the plugin when the job trains, not at import: at the first step, or the first backward
-pass of a process group. Tables change at calls of NCCL, in the plugin: what is a step here is a matter of measuring.
+It hangs on PyTorch's hook after every optimizer step; steps.py says which count. It never raises into the job. It loads
+the plugin at the first step, or a process group's first backward pass, not at import.
 """
 
 from __future__ import annotations

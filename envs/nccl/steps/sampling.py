@@ -27,8 +27,8 @@ class Sampling:
     def wants(self, step: int, block: int = 0) -> bool:
         """Whether ``step`` is one of those with kernel times; a function of `every`, the step and the block alone.
 
-        ``block``: number of its block of turns, 0: it is in none. Where tables take turns a block is sampled whole or
-        not at all: every 4th step is always at the same place in A B B A, so its cost would fall on one table.
+        ``block``: number of its block of turns, 0: none. A block of turns is sampled whole or not at all: every 4th
+        step has the same place in A B B A, so its cost would fall on one table.
         """
         return self.every > 0 and (block or step) % self.every == 0
 

@@ -1,18 +1,8 @@
 """What a step of a training loop is, seen from the optimizers that step and the backward passes between them.
 
-A *boundary* is an optimizer step before which new work was done: a backward pass since the last optimizer step that
-had one. So a wrapper's second call, DeepSpeed's further parameter groups and Megatron's further inner optimizers make
-none of their own, and a step that a gradient scaler leaves out on all ranks makes none on any.
-
-Where several optimizers have backward passes of their own, as in a GAN, a step of the job goes from one step of the
-optimizer that steps least often to its next: with five critic steps for one of the generator, all six are one step.
-(An optimizer that steps more than sixteen times as seldom as the others is an aside, not the job's rhythm.)
-
-What one rank does for itself is no step of the job: where rank 0 alone fits a linear probe, or keeps a small model of
-its own, no collective begins between that backward pass and that optimizer's step. Once an optimizer has stepped on
-gradients that other ranks had a part in, those which never did make no boundaries, and their passes are not counted.
-
-It decides about what is measured, and about no rank's safety: tables change at calls of NCCL.
+A *boundary* is an optimizer step with a backward pass since the last one. Of several with own passes (GAN) the least
+frequent counts, but none over sixteen times as seldom. Once a pass had collectives, passes without any make none. No
+rank's safety depends on this.
 """
 
 from __future__ import annotations

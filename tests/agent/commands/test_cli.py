@@ -23,7 +23,7 @@ from dynamiccl.envs.search.config import BUDGET_STEPS, SearchConfig
 from dynamiccl.envs.sim.emulated.settings import Emulated
 from dynamiccl.traces.header import commit
 from dynamiccl.traces.reasons import NotTuning, RunEnds
-from paths import DATA
+from paths import DATA, ROOT
 from rich.console import Console
 
 OVER = RunEnds.JOB_STATUS(status=0)
@@ -164,6 +164,8 @@ def test_the_version_is_the_packages_and_names_the_commit():
     name, number, of = run("--version").output.split()
     assert (name, number) == ("dynamiccl", version("dynamiccl"))
     assert of == f"({(commit() or 'commit not known')[:12]})"
+    newest = re.search(r"^## (\S+) \(\d{4}-\d\d-\d\d\)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
+    assert newest and newest[1] == number
 
 
 @pytest.mark.parametrize(

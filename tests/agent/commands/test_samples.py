@@ -29,6 +29,17 @@ def test_a_recorded_run_can_be_shown_without_a_gpu():
     assert summary["speedup"] > 1 and summary["ended"]["code"] == "stopped" and not summary["kept"]
 
 
+def test_the_samples_are_the_first_commands_of_the_pages():
+    first = (ROOT / "docs" / "start.md").read_text("utf-8").partition("## 1. ")[2].partition("## 2. ")[0]
+    assert (
+        first.index("dynamiccl advise --sample")
+        < first.index("dynamiccl show --sample")
+        < first.index("make demo")
+    )
+    screen = (ROOT / "README.md").read_text("utf-8").partition("![")[0]
+    assert screen.index("show --sample") < screen.index("make demo")
+
+
 @pytest.mark.parametrize(
     "words", [["advise"], ["advise", "--sample", "x"], ["show"], ["show", "--sample", "x"]]
 )

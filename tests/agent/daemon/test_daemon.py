@@ -130,6 +130,14 @@ def test_whatever_ends_it_the_job_is_left_under_what_was_confirmed(job, folder, 
     assert struck and left.generation > struck[0] and not left.trial_steps and left.rules == ()
 
 
+def test_the_command_of_a_run_is_what_was_typed(folder, tmp_path):
+    """Before: the launcher's own words, `.../agent/cli.py tune --attach /dev/shm/...`, which nobody can repeat."""
+    typed = "dynamiccl tune --log-to tensorboard -- torchrun train.py --api-key abc"
+    header = Daemon(Request(out=tmp_path / "out", typed=typed), folder)._header()
+    assert header["command"].startswith("dynamiccl tune --log-to tensorboard -- torchrun train.py")
+    assert "abc" not in header["command"]
+
+
 @pytest.mark.slow
 def test_a_slow_start_is_looked_at_again_and_then_tuned(folder, tmp_path, monkeypatch):
     """Before: "nothing to tune" to the end of the job, decided by its first eleven steps."""
