@@ -6,7 +6,7 @@ is checked and why it stops (the normal mixture of Robbins 1970). The noise is t
 so many quads tell: so the mixture is Student's (Lai 1976; Wang and Ramdas 2023, "Anytime-valid t-tests"), wide at first
 and the normal one in the end. Step times are not normal: outliers are pulled in. Quads follow each other at once, so
 what is left of the noise may be common to neighbours: the deviation grows by their correlation. :class:`LongSteps` adds
-what outliers leave out.
+what outliers leave out. A job has many comparisons, and one promise: :func:`level_of` shares it among them.
 """
 
 from __future__ import annotations
@@ -41,6 +41,17 @@ Array = np.ndarray[Any, Any]
 
 #: What has become of a comparison.
 OPEN, ADOPTED, REJECTED = "open", "kept", "lost"
+
+
+def level_of(number: int) -> float:
+    """Level of the interval of a job's first, second, ... comparison since it last adopted a table, ``number`` from 1.
+
+    An interval misses the true mean on either side alike, so a table that gains nothing is adopted with at most half
+    the chance that its level names. The halves of all levels, ALPHA / (k (k + 1)) for k = 1, 2, ..., sum to ALPHA: as
+    often at most a job in which nothing can gain ever adopts a table, however long it is searched (Bonferroni). The
+    first comparison, of what the policy thinks best, has ALPHA itself.
+    """
+    return 2 * ALPHA / (number * (number + 1))
 
 
 def half_width(n: float, level: float, tuned_for: float = TUNED_FOR, known: float = KNOWN_QUADS) -> float:

@@ -84,15 +84,8 @@ CHECK_QUADS = (4, 16)
 
 # -- the sequential test -----------------------------------------------------------------------------------------------
 
-#: The chance that a comparison is ever wrong about its sign.
+#: The chance that a job in which nothing can gain ever keeps a table; its comparisons share it, see ``level_of``.
 ALPHA = 0.05
-#: Factor of the level after a search that found nothing: each search is one more chance for luck. All searches
-#: together then have 4/3 of the first level. Of 1,000 jobs without gain 7 ended under a table before, 1 after (LOG).
-AGAIN = 0.25
-#: Searches without a result that lower the level, at most: no level reaches 0.
-MOST_FRUITLESS = 10
-#: Level of a trial's comparison with the default: a job without gain has many trials, and ALPHA for each is too much.
-TRIAL_ALPHA = 0.01
 #: Quads at which the interval is narrowest for its level, and scheduled looks at the default.
 TUNED_FOR = 10.0
 WATCH_TUNED_FOR = 4.0
