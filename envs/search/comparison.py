@@ -30,6 +30,7 @@ from .config import (
     LONGEST_STEP,
     PLAIN,
     PROOF,
+    SEEN_QUADS,
     TUNED_FOR,
     WATCH_KNOWN,
     WATCH_TUNED_FOR,
@@ -286,9 +287,9 @@ class Comparison:
         return is_worthless or proves_slower(log_ratio, self.test.noise)
 
 
-def detectable_gain(deviation: float, quads: int) -> float:
-    """Part of the step that a comparison of so many quads would be sure of; ``deviation`` of one quad."""
-    width = half_width(quads, ALPHA)
+def detectable_gain(deviation: float) -> float:
+    """Part of the step that a first comparison of SEEN_QUADS would be sure of; ``deviation`` of one quad."""
+    width = half_width(SEEN_QUADS, level_of(1))
     return 1 - math.exp(-deviation * width)
 
 
