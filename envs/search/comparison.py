@@ -47,12 +47,11 @@ OPEN, ADOPTED, REJECTED = "open", "kept", "lost"
 def level_of(number: int) -> float:
     """Level of the interval of a job's first, second, ... comparison since it last adopted a table, ``number`` from 1.
 
-    An interval misses the true mean on either side alike, so a table that gains nothing is adopted with at most half
-    the chance that its level names. The halves of all levels, ALPHA / (k (k + 1)) for k = 1, 2, ..., sum to ALPHA: as
-    often at most a job in which nothing can gain ever adopts a table, however long it is searched (Bonferroni). The
-    first comparison, of what the policy thinks best, has ALPHA itself.
+    The chances that the intervals ever miss, ALPHA / (k (k + 1)) for k = 1, 2, ..., sum to ALPHA: at most as often a
+    job in which nothing can gain ever adopts a table, however long it is searched (Bonferroni). The first comparison,
+    of what the policy thinks best, has half of it.
     """
-    return 2 * ALPHA / (number * (number + 1))
+    return ALPHA / (number * (number + 1))
 
 
 def half_width(n: float, level: float, tuned_for: float = TUNED_FOR, known: float = KNOWN_QUADS) -> float:
