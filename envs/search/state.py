@@ -55,7 +55,7 @@ class Account:
 
     steps: int = 0
     lost: float = 0.0
-    compared: int = 0  # tables with the current one, since that was adopted; with the default, in all searches
+    compared: int = 0  # comparisons since a table was last adopted, in all searches
     rounds: int = 0  # exploring windows of this search
     since_verdict: int = 0
     default_since_verdict: int = 0  # of them under the default
