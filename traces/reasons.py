@@ -330,7 +330,7 @@ class Happened(Reason):
     NOT_DECIDED = (
         "{table} not decided: {speedup:changed} than {against} ({low:.1f} to {high:.1f}: {count} {unit})"
     )
-    NOT_COMPARED = "{table} against {against}: no pair of windows"
+    NOT_COMPARED = "{table} against {against}: too few alternations to tell"
     TRIALS_LEFT = (
         "trials: up to {count} times {steps} steps under another table; with tune --once there are none"
     )

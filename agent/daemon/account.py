@@ -148,7 +148,8 @@ class Costs:
 
 def comparison_row(comparison: Comparison, table: str, against: str) -> dict[str, Any]:
     """A comparison for the summary: by how much the table is faster, with the interval that holds however often it is
-    checked; step times are medians over the windows of its pairs. None: not measured."""
+    checked, with a probability of 1 - ``level``, at least 95 %; step times are medians over the windows of its pairs.
+    None: not measured."""
     test = comparison.test
     row: dict[str, Any] = {
         "table": table,
@@ -156,6 +157,7 @@ def comparison_row(comparison: Comparison, table: str, against: str) -> dict[str
         "trial": comparison.is_trial,
         "outcome": comparison.outcome,
         "pairs": test.n,
+        "level": test.level,
         "speedup": None,
         "speedup_ci95": None,
     }

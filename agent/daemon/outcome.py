@@ -211,7 +211,7 @@ class Outcome:
             found |= self._step_times(chain[0], chain[-1])
         deviations = [test.deviation for test in tests]
         largest = max([state.noise.of_quads(1), *deviations])
-        gain = detectable_gain(largest, search.config.quads)
+        gain = detectable_gain(largest)
         return found | {"detectable": gain}
 
     def _step_times(self, first: Comparison, last: Comparison) -> dict[str, Any]:

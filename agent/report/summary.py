@@ -131,7 +131,7 @@ class OfSearch:
     in_force: str | None = None
     #: rows of each table that was compared, by letter
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    #: each: table, against, speedup, speedup_ci95, pairs, steps, outcome, ...
+    #: each: table, against, speedup, speedup_ci95 and its level, pairs, steps, outcome, ...
     comparisons: list[dict[str, Any]] = field(default_factory=list)
     #: measuring windows up to the verdict
     windows: int | None = None

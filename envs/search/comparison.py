@@ -6,7 +6,7 @@ is checked and why it stops (the normal mixture of Robbins 1970). The noise is t
 so many quads tell: so the mixture is Student's (Lai 1976; Wang and Ramdas 2023, "Anytime-valid t-tests"), wide at first
 and the normal one in the end. Step times are not normal: outliers are pulled in. Quads follow each other at once, so
 what is left of the noise may be common to neighbours: the deviation grows by their correlation. :class:`LongSteps` adds
-what outliers leave out.
+what outliers leave out. A job has many comparisons, and one promise: :func:`level_of` shares it among them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from .config import (
     LONGEST_STEP,
     PLAIN,
     PROOF,
+    SEEN_QUADS,
     TUNED_FOR,
     WATCH_KNOWN,
     WATCH_TUNED_FOR,
@@ -41,6 +42,16 @@ Array = np.ndarray[Any, Any]
 
 #: What has become of a comparison.
 OPEN, ADOPTED, REJECTED = "open", "kept", "lost"
+
+
+def level_of(number: int) -> float:
+    """Level of the interval of a job's first, second, ... comparison since it last adopted a table, ``number`` from 1.
+
+    The chances that the intervals ever miss, ALPHA / (k (k + 1)) for k = 1, 2, ..., sum to ALPHA: at most as often a
+    job in which nothing can gain ever adopts a table, however long it is searched (Bonferroni). The first comparison,
+    of what the policy thinks best, has half of it.
+    """
+    return ALPHA / (number * (number + 1))
 
 
 def half_width(n: float, level: float, tuned_for: float = TUNED_FOR, known: float = KNOWN_QUADS) -> float:
@@ -275,9 +286,9 @@ class Comparison:
         return is_worthless or proves_slower(log_ratio, self.test.noise)
 
 
-def detectable_gain(deviation: float, quads: int) -> float:
-    """Part of the step that a comparison of so many quads would be sure of; ``deviation`` of one quad."""
-    width = half_width(quads, ALPHA)
+def detectable_gain(deviation: float) -> float:
+    """Part of the step that a first comparison of SEEN_QUADS would be sure of; ``deviation`` of one quad."""
+    width = half_width(SEEN_QUADS, level_of(1))
     return 1 - math.exp(-deviation * width)
 
 

@@ -19,7 +19,6 @@ class SearchConfig:
     try_quads: tuple[int, int] = (1, 3)  # fewest and most quads of a table that is tried
     rounds: int = 20  # exploring windows that a policy may ask for, at most ...
     rounds_a_slot: int = 3  # ... or this many per slot, if that is more
-    quads: int = 25  # of a comparison, which the gain that could be told is stated for
     quads_long_steps: int = (
         1000  # after this many quads a table is rejected whose long steps may cost what it gains
     )
@@ -84,18 +83,13 @@ CHECK_QUADS = (4, 16)
 
 # -- the sequential test -----------------------------------------------------------------------------------------------
 
-#: The chance that a comparison is ever wrong about its sign.
+#: The chance that a job in which nothing can gain ever keeps a table; its comparisons share it, see ``level_of``.
 ALPHA = 0.05
-#: Factor of the level after a search that found nothing: each search is one more chance for luck. All searches
-#: together then have 4/3 of the first level. Of 1,000 jobs without gain 7 ended under a table before, 1 after (LOG).
-AGAIN = 0.25
-#: Searches without a result that lower the level, at most: no level reaches 0.
-MOST_FRUITLESS = 10
-#: Level of a trial's comparison with the default: a job without gain has many trials, and ALPHA for each is too much.
-TRIAL_ALPHA = 0.01
 #: Quads at which the interval is narrowest for its level, and scheduled looks at the default.
 TUNED_FOR = 10.0
 WATCH_TUNED_FOR = 4.0
+#: A run that keeps nothing says which gain it would have seen: with a comparison of so many quads.
+SEEN_QUADS = 25
 #: Quads that the noise is known from when the default is looked at: all that are kept, which have two values each.
 WATCH_KNOWN = NOISE_STEPS / 2
 #: Ratios further from the median than this many standard deviations are pulled in to there: a straggler is no evidence.

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from .change import Regimes
-from .comparison import ADOPTED, Comparison, Window
-from .config import DISCARD, MOST_FRUITLESS
+from .comparison import Comparison, Window
+from .config import DISCARD
 from .interfaces import COMPARE, GO_ON, LEAVE, PROFILE, RUN_LONGER, SEARCH, TABLE, Plan
 from .state import Changed, Look, NewSearch, Next, State, Verdict
 from .step_times import trimmed_mean
@@ -140,12 +140,7 @@ class Explore:
         return None if verdict is None else self._reject(comparison)
 
     def _adopt(self, comparison: Comparison) -> Next:
-        state = self._state
-        if state.current.is_default:
-            state.milestones.gained(state.account.steps)
-        comparison.outcome = ADOPTED
-        adopted = [*state.current.comparisons, comparison]
-        state.current.set(comparison.table, adopted)
+        self._state.adopt(comparison)
         return self._go_on()
 
     def _reject(self, comparison: Comparison) -> Next:
@@ -249,10 +244,6 @@ class Remeasure:
             levels = change.levels if is_same else ()
             chosen = known.configs.copy()
             return Verdict(changed.trials, chosen, levels, is_back=True)
-        marks = state.milestones
-        had_table = bool(before.any())
-        fruitless = min(marks.fruitless + 1, MOST_FRUITLESS)
-        marks.fruitless = 0 if had_table else fruitless
         level = change.level
-        is_faster = had_table and level is not None and level < math.log(default_ms)
+        is_faster = bool(before.any()) and level is not None and level < math.log(default_ms)
         return NewSearch(before, is_faster)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from .comparison import ADOPTED, Comparison, Window
+from .comparison import Comparison, Window
 from .config import MOST_SEARCHES, SLOWER, SLOWER_LOG
 from .interfaces import COMPARE, LEAVE, LOOK, RUN, RUN_LONGER, SEARCH_AGAIN, TRIAL, Plan
 from .monitor import Monitor
@@ -226,15 +226,12 @@ class Refine:
     def _adopt(self, comparison: Comparison) -> None:
         state = self._state
         is_first = state.current.is_default
-        comparison.outcome = ADOPTED
-        adopted = [*state.current.comparisons, comparison]
-        state.current.set(comparison.table, adopted)
+        state.adopt(comparison)
         self._wanted = comparison.table.copy()
         self._passed = 0
         self._compared = {}
         self._monitor = Monitor(state, self._chosen)
         if is_first:
-            state.milestones.gained(state.account.steps)
             self.trials_left = state.config.trials
         else:
             state.milestones.refined += 1

@@ -12,16 +12,12 @@ import numpy as np
 from .belief.belief import Belief
 from .belief.prior import Prior
 from .change import Change, Regime
-from .comparison import OPEN, REJECTED, Comparison, LongSteps, SequentialTest, Terms, Window
+from .comparison import ADOPTED, OPEN, REJECTED, Comparison, LongSteps, SequentialTest, Terms, Window, level_of
 from .config import (
-    AGAIN,
-    ALPHA,
     BUDGET_STEPS,
     CARRIED_TURN_STEPS,
     HORIZON,
     LONGER,
-    MOST_FRUITLESS,
-    TRIAL_ALPHA,
     TURN_STEPS,
     WATCH_ALPHA,
     WATCH_KNOWN,
@@ -44,7 +40,6 @@ class Milestones:
     aborted: int = 0  # windows
     reopened: int = 0  # searches after a change of the job
     returned: int = 0  # of them, into regimes that were tuned before
-    fruitless: int = 0  # searches in a row that left no table, or one that was dropped
     asked_again: int = 0  # searches that a policy wanted after the verdict
     dropped: int = 0  # tables after the verdict
     refined: int = 0  # slots changed for the better after it
@@ -60,6 +55,7 @@ class Account:
 
     steps: int = 0
     lost: float = 0.0
+    compared: int = 0  # comparisons since a table was last adopted, in all searches
     rounds: int = 0  # exploring windows of this search
     since_verdict: int = 0
     default_since_verdict: int = 0  # of them under the default
@@ -251,21 +247,25 @@ class State:
         return plan if plan.one_of else self.turns.plan(plan, current, quads)
 
     def search_again(self) -> None:
-        """A policy wants another search of the same job. One that found nothing lowers the level of the next."""
-        marks = self.milestones
-        marks.fruitless = 0 if self.current.configs.any() else min(marks.fruitless + 1, MOST_FRUITLESS)
-        marks.asked_again += 1
+        """A policy wants another search of the same job."""
+        self.milestones.asked_again += 1
         self.account.rounds = self.comparisons.in_search = 0
 
     def compare(self, table: Array, is_trial: bool = False) -> Comparison:
         """A new comparison of a table (s,) with the current one."""
-        first = TRIAL_ALPHA if is_trial else ALPHA
-        is_improvement = is_trial and not self.current.is_default
-        level = ALPHA if is_improvement else first * AGAIN**self.milestones.fruitless
-        test = SequentialTest(self.noise.of_quads(1), level)
+        self.account.compared += 1
+        test = SequentialTest(self.noise.of_quads(1), level_of(self.account.compared))
         found = Comparison(table.copy(), self.current.configs.copy(), test, is_trial)
         self.comparisons.history.append(found)
         return found
+
+    def adopt(self, comparison: Comparison) -> None:
+        """Its table is the current one from now on."""
+        if self.current.is_default:
+            self.milestones.gained(self.account.steps)
+        self.account.compared = 0
+        comparison.outcome = ADOPTED
+        self.current.set(comparison.table, [*self.current.comparisons, comparison])
 
     def scheduled_looks(self) -> Comparison:
         """The looks at the default, beside the current table, that monitoring takes now and then."""

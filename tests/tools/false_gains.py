@@ -4,8 +4,7 @@
 
 The jobs are those of the plain world of ``standard`` under the noise of real nodes, but each setting does what the
 default does. Counted are jobs that ever kept a table up to 1,000 steps after the last trial, with a 95 % interval
-(Wilson). One comparison may keep a table by chance in ``SearchConfig.alpha`` of cases. All of it is
-simulated.
+(Wilson). By the levels of its comparisons a job may keep one by chance in ALPHA of cases. All of it is simulated.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 Level: two tables that are the same, on every stretch of real steps in ``tests/data/node_steps.npz``, on simulated node
 noise, and on the noise of each world of the simulator. Counted are comparisons that adopt the table, and those whose
-interval does not hold 0 at some check if it is never stopped; the level of that is 5 %.
+interval does not hold 0 at some check if it is never stopped; the level of that is 2.5 %, a job's first comparison's.
 Power: a table that truly saves 0.5, 1 or 2 % of the step: adopted, given up, or undecided when the steps end; and the
 median steps to a decision. Intervals in brackets are 95 % (Wilson).
 """

@@ -85,7 +85,7 @@ def test_the_tuner_finds_the_best_of_the_record(trace, recorded):
 @pytest.mark.parametrize("name", CLASSICAL)
 def test_every_baseline_can_tune_a_job(trace, recorded, name):
     job = RecordedJob(trace, recorded, 0)
-    tuner = Tuner(LiveWindows(job), make_chooser(name), SearchConfig(rounds=16, quads=15))
+    tuner = Tuner(LiveWindows(job), make_chooser(name), SearchConfig(rounds=16))
     outcome = tuner.run()
     saving = job.saving(tuner.decisions) if outcome.kept else 0.0
     assert 0 <= saving < 1 and (name != "default" or saving == 0)

@@ -11,6 +11,7 @@ from dynamiccl.envs.search.comparison import (
     Terms,
     TimedWindow,
     half_width,
+    level_of,
 )
 from dynamiccl.envs.search.config import ALPHA
 from dynamiccl.envs.search.step_times import Quads, median, trimmed_mean, window_noise
@@ -205,6 +206,21 @@ def test_the_mixture_of_student_holds_its_level_where_the_noise_is_known_from_fe
         tests = (compared(noise, logs[:n]).test.interval for n in (4, 6, 9, 13, 19, 28, 42, 58, 90, 130, 200))
         missed += any(low > 0 or high < 0 for low, high in tests)
     assert 2 <= missed <= most_of(400, ALPHA)
+
+
+def test_all_comparisons_of_a_job_together_keep_a_table_that_gains_nothing_as_seldom_as_its_level_says():
+    """Twelve tables after one another, as a job without gain has them, each until it is adopted or 60 quads are over."""
+    assert 0.999 * ALPHA < sum(map(level_of, range(1, 10_000))) < ALPHA
+    rng, kept = np.random.default_rng(3), 0
+    for _ in range(300):
+        noise = math.sqrt((rng.normal(0, 0.01, 6) ** 2).mean())
+        for number in range(1, 13):
+            logs = rng.normal(0, 0.01, 60)
+            tests = (SequentialTest(noise, level_of(number), list(logs[:n])) for n in (4, 6, 9, 13, 19, 28, 42, 60))
+            if any(test.interval[0] > 0 for test in tests):
+                kept += 1
+                break
+    assert 1 <= kept <= most_of(300, ALPHA)
 
 
 def test_a_measurement_has_its_steps_and_a_restart_none():

@@ -9,7 +9,8 @@ from dynamiccl.agent.policies.near_tables import NearTables
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.search.belief.belief import Belief
 from dynamiccl.envs.search.belief.prior import Prior
-from dynamiccl.envs.search.config import CHECK_QUADS, TRIAL_ALPHA, SearchConfig
+from dynamiccl.envs.search.comparison import level_of
+from dynamiccl.envs.search.config import CHECK_QUADS, SearchConfig
 from dynamiccl.envs.search.explore import Remeasure
 from dynamiccl.envs.search.interfaces import COMPARE, GO_ON, LEAVE, RUN, TRIAL, WATCH, actions_of, choices_of
 from dynamiccl.envs.search.observation import EFFECT, KEPT, N_CONTEXT, decode, expand
@@ -266,10 +267,8 @@ def test_where_nothing_was_confirmed_single_slots_are_tried_beside_the_default(p
     ran = go_on(search, told, [20, 0].__getitem__)
     assert search.confirmed.tolist() == [20, 0] and search.is_done and not search.state.current.is_default
     assert (TRIAL, [20, 0]) in ran and search.state.current.comparisons[0].test.n >= CHECK_QUADS[0]
-    assert (
-        search.state.current.comparisons[0].test.level == TRIAL_ALPHA
-        and search.state.current.comparisons[0].test.interval[0] > 0
-    )
+    test = search.state.current.comparisons[0].test
+    assert test.level == level_of(1) and test.interval[0] > 0
     assert search.marks.verdict < search.marks.first_gain
 
 

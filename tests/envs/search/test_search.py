@@ -291,7 +291,7 @@ def test_a_small_true_gain_survives_the_watch(prior):
     kept, share, reopened = 0, [], 0
     for seed in range(12):
         told = Told(lambda c: 0.03 * (c[0] == 20), noise=0.01, seed=seed)
-        search, _ = run(told, prior, config=SearchConfig(quads=100))
+        search, _ = run(told, prior)
         if not search.confirmed.any():
             continue
         told.saving = lambda c: 0.01 * (c[0] == 20)

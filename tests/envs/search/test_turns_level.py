@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
-from dynamiccl.envs.search.config import ALPHA
+from dynamiccl.envs.search.comparison import level_of
 from dynamiccl.envs.sim.noise import NODE
 from step_series import LONG, all_series, deviations, most_of, simulated
 from turns_race import one_slot, race
 
 FEWEST, PART = 40, 400
+#: Level of each comparison here: a job's first.
+LEVEL = level_of(1)
 NODES = ("a100", "h100")
 
 
@@ -29,7 +31,7 @@ def test_the_default_seldom_beats_itself_by_turns_on_real_steps(job):
         else:
             parts += [steps[at : at + PART] for at in range(0, len(steps) - PART, PART)]
     adopted = [race(job, 1e3 * steps).is_adopted for steps in parts if len(steps) >= FEWEST]
-    allowed = most_of(len(adopted), ALPHA / 2)
+    allowed = most_of(len(adopted), LEVEL / 2)
     print(f"false tables on real steps: {share(len(adopted), adopted)}, {allowed} are allowed")
     assert len(adopted) >= 190 and sum(adopted) <= allowed
 
@@ -38,7 +40,7 @@ def test_the_default_seldom_beats_itself_by_turns_on_real_steps(job):
 def test_a_gain_of_nothing_is_seldom_found_on_node_noise(job):
     races = [race(job, one.seconds) for one in simulated(NODE, 1500, 400, seed=3)]
     adopted = [one.is_adopted for one in races]
-    allowed = most_of(len(races), ALPHA / 2)
+    allowed = most_of(len(races), LEVEL / 2)
     print(f"false tables on node noise: {share(len(races), adopted)}, {allowed} are allowed")
     assert sum(adopted) <= allowed
 
@@ -49,7 +51,7 @@ def test_intervals_hold_the_true_gain_at_every_check(job, gain):
     races = [race(job, one.seconds, gain) for one in simulated(NODE, 1500, 200, seed=4)]
     missed = [one.missed for one in races]
     print(f"intervals that missed a gain of {100 * gain} %: {share(len(races), missed)}")
-    assert sum(missed) <= most_of(len(races), ALPHA)
+    assert sum(missed) <= most_of(len(races), LEVEL)
 
 
 @pytest.mark.slow
@@ -64,7 +66,7 @@ def test_where_a_part_carries_over_the_gain_that_is_told_is_not_too_large(job, c
     print(
         f"carry {carry}: intervals above the true gain {share(len(races), above)}, below {share(len(races), below)}"
     )
-    assert sum(above) <= most_of(len(races), ALPHA / 2)
+    assert sum(above) <= most_of(len(races), LEVEL / 2)
 
 
 @pytest.mark.slow
