@@ -9,7 +9,7 @@ from dynamiccl.envs.nccl.agreement import leader as leaders
 from dynamiccl.envs.nccl.agreement.ballot import Ballot
 from dynamiccl.envs.nccl.agreement.leader import Leader
 from dynamiccl.envs.nccl.agreement.pace import Pace
-from dynamiccl.envs.nccl.agreement.plans import Lack, Report, Told, differ, lacking, mismatch
+from dynamiccl.envs.nccl.agreement.plans import Lack, Report, Told, differ, has, lacking, mismatch
 from dynamiccl.envs.nccl.agreement.protocol import CommVote, Decision, LeftOut, Vote, decide
 from dynamiccl.envs.nccl.plugin.bindings import CommView, Plan, Span
 from dynamiccl.envs.nccl.shm import decode_table, rows_hash, trial_of
@@ -195,13 +195,13 @@ class Cluster:
         mine = {comm: ranks for comm, ranks in self.members.items() if rank in ranks}
         return {comm: Told(len(ranks), self.plan(comm)) for comm, ranks in mine.items()}
 
-    def comes_or_rests(self):
-        if self.draw.random() < 0.1:
-            comm = 10 + len(self.members)
-            self.members[comm] = self.draw.choice([(0, 1, 2), (1, 2), (0, 2), (0, 1)])
-            self.counts[comm], self.changes[comm] = self.draw.randrange(5), []
-        if self.draw.random() < 0.05:
-            self.resting.add(self.draw.choice([comm for comm in self.members if comm != 7]))  # not the whole job
+    def comes(self):
+        comm = 10 + len(self.members)
+        self.members[comm] = self.draw.choice([(0, 1, 2), (1, 2), (0, 2), (0, 1)])
+        self.counts[comm], self.changes[comm] = self.draw.randrange(5), []
+
+    def rests(self):
+        self.resting.add(self.draw.choice([comm for comm in self.members if comm != 7]))  # not the whole job
 
     def publish(self, *trial):
         self.newest += 1
@@ -211,8 +211,10 @@ class Cluster:
     def acts(self, fails):
         """A second: collectives are made, ranks freeze and wake, a round is led."""
         self.clock.now += 1.0
-        if fails:
-            self.comes_or_rests()
+        if fails and self.draw.random() < 0.1:
+            self.comes()
+        if fails and self.draw.random() < 0.05:
+            self.rests()
         for comm in self.counts.keys() - self.resting:
             self.counts[comm] += self.draw.randrange(30)
         self.frozen = {rank for rank in (1, 2) if fails and self.draw.random() < 0.4}
@@ -220,8 +222,9 @@ class Cluster:
             if not fails or self.draw.random() < 0.7:
                 self.leader.reports[rank] = Report(self.leader.number, self.told(rank))
         self.leader.sees(self.told(0))
-        if self.leader.mismatch():
-            raise AssertionError(self.leader.mismatch())
+        assert self.leader.mismatch() is None
+        if self.leader.not_default() is None:
+            assert all(has(self.plan(comm), 0, self.counts[comm]) for comm in self.members), "`stop` says so"
         if (found := self.leader.next()) is not None:
             self.leads(found, fails)
 
@@ -276,8 +279,11 @@ def test_after_quiet_all_plans_are_the_wanted_one(monkeypatch, seed):
     else:
         cluster.publish(*TRIAL)
     wanted = rows_hash(cluster.leader._stays[1])
-    for _ in range(250):
+    for second in range(300):
         cluster.acts(fails=False)
+        if second == 3:
+            cluster.comes()
+            cluster.rests()
     assert {cluster.plan(comm).stays for comm in cluster.members} == {wanted}
     tries = {comm for comm in cluster.members if cluster.plan(comm).tries}
     assert tries <= cluster.resting
