@@ -164,8 +164,8 @@ class OfEnd:
     refused: list[dict[str, Any]] = field(default_factory=list)
     #: ``state`` of the ranks' agreement, and ``why`` they change no table
     agreement: dict[str, Any] | None = None
-    #: calls_checked, mismatches, ranks_elsewhere (of one communicator, on other hosts: not compared), held_ms (most that
-    #: calls of one process were held back while the ranks agreed on tables)
+    #: calls_checked, mismatches, ranks_elsewhere (of one communicator, on other hosts: not compared), held_ms (most
+    #: that calls of one process were held back while the ranks agreed on tables)
     consistency: dict[str, int] = field(default_factory=dict)
     #: records that the rings lost
     records_lost: int | None = None

@@ -16,8 +16,10 @@ def test_of_two_lives_the_second_is_left():
     assert life.warnings == [
         "the job was started again: its 90 steps before that are left out where steps are counted or drawn"
     ]
-    assert [line["kind"] for line in life.log] == ["begins", "named", "table", "table"], "the verdict was of the first"
-    assert trace.warnings == [] and len(trace.log) == 4, "the trace itself is as it was"
+    assert [line["kind"] for line in life.log] == ["begins", "named", "table", "table"], (
+        "the verdict was of the first"
+    )
+    assert trace.warnings == [] and len(trace.log) == 5, "the trace itself is as it was"
 
 
 def test_of_three_lives_the_third_is_left():

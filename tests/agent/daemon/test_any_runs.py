@@ -98,7 +98,10 @@ class World:
                 case 2 if job.best is not None:
                     job.base_ms *= float(rng.choice([0.7, 1.5]))
                 case 3 | 4:
-                    job.away, self.back_at = AWAY[int(rng.integers(2))], self.n_looks + int(rng.integers(1, 9))
+                    job.away, self.back_at = (
+                        AWAY[int(rng.integers(2))],
+                        self.n_looks + int(rng.integers(1, 9)),
+                    )
                 case 5:
                     self.guard.is_due, self.n_searches = True, self.n_searches + 1
                 case 6:
@@ -206,7 +209,9 @@ class World:
         job.end_of_trial()
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 30))])
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 30))]
+)
 def test_whatever_happens_what_is_told_is_what_is_so(folder, tmp_path, monkeypatch, seed):
     rng, guard = np.random.default_rng(seed), AnyGuard()
     monkeypatch.setattr(live_windows, "Guard", lambda *known: guard)

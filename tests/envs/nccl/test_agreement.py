@@ -204,7 +204,10 @@ def test_where_the_store_is_gone_rank_0_still_says_that_all_run_the_default():
 
 #: A job of three ranks with a group that is made anew and a thread beside the training; the others are slow tests.
 FIRST = 6
-SEEDS = [pytest.param(n, marks=() if n == FIRST else pytest.mark.slow) for n in range(int(os.environ.get("FAULTS", "12")))]
+SEEDS = [
+    pytest.param(n, marks=() if n == FIRST else pytest.mark.slow)
+    for n in range(int(os.environ.get("FAULTS", "12")))
+]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

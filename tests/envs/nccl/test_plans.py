@@ -252,7 +252,9 @@ class Cluster:
             switches, left_out = {}, {0: LeftOut(RowRefused.PLUGIN_REFUSES(error="x"), True, True)}
             self.refused.add(found[0])
         decision = Decision(found[0], switches) if switches else Decision()
-        leader.ended(found, decision, left_out, {}, {comm for comm, ranks in self.members.items() if 0 in ranks})
+        leader.ended(
+            found, decision, left_out, {}, {comm for comm, ranks in self.members.items() if 0 in ranks}
+        )
         for comm, span in switches.items():
             stays = self.plan(comm).stays if span.until else rows
             self.changes[comm].append((span, rows, stays))
