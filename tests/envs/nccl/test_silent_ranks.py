@@ -181,6 +181,22 @@ def test_news_of_a_communicator_whose_request_fails_is_told_again(ranks_of):
     assert ranks.fails == ("", "")
 
 
+@pytest.mark.parametrize(("waiting", "ends"), [([0, 0, 1, 1, 1], False), ([0, 0, 0], True)])
+def test_a_rank_whose_call_is_held_or_that_leaves_waits_no_longer_for_the_decision(waiting, ends):
+    """It asks the register itself: rank 0 may be gone."""
+    asked, is_over = [], threading.Event()
+
+    def now():
+        asked.append(0)
+        if ends and len(asked) == 3:
+            is_over.set()
+        return waiting[len(asked) - 1]
+
+    store, plugin = SimpleNamespace(decision=lambda number: None), SimpleNamespace(waiting=now)
+    rank = SimpleNamespace(_look_s=0.0, _pace=Pace(), _plugin=plugin, _store=store, _end=is_over)
+    assert Agreement._awaited(rank, 3) is None and len(asked) == 3
+
+
 # -- what rank 0 waits for -------------------------------------------------------------------------------------------
 
 
