@@ -296,15 +296,3 @@ def test_a_round_that_is_lost_is_led_again_for_ever_and_more_seldom(monkeypatch)
     assert waits == sorted(waits) and waits[0] < 1 and waits[-1] == 60
     rank.leader.not_before = 0.0
     assert rank.round({7: Span(128, 160)}) == 1 and rank.leader.lost == 0
-
-
-def test_a_vote_of_a_release_with_other_fields_says_only_that_it_is_not_alike():
-    """Before: a TypeError, which ended the round for all."""
-    served = MemoryStore()
-    store = RoundStore(lambda: served, 0, 2)
-    store.connect()
-    vote = '{"rank": 1, "round": 4, "identity": "newer", "comms": {"7": {"marks": {}, "colour": 3}}}'
-    served.set(f"{store.life}/vote/1", vote)
-    (found,) = store.votes(4, [1], 0.0)
-    assert (found.rank, found.round, found.identity, found.comms) == (1, 4, "newer", {})
-    store.close()
