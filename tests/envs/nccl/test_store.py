@@ -86,10 +86,10 @@ def test_where_it_is_refused_for_ten_seconds_nobody_serves_the_store(refuses_for
     assert "store is gone (refused)" in capfd.readouterr().err
 
 
-def test_a_job_that_closes_waits_for_no_store(refuses_for):
+def test_a_job_that_closes_waits_for_no_store_and_says_nothing(refuses_for, capfd):
     store, clock = refuses_for(60.0)
     store.closing, began = True, clock.now
-    assert store.settle(1, DECIDED) is ABORT and clock.now == began
+    assert store.settle(1, DECIDED) is ABORT and clock.now == began and capfd.readouterr().err == ""
 
 
 def test_a_store_that_is_closed_keeps_no_connection():
