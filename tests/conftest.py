@@ -111,6 +111,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(in_one_line(skipped))
     if found := could_have_run(skipped, config):
         terminalreporter.write_line(f"this machine could have run: {', '.join(found)}", red=True)
+    # A new name has no time, so CI runs it, however long it takes: then somebody shall hear of it.
+    known = json.loads(SECONDS.read_text())
+    for name, seconds in _took.items():
+        if seconds > LONG_S and name not in known:
+            terminalreporter.write_line(
+                f"{name} took {seconds:.0f} s and has no time in {SECONDS.name}: --write-seconds notes it"
+            )
 
 
 def in_one_line(skipped: Sequence[Any]) -> str:

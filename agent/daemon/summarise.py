@@ -40,6 +40,7 @@ def seen_of(request: Request, job: Job) -> dict[str, Any]:
         "consistency": {
             "calls_checked": audit.calls_checked,
             "mismatches": audit.mismatches,
+            "held_ms": job.held_ms,
             "ranks_elsewhere": 0 if request.emulated else _ranks_elsewhere(job),
         },
         "records_lost": job.records_lost,

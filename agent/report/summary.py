@@ -163,7 +163,8 @@ class OfEnd:
     refused: list[dict[str, Any]] = field(default_factory=list)
     #: ``state`` of the ranks' agreement, and ``why`` they change no table
     agreement: dict[str, Any] | None = None
-    #: calls_checked, mismatches, ranks_elsewhere (of one communicator, on other hosts: not compared)
+    #: calls_checked, mismatches, ranks_elsewhere (of one communicator, on other hosts: not compared), held_ms (most
+    #: that calls of one process were held back while the ranks agreed on tables)
     consistency: dict[str, int] = field(default_factory=dict)
     #: records that the rings lost
     records_lost: int | None = None
@@ -219,12 +220,8 @@ class RunSummary(OfFiles, OfEnd, OfSearch, OfCosts, OfVerdict, OfJob):
 
     @classmethod
     def of_trace(cls, trace: Trace) -> RunSummary:
-        """What the run of a trace came to. Another tool's recording has none: beside it may lie any run's."""
-        if "source" in trace.header:
-            return cls()
-        folder = trace.folder.resolve()
-        folders = [folder, folder.parent] if folder.name == "trace" else [folder]
-        return Fold(trace.header, trace.log, *folders).summary
+        """What the run of a trace came to."""
+        return Fold.of_trace(trace).summary
 
     def write(self, folder: Path) -> None:
         """Replace the folder's ``summary.json`` at once. Raises TraceError."""
@@ -308,6 +305,20 @@ class Fold:
     def read(cls, out: Path) -> Fold:
         """The run whose results lie in a folder. Damaged lines are left out."""
         return Follower(out).fold()
+
+    @classmethod
+    def of_trace(cls, trace: Trace) -> Fold:
+        """The run of a trace. Another tool's recording has none: beside it may lie any run's."""
+        if "source" in trace.header:
+            return cls({})
+        folder = Path(trace.folder).resolve()
+        folders = [folder, folder.parent] if folder.name == "trace" else [folder]
+        return cls(trace.header, trace.log, *folders)
+
+    @property
+    def named(self) -> Mapping[str, list[dict[str, Any]]]:
+        """The rows of each table that was named, by its letter."""
+        return self._named if self._out else self.summary.tables
 
     @property
     def header(self) -> Mapping[str, Any]:

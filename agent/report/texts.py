@@ -136,6 +136,8 @@ def consistency_text(found: Mapping[str, Any]) -> str:
         told = f"consistency: {counts}, {found['mismatches']} mismatches"
     else:
         told = "consistency: no collective was recorded here by two ranks, so nothing was compared"
+    if held_ms := found.get("held_ms"):
+        told += f"; calls of a rank waited {held_ms} ms in all while the ranks agreed on tables"
     if elsewhere:
         ranks = "1 other rank is" if elsewhere == 1 else f"{elsewhere} other ranks are"
         told += f"; {ranks} recorded on other hosts: {ACROSS_HOSTS} compares all"

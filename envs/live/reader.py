@@ -54,6 +54,7 @@ class Reader:
         self.obedience = Obedience()
         self.damaged: dict[str, str] = {}  # rings that cannot be read any more, with the reason
         self.lost: dict[str, int] = {}  # records that each ring dropped because nobody read them in time
+        self.held_ms = 0  # most that calls of one process were held back while the ranks agreed on tables
         self.last_step = 0
         self.ranks: set[int] = set()  # of those whose steps were seen
         self.state: tuple[AgreementState, Why | None] | None = (
@@ -119,6 +120,7 @@ class Reader:
                 self.assembler.add(ring.known(), ring.process)
             n_gaps = len(ring.gaps)
             records = ring.drain()
+            self.held_ms = max(self.held_ms, ring.waited_ns() // 1_000_000)
         except (OSError, ValueError) as error:  # its process may have scribbled over it: the others go on
             self.damaged[ring.name] = str(error)
             log.warning("ring %s cannot be read any more: %s", ring.name, error)

@@ -58,30 +58,6 @@ def many_hosts_apart(folder: RunFolder) -> Found:
     return tries(folder, 64, program, trial_steps=20, every_s=1.0)
 
 
-def side_thread(folder: RunFolder, seed: int = 0, steps: int = 80) -> Found:
-    """Another thread runs collectives on a communicator of its own, whenever it likes."""
-
-    def program(rank: LightRank) -> None:
-        over = threading.Event()
-        pace = random.Random(f"{seed} {rank.rank}")
-        turns = [0]
-
-        def beside_training() -> None:
-            while not over.is_set() or turns[0] < 150:
-                time.sleep(pace.expovariate(1 / 0.02) if not over.is_set() else 0.0)
-                rank.call(8)
-                turns[0] += 1
-
-        side = threading.Thread(target=beside_training)
-        side.start()
-        for i in range(steps):
-            rank.step(i, 4, pace.uniform(0, 0.03))
-        over.set()
-        side.join()
-
-    return tries(folder, 2, program, every_s=0.02)
-
-
 def evaluation(folder: RunFolder) -> Found:
     """A trial is in force when all ranks go into a long evaluation; its tuner is dead."""
 
@@ -335,44 +311,13 @@ def store_fails_at_random(folder: RunFolder, seed: int, failures: int = 12) -> F
     return tries(folder, 2, program, every_s=0.5, beside=beside) | {"held_ms": held_ms}
 
 
-def faults(folder: RunFolder, seed: int, steps: int = 110) -> Found:
-    """Ranks, the tuner and rank 0's thread are killed or frozen at random moments, under trials."""
-    draw = random.Random(seed)
-    n_ranks = draw.choice([2, 2, 3])
-
-    def program(rank: LightRank) -> None:
-        for i in range(steps):
-            rank.step(i, 4, rank.random.uniform(0, 0.03))
-
-    def beside(server: StoreServer, pids: list[int]) -> None:
-        daemon = Publisher(folder, server, 0.03, 20)
-        _until(server, "2")
-        time.sleep(draw.uniform(0.0, 0.6))
-        kind = draw.choice(["freeze a rank", "freeze rank 0", "freeze all", "kill the tuner", "store"])
-        if kind.startswith("freeze"):
-            who = pids if "all" in kind else [pids[0] if "0" in kind else draw.choice(pids[1:])]
-            for pid in who:
-                os.kill(pid, signal.SIGSTOP)
-            time.sleep(draw.uniform(0.05, 1.5))
-            for pid in who:
-                os.kill(pid, signal.SIGCONT)
-        elif kind == "store":
-            server.late_s = draw.uniform(0.05, 0.4)
-            time.sleep(0.5)
-            server.late_s = 0.0
-        else:
-            daemon.alive = False
-        server.values["fault"] = kind
-
-    ranks, server = run(n_ranks, program, folder, beside)
-    return found(ranks, server, fault=server.values["fault"])
-
-
 def settles(folder: RunFolder, seed: int) -> Found:
-    """Faults at random moments under trials, a group made anew in half of the jobs; then quiet: a table to stay is
-    wanted, the default in half of them. ``settled_s``: until all ranks report it."""
+    """Faults at random moments under trials; in half of the jobs a group is made anew, in half another thread has
+    collectives of its own, whenever it likes. Then quiet: a table to stay is wanted, the default in half of the jobs.
+    ``settled_s``: until all ranks report it."""
     draw = random.Random(seed)
     n_ranks, is_default, has_lives = draw.choice([2, 2, 3]), draw.random() < 0.5, draw.random() < 0.5
+    has_side = draw.random() < 0.5
     kinds = [
         "freeze a rank",
         "freeze rank 0",
@@ -384,6 +329,15 @@ def settles(folder: RunFolder, seed: int) -> Found:
     ]
 
     def program(rank: LightRank) -> None:
+        over, pace = threading.Event(), random.Random(f"{seed} {rank.rank}")
+
+        def beside_training() -> None:
+            while not over.wait(pace.expovariate(1 / 0.02)):
+                rank.call(8)
+
+        side = threading.Thread(target=beside_training)
+        if has_side:
+            side.start()
         for i in range(10_000):
             if rank.work.get("ends at") == str(i).encode():
                 break
@@ -394,6 +348,9 @@ def settles(folder: RunFolder, seed: int) -> Found:
                 if i % 60 == 59:
                     rank.destroy(100 + i // 60)
             rank.step(i, 4, rank.random.uniform(0, 0.02))
+        over.set()
+        if has_side:
+            side.join()
 
     def fault(server: StoreServer, pids: list[int], daemon: Publisher) -> str:
         kind = draw.choice(kinds)

@@ -49,7 +49,7 @@ class FakeJob:
         self.assembler = _Assembler()
         self.waits = empty(WAIT_COLUMNS)
         self.memory_pressure = 0.0
-        self.memory_free = 0
+        self.memory_free = self.held_ms = 0
         self.generation = self.last_step = 0
         self.confirmed: dict[Slot, Decision] = {}
         self.in_force: dict[Slot, Decision] = {}  # what the ranks run

@@ -42,7 +42,11 @@ def restarted(lives=LIVES, gap_ms=5000, folder=Path("trace")):
             now += ms
         now += gap_ms
     tables = [{"kind": "table", "table": {"generation": one[3], "rules": [ROW]}} for one in lives]
-    window = {"kind": "window", "table": "A", "generation": lives[0][3]}
+    named = {
+        "kind": "named",
+        "letter": "A",
+        "rows": [{**ROW, "algo": "ring", "proto": "ll128", "n_channels": 8}],
+    }
     verdict = {"kind": "verdict", "step": VERDICT_STEP, "text": "KEPT"}
     return Trace(
         folder,
@@ -51,5 +55,5 @@ def restarted(lives=LIVES, gap_ms=5000, folder=Path("trace")):
         frame(steps, STEP_COLUMNS),
         empty(COMM_COLUMNS),
         empty(OFFER_COLUMNS),
-        log=[window, verdict, *tables],
+        log=[{"kind": "begins", "out": "."}, named, verdict, *tables],
     )

@@ -16,8 +16,10 @@ def test_of_two_lives_the_second_is_left():
     assert life.warnings == [
         "the job was started again: its 90 steps before that are left out where steps are counted or drawn"
     ]
-    assert [line["kind"] for line in life.log] == ["window", "table", "table"], "the verdict was of the first"
-    assert trace.warnings == [] and len(trace.log) == 4, "the trace itself is as it was"
+    assert [line["kind"] for line in life.log] == ["begins", "named", "table", "table"], (
+        "the verdict was of the first"
+    )
+    assert trace.warnings == [] and len(trace.log) == 5, "the trace itself is as it was"
 
 
 def test_of_three_lives_the_third_is_left():
@@ -63,9 +65,9 @@ def test_a_rank_that_begins_late_is_of_the_same_life():
 
 def test_a_verdict_after_the_last_table_of_an_earlier_life_is_of_that_life():
     trace = restarted()
-    window, verdict, first, second = trace.log
-    trace.log = [first, window, verdict, second]
-    assert last_life(trace).log == [first, window, second]
+    *named, verdict, first, second = trace.log
+    trace.log = [first, *named, verdict, second]
+    assert last_life(trace).log == [first, *named, second]
 
 
 def test_a_verdict_of_the_last_life_stays():

@@ -56,7 +56,7 @@ def generations(trace: Trace, decisions: Iterable[Mapping[str, Any]] | None = No
     """
     tables = {}
     for generation, rules in trace.tables.items():
-        tables[generation] = frozenset(map(_key, rules))
+        tables[generation] = logged_rules(rules)
     default = frozenset(default_generations(trace))
     if len(tables) == 1:
         seen = set(map(int, trace.events["table_generation"].unique()))
@@ -67,7 +67,7 @@ def generations(trace: Trace, decisions: Iterable[Mapping[str, Any]] | None = No
         last = held[-1] if held else frozenset()
         wanted = tables.get(_compared(trace), last)
     else:
-        wanted = _rules_of(decisions)
+        wanted = rules_of(decisions)
     tuned = []
     for generation, held_rules in tables.items():
         if held_rules and held_rules == wanted:
@@ -75,8 +75,8 @@ def generations(trace: Trace, decisions: Iterable[Mapping[str, Any]] | None = No
     return Generations(default, frozenset(tuned), wanted)
 
 
-def _rules_of(decisions: Iterable[Mapping[str, Any]]) -> frozenset[RuleKey]:
-    """The rules of a summary's decisions; a slot that NCCL decides has none."""
+def rules_of(decisions: Iterable[Mapping[str, Any]]) -> frozenset[RuleKey]:
+    """The rules of a summary's rows; a slot that NCCL decides has none."""
     rows = [{**d, "decision": decided(d)} for d in decisions]
     return frozenset(_key(row) for row in rows if row["decision"] != "auto")
 
@@ -88,6 +88,11 @@ def _compared(trace: Trace) -> int:
     if not compared:
         return -1
     return int(compared[-1].get("generation", -1))
+
+
+def logged_rules(rules: Iterable[Mapping[str, Any]]) -> frozenset[RuleKey]:
+    """The rules of a table as it was logged."""
+    return frozenset(map(_key, rules))
 
 
 def _key(rule: Mapping[str, Any]) -> RuleKey:

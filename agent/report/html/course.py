@@ -6,30 +6,24 @@ It is read from the trace alone, so it is known while the job runs as well.
 from __future__ import annotations
 
 import bisect
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ....traces.files import Trace
+from ....traces.queries.costs import logged_rules, rules_of
 from ....traces.queries.lives import last_life
 from ....traces.queries.steps import of_one_rank
 from ....traces.records import MIXED
-from ..summary import VERDICT
+from ..summary import VERDICT, Fold
 from ..verdict import DEFAULT, ms, side
 
 Array = np.ndarray[Any, Any]
 
-#: Name of a table that no window names.
-_UNNAMED = "a table"
-
 #: The last table, if no step was recorded under it (the run was stopped): its band is this part of the steps wide.
 _UNSEEN = 0.04
-
-#: A table's rows as JSON.
-Rules = frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -86,42 +80,24 @@ def course_of(trace: Trace) -> Course:
     names = {table.generation: table.name for table in tables}
     on_trial = np.zeros(len(index), bool)
     for place, number in enumerate(generation.tolist()):
-        ran = names.get(number, _UNNAMED)
+        ran = names.get(number)
         on_trial[place] = ran != _current(bands, index[place])
     marks = _marks(trace, bands)
     return Course(index, times, on_trial, bands, marks)
 
 
-def _rules(table: Mapping[str, Any]) -> Rules:
-    """The rows of a logged table, comparable with those of another."""
-    rows = table.get("rules") or ()
-    return frozenset(json.dumps(row, sort_keys=True) for row in rows)
-
-
 def _tables(trace: Trace) -> list[_Table]:
-    """All published tables, in order; generation 0 is the default. A window tells the letter of its table."""
-    logged = [line["table"] for line in trace.log if line["kind"] == "table"]
-    rules = {int(table["generation"]): _rules(table) for table in logged}
-    letters = _letters(trace, rules)
+    """All published tables, in order; generation 0 is the default. A table has the letter that the log gives its rows;
+    without one (an earlier tuner's) it has the number under which they were published first."""
+    letters = {rules_of(rows): letter for letter, rows in Fold.of_trace(trace).named.items()}
+    letters[frozenset()] = DEFAULT
     found = [_Table(0, DEFAULT, False)]
-    for table in logged:
-        number = int(table["generation"])
-        name = letters.get(rules[number], _UNNAMED)
-        is_trial = bool(table.get("trial_steps"))
-        found.append(_Table(number, name, is_trial))
-    return found
-
-
-def _letters(trace: Trace, rules: Mapping[int, Rules]) -> dict[Rules, str]:
-    """The names of tables by their rows, from the windows."""
-    found: dict[Rules, str] = {frozenset(): DEFAULT}
     for line in trace.log:
-        name = line.get("table")
-        if line["kind"] != "window" or not isinstance(name, str):
-            continue
-        known = rules.get(int(line.get("generation", -1)))
-        if known:
-            found.setdefault(known, name)
+        if line["kind"] == "table":
+            table = line["table"]
+            number = int(table["generation"])
+            name = letters.setdefault(logged_rules(table.get("rules") or ()), str(number))
+            found.append(_Table(number, name, bool(table.get("trial_steps"))))
     return found
 
 

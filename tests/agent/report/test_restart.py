@@ -15,7 +15,6 @@ from dynamiccl.agent.report.losses import difference, loss_lines, read_losses
 from dynamiccl.agent.report.slow_rank import find
 from dynamiccl.agent.report.summary import LOG_FILE, RunSummary
 from dynamiccl.traces.queries.costs import generations
-from dynamiccl.traces.queries.lives import last_life
 from left_run import leave
 from restarted import LIVES, restarted
 
@@ -25,14 +24,6 @@ def test_the_course_is_that_of_the_last_life():
     assert course.bands == [Band(0, 4, "default"), Band(5, 39, "A")]
     assert len(course.steps) == 40 and set(course.ms) == {80.0} and not course.on_trial.any()
     assert [mark.text for mark in course.marks] == ["switch to A"], "the verdict was in another life"
-
-
-def test_a_rank_that_recorded_few_steps_does_not_stand_for_the_run():
-    """Before: the lowest rank did, in the course and in the steps that are left out, though it had recorded two."""
-    trace = restarted()
-    trace.steps = trace.steps[(trace.steps["rank"] == 1) | (trace.steps["index"] < 2)]
-    assert course_of(trace).steps.tolist() == list(range(40))
-    assert "its 90 steps" in last_life(trace).warnings[-1]
 
 
 def test_the_timeline_is_that_of_the_last_life():

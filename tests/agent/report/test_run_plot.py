@@ -21,6 +21,11 @@ from dynamiccl.traces.records import MIXED
 
 ROW = {"func": "all_gather", "min_bytes": 0, "max_bytes": 1 << 20, "decision": "ring/ll128/8"}
 OTHER = {**ROW, "decision": "ring/ll/4"}
+#: The rows of both as the tuner names them.
+NAMED = {
+    letter: [{**ROW, **dict(zip(("algo", "proto", "n_channels"), choice, strict=True))}]
+    for letter, choice in {"A": ("ring", "ll128", 8), "B": ("ring", "ll", 4)}.items()
+}
 LONG_MS = 900.0
 #: Generation -> its rows and whether it is a trial; the run below publishes them in this order.
 TABLES = {1: ([ROW], True), 2: ([ROW], False), 3: ([], False), 4: ([OTHER], True), 5: ([OTHER], False)}
@@ -40,12 +45,11 @@ def long_run(n_steps=10_000):
     steps = pd.DataFrame({"index": index, "duration_ns": (1e6 * times).astype(int)})
     steps = steps.assign(rank=0, end_ns=steps["duration_ns"].cumsum(), table_generation=generation)
     steps = steps.reindex(columns=list(STEP_COLUMNS), fill_value=0)
-    log = []
+    log = [{"kind": "begins", "out": "."}]
     for number, (rules, is_trial) in TABLES.items():
         table = {"generation": number, "rules": rules, **({"trial_steps": 32} if is_trial else {})}
         log.append({"kind": "table", "table": table})
-    for number, letter in ((1, "A"), (4, "B")):
-        log.append({"kind": "window", "table": letter, "generation": number})
+    log += [{"kind": "named", "letter": letter, "rows": rows} for letter, rows in NAMED.items()]
     log += [{"kind": "verdict", "step": step, "text": "KEPT"} for step in VERDICTS]
     none = {"events": empty(EVENT_COLUMNS), "comms": empty(COMM_COLUMNS), "offers": empty(OFFER_COLUMNS)}
     return Trace("trace", {}, steps=steps, log=log, **none)

@@ -73,6 +73,9 @@ class Rank:
     def head(self):
         return 0
 
+    def waited_ns(self):
+        return 0
+
     def drain(self):
         records, self.records = self.records, []
         rows = np.concatenate(records) if records else np.zeros(0, COLL_DTYPE)

@@ -49,6 +49,9 @@ class Ring:
     def head(self):
         return 0
 
+    def waited_ns(self):
+        return 12_345_678
+
     def drain(self):
         item = next(self.script, 10.0)
         if callable(item):
@@ -102,6 +105,7 @@ def test_a_trial_ends_by_itself_after_its_window_and_what_is_confirmed_stays(wor
     job, ring, _ = world
     assert job.window(TRIAL, 3, one_of=8).step_ms == 10.0
     assert 3 < ring.seen[-1].trial_steps < 50 and ring.seen[-1].rules
+    assert job.held_ms == 12
     job.window({}, 3)  # NCCL's own choice is confirmed from the beginning
     assert ring.seen[-1].trial_steps == 0 and ring.seen[-1].rules == ()
     job.confirm(TRIAL)

@@ -56,6 +56,9 @@ class Ring:
     def head(self):
         return 0
 
+    def waited_ns(self):
+        return 0
+
     def drain(self):
         self.step += 1
         records, found = [], self.folder.table.read()

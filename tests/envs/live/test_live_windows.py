@@ -259,28 +259,6 @@ def test_steps_that_wait_after_turns_are_billed_as_steps_of_the_current_table():
     assert seen.billed == 11 and seen.billed_ms == pytest.approx(1100.0)
 
 
-@pytest.mark.parametrize(("asked", "ran"), [(1, 1), (1, 8), (8, 8)])
-def test_the_search_hears_how_long_the_turns_were(asked, ran):
-    """Before: a job that took no turns now was measured in windows, which told no arms."""
-    job = FakeJob(truth)
-    reader = LiveWindows(job)
-    told, _ = reader.begin()
-    none = np.zeros(len(told.share), np.int64)
-    times, arms = np.full(32, 100.0), np.repeat([CURRENT, TRIAL_ARM, TRIAL_ARM, CURRENT], 8)
-
-    def turns(decisions, n_steps, turn_steps, *more):
-        assert (n_steps, turn_steps, more) == (32, asked, (0, 150.0))
-        job.last_step += 40
-        return Turns((2,), np.arange(32), times, arms, ran, 6, 900.0)
-
-    job.alternate = turns
-    seen = reader.measure(Plan(TRIAL, none + 16, 32, 0, 150.0, turns=asked, others=none))
-    assert seen.turns == ran and (seen.arms == arms).all()
-    assert (seen.billed, seen.billed_ms) == (40, pytest.approx(3200 + 900 + 200)), (
-        "two steps waited for the turns"
-    )
-
-
 def test_where_a_table_holds_its_turns_with_the_default_show_the_default(monkeypatch):
     """A tuner that comes back. Before: a window of the default."""
     job = FakeJob(truth)

@@ -3,7 +3,6 @@
 import time
 from itertools import product
 
-import pytest
 from dynamiccl.envs.nccl.agreement import leader as leaders
 from dynamiccl.envs.nccl.agreement.leader import PATIENCE, Leader
 from dynamiccl.envs.nccl.agreement.plans import Report, Told
@@ -11,7 +10,7 @@ from dynamiccl.envs.nccl.agreement.protocol import ABORT, Decision, LeftOut
 from dynamiccl.envs.nccl.agreement.store import RoundStore
 from dynamiccl.envs.nccl.plugin.bindings import Plan, Span
 from dynamiccl.envs.nccl.shm import encode_table, rows_hash, trial_of
-from dynamiccl.traces.reasons import NotAgreeing, RowRefused
+from dynamiccl.traces.reasons import NotAgreeing
 from dynamiccl.traces.records import Decision as Setting
 from dynamiccl.traces.records import Rule, Table
 from memory_store import MemoryStore
@@ -117,22 +116,6 @@ BOTH = {7: Span(128), 9: Span(128)}
 UNTIL = {7: Span(128, 160), 9: Span(128, 160)}
 
 
-def test_a_table_that_was_withdrawn_is_led_no_more():
-    """Before: the communicators that were late got it, a second before its withdrawal."""
-    rank = Rank0()
-    rank.publish(1)
-    assert rank.round(BOTH) == 1
-    rank.counts[11] = 100  # a communicator came
-    rank.sees()
-    rank.leader._again_at = 0.0
-    assert rank.round(left_out={11: LATE}) == 1, "it has no part"
-    rank.publish(2)
-    assert rank.next() == 2 and rank.leader.not_before == 0.0
-    assert rank.round(BOTH) == 2
-    rank.leader._again_at = 0.0
-    assert rank.round({11: Span(128)}) == 2 and rank.next() == 0
-
-
 def test_a_new_life_leads_the_newer_of_what_was_confirmed_and_what_was_published_to_stay():
     rank = Rank0(message(1))
     assert rank.next() == 1
@@ -166,34 +149,6 @@ def at(rank, **counts):
     rank.sees()
 
 
-@pytest.mark.parametrize("trial", [TRIAL, TURNS])
-def test_a_communicator_that_comes_in_a_trial_gets_what_stays_after_it(trial):
-    """Before: never, where no other table followed the trial: its tuner was dead, or all turns were steady."""
-    rank = in_a_trial(trial)
-    comes(rank)
-    assert rank.next() == 0, "a round now would end the trial"
-    at(rank, _7=130, _9=130)
-    assert rank.next() == 0
-    at(rank, _7=161, _9=159)
-    assert rank.next() == 0
-    at(rank, _9=160)
-    assert rank.round({11: Span(130)}) == 1 and rank.next() == 0
-
-
-@pytest.mark.parametrize("is_refused", [False, True])
-def test_a_communicator_that_comes_in_a_trial_gets_what_stays_after_the_last_of_many(is_refused):
-    """Before: never, since the round of the next trial counted as the one that it waits for."""
-    rank = in_a_trial(TRIAL)
-    comes(rank)
-    at(rank, _7=130, _9=130)
-    rank.publish(3, *TRIAL)
-    refused = {0: LeftOut(RowRefused.PLUGIN_REFUSES(error="x"), True, True)}
-    assert (rank.round(left_out=refused) if is_refused else rank.round(UNTIL)) == 3
-    assert rank.next() == 0, "a trial is under way"
-    at(rank, _7=161, _9=161)
-    assert rank.round({11: Span(130)}) == 1 and rank.next() == 0
-
-
 def test_a_communicator_that_is_used_no_more_holds_back_nothing(monkeypatch):
     """Before: where it came to rest in a trial, the trial was under way for ever."""
     now = [1000.0]
@@ -215,32 +170,6 @@ def test_a_communicator_that_is_used_no_more_holds_back_nothing(monkeypatch):
     assert rank.next() == 1
 
 
-def test_a_trial_is_not_ended_by_what_stays_but_by_the_next_table():
-    rank = in_a_trial(TRIAL)
-    comes(rank)
-    at(rank, _7=130, _9=130)
-    rank.publish(3, *TRIAL)
-    assert rank.next() == 3
-
-
-@pytest.mark.parametrize("is_running", [False, True])
-def test_a_table_to_stay_that_was_seen_is_led_before_a_later_trial(is_running):
-    """Before: never, where its round was lost or put off: what it had withdrawn stayed in force on all ranks."""
-    rank = Rank0()
-    rank.publish(1)
-    rank.round(BOTH)
-    if is_running:
-        rank.publish(2, *TRIAL)
-        rank.round(UNTIL)
-        at(rank, _7=130, _9=130)
-    rank.publish(3)
-    assert rank.round() == 3, "it is lost"
-    rank.publish(4, *TRIAL)
-    assert rank.round(BOTH) == 3 and rank.round(UNTIL) == 4
-    at(rank, _7=200, _9=200)
-    assert rank.next() == 0
-
-
 EVENTS = ("stays", "tries", "news", "lost", "switched", "trial over")
 
 
@@ -248,7 +177,7 @@ def wrong_round(events):
     """The first round of these events that gives a table to stay that is not the newest, or ends a running trial with
     one that was there before it, or tries one before all have what stays; empty if there is none. Whoever comes has
     what stays, at the end."""
-    rank, newest, generation, runs, decided = Rank0(), 0, 0, 0, 0
+    rank, newest, generation, runs, decided, made = Rank0(), 0, 0, 0, 0, 100
     for event in (*events, *3 * ("switched", "trial over")):
         rank.leader._again_at = 0.0
         led = rank.next()
@@ -259,17 +188,19 @@ def wrong_round(events):
         elif event == "news":
             comes(rank)
         elif event == "trial over":
-            runs = 0
-            at(rank, _7=200, _9=200)
+            runs, made = 0, made + 100
+            at(rank, _7=made, _9=made)
         elif led:
             is_trial = rank.leader.next()[1] == message(led, *TRIAL)[1]
             if (decided if is_trial else led) != newest or led < runs:
                 return f"table {led} in the round after {events}"
             if event == "switched":
-                spans = UNTIL if is_trial else {comm: Span(128) for comm in rank.counts}
+                until = {comm: Span(made + 28, made + 60) for comm in BOTH}
+                spans = until if is_trial else {comm: Span(made + 28) for comm in rank.counts}
                 rank.round(spans)
                 runs, decided = (led, decided) if is_trial else (0, led)
-                at(rank, _7=140, _9=140)
+                made += 40
+                at(rank, _7=made, _9=made)
             else:
                 rank.round()
     late = rank.plans.get(11)
@@ -278,19 +209,10 @@ def wrong_round(events):
 
 
 def test_no_order_of_events_leads_a_table_that_was_withdrawn_or_ends_a_trial():
-    found = [wrong for events in product(EVENTS, repeat=4) if (wrong := wrong_round(events))]
-    assert found == []
-
-
-def test_a_refused_table_is_led_no_more():
-    """Before: one that was confirmed was led 16 times a second, and no other ever."""
-    refused = {0: LeftOut(RowRefused.PLUGIN_REFUSES(error="x"), True, True)}
-    rank = Rank0(message(1))
-    assert rank.round(left_out=refused) == 1 and rank.next() == 0
-    rank.publish(2, *TRIAL)
-    assert rank.round(left_out=refused) == 2 and rank.next() == 0
-    rank.publish(3)
-    assert rank.round(BOTH) == 3
+    """From the beginning, and from a table that holds everywhere."""
+    begins = (), ("stays", "switched")
+    orders = [(*begin, *events) for begin in begins for events in product(EVENTS, repeat=4)]
+    assert [wrong for events in orders if (wrong := wrong_round(events))] == []
 
 
 def test_a_communicator_whose_rank_votes_no_more_is_let_go_once():
@@ -374,15 +296,3 @@ def test_a_round_that_is_lost_is_led_again_for_ever_and_more_seldom(monkeypatch)
     assert waits == sorted(waits) and waits[0] < 1 and waits[-1] == 60
     rank.leader.not_before = 0.0
     assert rank.round({7: Span(128, 160)}) == 1 and rank.leader.lost == 0
-
-
-def test_a_vote_of_a_release_with_other_fields_says_only_that_it_is_not_alike():
-    """Before: a TypeError, which ended the round for all."""
-    served = MemoryStore()
-    store = RoundStore(lambda: served, 0, 2)
-    store.connect()
-    vote = '{"rank": 1, "round": 4, "identity": "newer", "comms": {"7": {"marks": {}, "colour": 3}}}'
-    served.set(f"{store.life}/vote/1", vote)
-    (found,) = store.votes(4, [1], 0.0)
-    assert (found.rank, found.round, found.identity, found.comms) == (1, 4, "newer", {})
-    store.close()

@@ -9,11 +9,11 @@ from dynamiccl.envs.nccl.agreement import leader as leaders
 from dynamiccl.envs.nccl.agreement.ballot import Ballot
 from dynamiccl.envs.nccl.agreement.leader import Leader
 from dynamiccl.envs.nccl.agreement.pace import Pace
-from dynamiccl.envs.nccl.agreement.plans import Lack, Report, Told, differ, lacking, mismatch
+from dynamiccl.envs.nccl.agreement.plans import Lack, Report, Told, differ, has, lacking, mismatch
 from dynamiccl.envs.nccl.agreement.protocol import CommVote, Decision, LeftOut, Vote, decide
 from dynamiccl.envs.nccl.plugin.bindings import CommView, Plan, Span
 from dynamiccl.envs.nccl.shm import decode_table, rows_hash, trial_of
-from dynamiccl.traces.reasons import NotAgreeing
+from dynamiccl.traces.reasons import NotAgreeing, RowRefused
 from dynamiccl.traces.records import Trial
 from test_leader import LATE, TRIAL, Box, message
 from test_silent_ranks import Clock
@@ -164,7 +164,8 @@ def test_news_are_another_communicator_and_once_it_is_quiet_a_trial_that_is_over
 
 @dataclass
 class Cluster:
-    """Ranks with plugins as they should be, a rank 0, and a network that loses votes and reports."""
+    """Ranks with plugins as they should be, a rank 0, and a network that loses votes and reports. A plugin may refuse a
+    table, a communicator may come, or be used no more."""
 
     draw: random.Random
     clock: Clock
@@ -179,6 +180,7 @@ class Cluster:
             comm: [] for comm in self.members
         }  # (span, rows, rows that stay then), of all members
         self.frozen, self.given, self.newest = set(), [], 0
+        self.resting, self.refused = set(), set()
 
     def plan(self, comm):
         count, plan = self.counts[comm], Plan(self.counts[comm])
@@ -193,6 +195,14 @@ class Cluster:
         mine = {comm: ranks for comm, ranks in self.members.items() if rank in ranks}
         return {comm: Told(len(ranks), self.plan(comm)) for comm, ranks in mine.items()}
 
+    def comes(self):
+        comm = 10 + len(self.members)
+        self.members[comm] = self.draw.choice([(0, 1, 2), (1, 2), (0, 2), (0, 1)])
+        self.counts[comm], self.changes[comm] = self.draw.randrange(5), []
+
+    def rests(self):
+        self.resting.add(self.draw.choice([comm for comm in self.members if comm != 7]))  # not the whole job
+
     def publish(self, *trial):
         self.newest += 1
         self.box.found = message(self.newest, *trial, is_default=self.draw.random() < 0.3)
@@ -201,15 +211,20 @@ class Cluster:
     def acts(self, fails):
         """A second: collectives are made, ranks freeze and wake, a round is led."""
         self.clock.now += 1.0
-        for comm in self.counts:
+        if fails and self.draw.random() < 0.1:
+            self.comes()
+        if fails and self.draw.random() < 0.05:
+            self.rests()
+        for comm in self.counts.keys() - self.resting:
             self.counts[comm] += self.draw.randrange(30)
         self.frozen = {rank for rank in (1, 2) if fails and self.draw.random() < 0.4}
         for rank in {1, 2} - self.frozen:
             if not fails or self.draw.random() < 0.7:
                 self.leader.reports[rank] = Report(self.leader.number, self.told(rank))
         self.leader.sees(self.told(0))
-        if self.leader.mismatch():
-            raise AssertionError(self.leader.mismatch())
+        assert self.leader.mismatch() is None
+        if self.leader.not_default() is None:
+            assert all(has(self.plan(comm), 0, self.counts[comm]) for comm in self.members), "`stop` says so"
         if (found := self.leader.next()) is not None:
             self.leads(found, fails)
 
@@ -233,8 +248,13 @@ class Cluster:
                 switches[comm] = Span(since, since + 60 if trial.trial_steps else 0)
         if leader.loses(left_out):
             switches = {}
+        if fails and self.draw.random() < 0.05:
+            switches, left_out = {}, {0: LeftOut(RowRefused.PLUGIN_REFUSES(error="x"), True, True)}
+            self.refused.add(found[0])
         decision = Decision(found[0], switches) if switches else Decision()
-        leader.ended(found, decision, left_out, {}, {7, 9})
+        leader.ended(
+            found, decision, left_out, {}, {comm for comm, ranks in self.members.items() if 0 in ranks}
+        )
         for comm, span in switches.items():
             stays = self.plan(comm).stays if span.until else rows
             self.changes[comm].append((span, rows, stays))
@@ -247,7 +267,8 @@ class Cluster:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_after_quiet_all_plans_are_the_wanted_one(monkeypatch, seed):
-    """Whatever was lost before. Then no round is led any more, and `not_default` says what is so."""
+    """Whatever was lost before, and whether a trial came last. Then no round is led any more, and `not_default` says
+    what is so."""
     clock, draw = Clock(), random.Random(seed)
     monkeypatch.setattr(leaders, "time", clock)
     cluster = Cluster(draw, clock)
@@ -255,14 +276,21 @@ def test_after_quiet_all_plans_are_the_wanted_one(monkeypatch, seed):
         if draw.random() < 0.3:
             cluster.publish(*(TRIAL if draw.random() < 0.6 else ()))
         cluster.acts(fails=True)
-    cluster.publish()
+    if draw.random() < 0.5 or cluster.leader._stays is None:
+        cluster.publish()
+    else:
+        cluster.publish(*TRIAL)
     wanted = rows_hash(cluster.leader._stays[1])
-    for _ in range(200):
+    for second in range(300):
         cluster.acts(fails=False)
+        if second == 3:
+            cluster.comes()
+            cluster.rests()
     assert {cluster.plan(comm).stays for comm in cluster.members} == {wanted}
-    assert not any(cluster.plan(comm).tries for comm in cluster.members)
+    tries = {comm for comm in cluster.members if cluster.plan(comm).tries}
+    assert tries <= cluster.resting
     assert cluster.leader.next() is None and cluster.leader.lacked is None
-    assert (cluster.leader.not_default() is None) == (wanted == 0)
+    assert (cluster.leader.not_default() is None) == (wanted == 0 and not tries)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -279,6 +307,7 @@ def test_no_table_comes_before_the_one_that_stays_and_none_that_was_withdrawn(mo
             stays = stays if is_trial else cluster.newest
         cluster.acts(fails=True)
         for comm, generation, is_trial in cluster.given[n:]:
+            assert generation not in cluster.refused, "a refused table is led no more"
             assert generation == stays or (is_trial and generation > stays), (comm, generation, stays)
 
 

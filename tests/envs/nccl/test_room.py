@@ -176,9 +176,7 @@ JOB = ["--stage", "3", *SIZE, "--backend", "gloo", "--log"]
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("mounts")
-@pytest.mark.parametrize(
-    ("shm_mib", "prepare"), [(64, "true"), (256, "true"), (64, "ulimit -n 64"), (64, LITTLE_MEMORY)]
-)
+@pytest.mark.parametrize(("shm_mib", "prepare"), [(64, "true"), (64, "ulimit -n 64"), (64, LITTLE_MEMORY)])
 def test_a_job_in_a_narrow_container_does_what_it_does_without_us(tmp_path, shm_mib, prepare):
     """Status, output but for its times, and losses of a job of two ranks: alone, and tuned on an emulated cluster."""
     said = {}

@@ -1,7 +1,6 @@
 """A rank that does not answer for a while, or whose request fails: it, and its communicators, come in later."""
 
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -179,6 +178,22 @@ def test_news_of_a_communicator_whose_request_fails_is_told_again(ranks_of):
     ranks.comms[2][11] = 2
     wait_until(lambda: ranks.have(1, 11))
     assert ranks.fails == ("", "")
+
+
+@pytest.mark.parametrize(("waiting", "ends"), [([0, 0, 1, 1, 1], False), ([0, 0, 0], True)])
+def test_a_rank_whose_call_is_held_or_that_leaves_waits_no_longer_for_the_decision(waiting, ends):
+    """It asks the register itself: rank 0 may be gone."""
+    asked, is_over = [], threading.Event()
+
+    def now():
+        asked.append(0)
+        if ends and len(asked) == 3:
+            is_over.set()
+        return waiting[len(asked) - 1]
+
+    store, plugin = SimpleNamespace(decision=lambda number: None), SimpleNamespace(waiting=now)
+    rank = SimpleNamespace(_look_s=0.0, _pace=Pace(), _plugin=plugin, _store=store, _end=is_over)
+    assert Agreement._awaited(rank, 3) is None and len(asked) == 3
 
 
 # -- what rank 0 waits for -------------------------------------------------------------------------------------------
@@ -382,23 +397,3 @@ def test_a_rank_that_is_back_takes_no_vote_from_another(store, monkeypatch):
     slow = [vote_of(3)]
     monkeypatch.setattr(stores.time, "sleep", lambda seconds: slow and store.cast(slow.pop(), 3))
     assert {vote.rank for vote in store.votes(5, range(1, 5), 60.0) if vote.round == 5} == {1, 2, 3, 4}
-
-
-@pytest.mark.parametrize("closing", [False, True])
-def test_a_rank_that_leaves_says_nothing_of_a_store_that_is_gone(monkeypatch, closing):
-    """Before: a line in the output of each job that ended while a round was open."""
-    said, now = [], [1000.0]
-    monkeypatch.setattr(stores, "say", said.append)
-    clock = SimpleNamespace(
-        monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
-    )
-    monkeypatch.setattr(stores, "time", clock)
-
-    def gone():
-        raise ConnectionRefusedError("refused")
-
-    store = RoundStore(gone, 1, 2)
-    store.closing = closing
-    began = time.monotonic()
-    assert store.settle(3, ABORT) == ABORT and time.monotonic() - began < 60
-    assert len(said) == (not closing)

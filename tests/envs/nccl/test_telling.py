@@ -98,24 +98,6 @@ def test_a_table_ahead_of_a_communicator_in_use_is_not_in_force_yet():
     assert rank.box.told.pop() is None
 
 
-def test_a_communicator_of_which_all_ranks_are_silent_lacks_what_stays():
-    """Before: no vote named it, so it kept a withdrawn table for good, and `stop` said on all ranks."""
-    rank = Rank0()
-    rank.members[8], rank.counts[8] = (1, 2), 100
-    rank.sees()
-    rank.publish(1)
-    rank.round({7: Span(128), 9: Span(128), 8: Span(128)})
-    rank.publish(2, is_default=True)
-    rank.round({7: Span(128), 9: Span(128)}, {}, silent=(1, 2))
-    assert rank.leader.not_default() is not None
-    rank.leader._again_at = 0.0
-    assert rank.next() == 2
-    rank.round({8: Span(128)})
-    rank.counts = dict.fromkeys(rank.counts, 200)
-    rank.sees()
-    assert rank.leader.not_default() is None and rank.next() == 0
-
-
 def test_a_rank_that_gave_up_keeps_its_table_and_is_named():
     rank = Rank0()
     rank.publish(1)
