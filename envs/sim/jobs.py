@@ -134,7 +134,7 @@ def assemble(
     _roughen(tables, kind, rng)
     pressure = _pressure(kind, exposed, rng)
     fingerprint = Slots(
-        is_reduce_scatter=is_rs.astype(float),
+        func=func,
         n_bytes=n_bytes.astype(float),
         calls=calls.ravel(),
         n_ranks=slots.n_ranks.astype(float),
