@@ -211,7 +211,7 @@ class Jobs(JobsAtMoment):
     def _connect(self, configs: Array, rows: Array) -> Array:
         """What the first use of algorithms costs now, us (m,)."""
         of_slots = self.fingerprint.func.reshape(-1, self.width)
-        func = of_slots[rows]
+        func = np.minimum(of_slots[rows], 1)
         pair = self._pair(configs, rows)
         algo = np.maximum(pair - LAST_RING, 0)
         used = self._used(rows)
