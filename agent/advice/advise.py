@@ -25,10 +25,10 @@ from ...envs.search.belief.effects import LOG_RANGE
 from ...envs.search.belief.prior import Prior
 from ...traces.files import Trace, TraceError
 from ...traces.importers.recording import read_recording, recording_files, trace_folder
+from ...traces.names import tuned_funcs
 from ...traces.queries.costs import default_generations
 from ...traces.queries.exposed import exposed_ms, exposed_parts_of
 from ...traces.queries.stage import looks_like
-from ...traces.names import tuned_funcs
 from ...traces.records import Decision, Slot
 from ...traces.spaces import decision_of
 from ..report.terminal import terminal

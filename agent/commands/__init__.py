@@ -202,8 +202,8 @@ ALL_REDUCE = option(
     type=click.Choice(ALL_REDUCE_WAYS),
     is_flag=False,
     flag_value=ALL_REDUCE_WAYS[0],
-    help="Tune all_reduce too: protocol and channels, with --all-reduce=algo also Ring against Tree. Other settings add "
-    "the numbers of more than two ranks in another order, so the last bits of sums change. Default: off.",
+    help="Tune all_reduce too: protocol and channels, with --all-reduce=algo also Ring against Tree. Other settings "
+    "add the numbers of more than two ranks in another order, so the last bits of sums change. Default: off.",
 )
 FORCE = option(
     "--force", is_flag=True, help="Start even if `dynamiccl doctor` finds something that must be changed."

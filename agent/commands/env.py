@@ -63,8 +63,8 @@ def env(
     torchrun --nproc-per-node 8 train.py &
     dynamiccl tune --attach "$DYNAMICCL_RUN"
     """
-    from ...envs.nccl.plugin.build import PluginBuildError, channels_env, job_env
     from ...envs.nccl import run_folder
+    from ...envs.nccl.plugin.build import PluginBuildError, channels_env, job_env
     from ...envs.nccl.run_folder import make_folder
     from ..daemon.request import Request
 

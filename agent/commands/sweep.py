@@ -13,7 +13,20 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from ...traces.here import program
-from . import ALL_REDUCE, CLUSTER, EMULATION, JSON, OUTPUT, PATH, command, emulation, fail, option, refusing, results
+from . import (
+    ALL_REDUCE,
+    CLUSTER,
+    EMULATION,
+    JSON,
+    OUTPUT,
+    PATH,
+    command,
+    emulation,
+    fail,
+    option,
+    refusing,
+    results,
+)
 
 if TYPE_CHECKING:
     from ..checks.sweep.rank import Cell
@@ -80,7 +93,7 @@ def sweep(
     backend_module: str | None,
     json: bool,
 ) -> None:
-    """Measure all-gather and reduce-scatter, with --all-reduce that too, under each algorithm, protocol and channel count, and write a table.
+    """Measure all-gather and reduce-scatter under each algorithm, protocol and channel count, and write a table.
 
     The best call is not always the best step: confirm the table with your job. Each round has a new communicator and
     NCCL untouched twice; half of the rounds choose, the others score. On several nodes start it by torchrun.
@@ -110,7 +123,13 @@ def sweep(
     with refusing(ValueError, OSError):
         cells = _cells(trace, bytes, int(os.environ["WORLD_SIZE"]), way)
     name = backend or ("emulated" if cluster else "nccl")
-    what = {"cells": cells, "rounds": rounds, "backend": name, "module": backend_module or "", "all_reduce": way}
+    what = {
+        "cells": cells,
+        "rounds": rounds,
+        "backend": name,
+        "module": backend_module or "",
+        "all_reduce": way,
+    }
     _as_rank(what, headroom, folder, cluster)
     if is_first:
         with refusing(ValueError, OSError):
@@ -259,9 +278,7 @@ def _of_trace(run: Path, funcs: Sequence[str]) -> list[tuple[str, int]]:
     events = events[events["func"].isin(funcs)]
     events = with_sizes(events) if len(events) else events
     if not len(events) or not (events["asked"] > 0).any():
-        raise ValueError(
-            f"{path} shows no {' or '.join(funcs)} that NCCL asked a tuner about: give --bytes"
-        )
+        raise ValueError(f"{path} shows no {' or '.join(funcs)} that NCCL asked a tuner about: give --bytes")
     events = events[events["asked"] > 0]
     found: list[tuple[str, int]] = []
     slots: Any = events.groupby(["func", "size_class"])

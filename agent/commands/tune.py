@@ -195,7 +195,9 @@ def tune(ctx: click.Context, /, **_: Any) -> None:
                 "job starts"
             )
         if asked["all_reduce"]:
-            fail("the job counts its collectives already: give --all-reduce to `dynamiccl env` before it starts")
+            fail(
+                "the job counts its collectives already: give --all-reduce to `dynamiccl env` before it starts"
+            )
         _attach(call, asked["attach"], asked["again"])
         return
     _check_program(command)

@@ -29,9 +29,7 @@ _SUM = TUNABLE_FUNCS.index(ALL_REDUCE)
 _TRAFFIC_OF_SUM = 2
 
 
-def heuristic_channels(
-    fleet: Any, n_bytes: Array, pair: Array, func: Array | int = 0
-) -> tuple[Array, Array]:
+def heuristic_channels(fleet: Any, n_bytes: Array, pair: Array, func: Array | int = 0) -> tuple[Array, Array]:
     """NCCL's own channel limit and warps of a block for ``pair`` (index into PAIRS_OF) of ``func`` (into
     TUNABLE_FUNCS). 2.30.7 src/enqueue.cc, topoGetAlgoInfo."""
     n_bytes = asarray(n_bytes)
@@ -86,9 +84,7 @@ def rounded_up(a: Any, b: Any) -> Any:
     return -(-a // b)
 
 
-def planned_channels(
-    fleet: Any, n_bytes: Array, pair: Array, limit: Array, func: Array | int = 0
-) -> Array:
+def planned_channels(fleet: Any, n_bytes: Array, pair: Array, limit: Array, func: Array | int = 0) -> Array:
     """Channels of ``func`` (into TUNABLE_FUNCS) that really run when the limit of one alone in its group is
     ``limit``."""
     pair = asarray(pair)

@@ -47,8 +47,7 @@ _TREE_BY_SIZE = np.array(
     [
         [1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1],
         [1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1],
-        [0.9] * 7
-        + [0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9],
+        [0.9] * 7 + [0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9],
     ]
 )
 #: Under Simple over nodes a ring's latency counts so many times, from 64 bytes a channel and rank on.
@@ -252,7 +251,9 @@ def price_of_switches(fleet: ClusterArrays, n_bytes: Array) -> Array:
     is_late_blackwell = (fleet.generation == 3) & (fleet.release >= 23000) & (nodes > 2)
     most = where(is_late_blackwell, 80.0, most)
     between = nvls.bw_inter * where(nodes <= 2, 2, 1)
-    bus = heads[:, None] * stack([minimum(within, nvls.bw_inter), minimum(minimum(within, between), most)], axis=1)
+    bus = heads[:, None] * stack(
+        [minimum(within, nvls.bw_inter), minimum(minimum(within, between), most)], axis=1
+    )
     offered = stack([able & ((nodes == 1) | fleet.collnet), able & (nodes > 1)], axis=1)
     bw = bus * (n / (2 * (n - 1)))[:, None] * offered
     hops = floor(log2(maximum(nodes, 1)))

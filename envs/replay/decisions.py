@@ -18,10 +18,10 @@ from ...traces import spaces
 from ...traces.assemble import Offer
 from ...traces.files import Trace, TraceError
 from ...traces.fingerprint import Fingerprint
+from ...traces.names import tuned_funcs
 from ...traces.queries.costs import default_generations, of_whole_steps
 from ...traces.queries.slots import SlotProfile, channels_of, find_slots, outside_the_offer
 from ...traces.queries.steps import in_steps, of_one_rank, told_steps, without_first
-from ...traces.names import tuned_funcs
 from ...traces.records import MIXED, N_ALGOS, N_PROTOS, Slot, decision_from
 from .neighbours import Rules, SteadyWindow, savings
 from .predicted import Times, cluster_of, predict
@@ -123,9 +123,7 @@ def _profiles(
             )
         small = f"; the largest takes {every[0].share:.2%} of the step" if every else ""
         runs = f"; NCCL runs {next(iter(outside.values()))} for {next(iter(outside))}" if outside else ""
-        raise TraceError(
-            f"{trace.folder} holds no {' or '.join(funcs)} that a tuner can reach{small}{runs}"
-        )
+        raise TraceError(f"{trace.folder} holds no {' or '.join(funcs)} that a tuner can reach{small}{runs}")
     most = channels_of(events)  # tables may have asked for more than NCCL's own choice
     for p in profiles:
         n_channels = max(most[p.slot.n_ranks, p.slot.n_nodes], _told_channels(trace, p.slot))

@@ -251,7 +251,9 @@ _STRANGE_WAYS = Surprises(
 HELD_OUT = JobFamily("held-out", 4, tuple(_worlds(_STRANGE, _STRANGE_WAYS)))
 
 #: Data parallel jobs. A family of its own: figures of all-gathers and reduce-scatters hold none of it.
-DDP = JobFamily("ddp", 1, tuple(replace(base, name="ddp", sums=True, replicated=0.0) for base in (_MILD, _HARSH)))
+DDP = JobFamily(
+    "ddp", 1, tuple(replace(base, name="ddp", sums=True, replicated=0.0) for base in (_MILD, _HARSH))
+)
 
 
 def draw_fleet(family: ClusterFamily, rng: np.random.Generator, n: int) -> ClusterArrays:

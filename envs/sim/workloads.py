@@ -206,8 +206,8 @@ def _parts(calls: Array, wanted: int) -> Array:
 
 
 def _joined(works: WorkloadArrays, dealt: list[_Dealt]) -> WorkloadArrays:
-    """``works`` and after them the dealt ones, MANY_SLOTS wide; what an operation waits for is the source's. A call that
-    is none any more takes no time."""
+    """``works`` and after them the dealt ones, MANY_SLOTS wide; what an operation waits for is the source's. What was a
+    call and is none takes no time."""
     steps = works.steps
     source = np.array([one.source for one in dealt])
     begin = steps.op_at[source]

@@ -63,8 +63,7 @@ def change_a_bit(parameters):
 
 
 def fsdp2(model, world, replicas=1):
-    """(backward, step) of a model whose blocks are sharded over ``world`` ranks, with ``replicas`` over parts of them.
-    """
+    """(backward, step) of a model whose blocks are sharded over ``world`` ranks, with ``replicas`` over parts of them."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

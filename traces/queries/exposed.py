@@ -11,8 +11,8 @@ from typing import Any, cast
 import pandas as pd
 
 from ..files import Trace
-from ..reasons import Happened, Why
 from ..names import tuned_funcs
+from ..reasons import Happened, Why
 from ..records import Slot
 from .costs import of_whole_steps
 from .skew import covered_ns, exposed_ns

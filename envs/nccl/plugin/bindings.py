@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 
 from ....traces.reasons import NotAgreeing, RowRefused, Why
 from ....traces.records import TABLE_VERSION
-from .build import ALL_REDUCE_VARIABLE, LIBRARY, PluginBuildError, named, names_none, plugin_path, takes_no_path
+from .build import (
+    ALL_REDUCE_VARIABLE,
+    LIBRARY,
+    PluginBuildError,
+    named,
+    names_none,
+    plugin_path,
+    takes_no_path,
+)
 
 #: Of an emulated job: processes of a communicator, by id. Each of them stands for several ranks of the cluster.
 PROCESSES: dict[int, int] = {}

@@ -1,13 +1,13 @@
-// The clock that the ranks of a communicator share: how many all-gathers and reduce-scatters each has seen, and
-// all-reduces where the job's option has them tuned.
+// The clock that the ranks of a communicator share: how many all-gathers and reduce-scatters each has seen,
+// and all-reduces where the job's option has them tuned.
 //
 // NCCL demands that all ranks of a communicator issue the same collectives in the same order. From 2.28.3 on
 // a call is told where the program makes it, and a group's launch where it is made: a group counts at its
 // launch, whole. Calls that are priced alone (ncclGroupSimulateEnd), captured, or run without a kernel of the
 // ordinary kind (on memory windows, and broadcasts from 2.29 on) are never launched so, and do not count.
 //
-// Only the collectives that tables are made for count, so that without the option an all-reduce now and then leaves
-// the steps alike. It is in the hash all the same: who makes another one is found out.
+// Only the collectives that tables are made for count, so that without the option an all-reduce now and then
+// leaves the steps alike. It is in the hash all the same: who makes another one is found out.
 //
 // A launch of sends and receives is told as well, on the ranks that make them alone. It says of which group
 // it is, and that group may hold a collective that is not launched. So broadcasts are in no hash, and a group

@@ -301,7 +301,8 @@ void dccl_note_coll(struct dccl_seat* seat, struct dccl_record* coll, uint64_t n
 bool dccl_is_captured(const struct dccl_seat* seat);
 void dccl_set_mask(void);
 // The last of the functions that tables are made for, from FUNC_ALL_GATHER on: reduce-scatter, or all-reduce
-// where the job's option says so. It is read as a communicator begins, and is the same on all ranks that agree.
+// where the job's option says so. It is read as a communicator begins, and is the same on all ranks that
+// agree.
 int dccl_last_tuned(void);
 void dccl_note_tuner(int version);
 void dccl_note_profiler(int version);

@@ -24,7 +24,7 @@ struct context {
   struct dccl_comm comm;
   struct dccl_seat* seat;
   uint64_t class;
-  int last_tuned;  // see dccl_last_tuned
+  int last_tuned;                   // see dccl_last_tuned
   bool closed[N_PROTOS][N_PROTOS];  // by NCCL's own protocol of a message, and the table's: see hazards
   bool tries_pat;                   // see on_request
   _Atomic bool registers;           // a question was about registered buffers, and the ring says so

@@ -33,7 +33,9 @@ def made(plugin, groups, release="2.28.9"):
 
 
 @pytest.mark.parametrize("release", ["2.28.9", "2.32.3"])
-@pytest.mark.parametrize(("groups", "without", "counted"), [("r r r", 0, 3), ("a r ar rg", 3, 6), ("rr a", 1, 3)])
+@pytest.mark.parametrize(
+    ("groups", "without", "counted"), [("r r r", 0, 3), ("a r ar rg", 3, 6), ("rr a", 1, 3)]
+)
 def test_all_reduces_count_under_the_option_alone(plugin, monkeypatch, release, groups, without, counted):
     assert made(plugin, groups, release)[0] == without
     for way in ALL_REDUCE_WAYS:
@@ -70,15 +72,20 @@ def test_what_nccl_offers_for_an_all_reduce_is_told_under_the_option_alone(run, 
     assert set(offers()) == {"all_gather"}
     monkeypatch.setenv("DYNAMICCL_ALL_REDUCE", "algo")
     found = offers()["all_reduce"]
-    assert (found.algo, found.proto) == ("tree", "ll") and np.isclose(found.cost_us[ALGOS.index("nvls_tree"), 2], 30)
+    assert (found.algo, found.proto) == ("tree", "ll") and np.isclose(
+        found.cost_us[ALGOS.index("nvls_tree"), 2], 30
+    )
 
 
-@pytest.mark.parametrize(("decision", "ran", "channels"), [
-    (Decision("tree", "ll128", 0), (0, 1), 0),
-    (Decision("tree", "simple", 4), (0, 2), 4),
-    (Decision("ring", "simple", 4), (1, 2), 4),
-    (Decision("tree", "ll", 4), (1, 1), 0),  # not offered
-])
+@pytest.mark.parametrize(
+    ("decision", "ran", "channels"),
+    [
+        (Decision("tree", "ll128", 0), (0, 1), 0),
+        (Decision("tree", "simple", 4), (0, 2), 4),
+        (Decision("ring", "simple", 4), (1, 2), 4),
+        (Decision("tree", "ll", 4), (1, 1), 0),  # not offered
+    ],
+)
 def test_a_row_of_an_all_reduce_is_obeyed(plugin, decision, ran, channels):
     plugin.activate(encode_table(Table(3, (Rule(0, 0, "all_reduce", 0, 2**40, decision),))))
     comm = Communicator(plugin.path, 42, 2, 1, 0)

@@ -174,7 +174,7 @@ def test_an_all_reduce_is_priced_as_its_two_halves_on_the_ring(name, plateau):
     least = cost_model.cost_table(c, "all_gather", 0)[1]  # the latencies alone
     both = 2 * half - [6.6, 14.0, 8.4]
     more = (plateau - 1) * (2 * least[2] - 8.4)
-    assert whole == pytest.approx(both + [0, 0, more], rel=1e-5)
+    assert whole == pytest.approx(both + np.array([0, 0, more]), rel=1e-5)
     ran = [cost_model.channels(c, func, n_bytes, "ring", "simple") for func in ("all_reduce", "all_gather")]
     assert ran[0] == ran[1]
 
