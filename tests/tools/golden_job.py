@@ -1,4 +1,4 @@
-"""The job of ``golden_nccl.py``: FSDP2, HSDP, DDP or ``zero()`` on the CPU, every step's loss of every rank kept to the bit.
+"""The job of ``golden_nccl.py``: FSDP2, HSDP, DDP or ``zero()`` on the CPU, the losses of all ranks kept to the bit.
 
   torchrun ... golden_job.py --kind fsdp2 --steps 300 --losses FOLDER --backend ncclcpu --backend-module nccl_cpu
 
@@ -63,7 +63,7 @@ def change_a_bit(parameters):
 
 
 def fsdp2(model, world, replicas=1):
-    """(backward, step) of a model whose blocks are sharded over ``world`` ranks, with ``replicas`` over parts of them."""
+    """(backward, step) of a model whose blocks are sharded over ``world`` ranks, in ``replicas`` parts of them."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
