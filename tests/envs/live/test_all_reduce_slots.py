@@ -44,7 +44,8 @@ def slots(job, **options):
 
 
 def names(mask, func):
-    return {str(decision_of(config, func)).rsplit("/", 1)[0] for config in np.flatnonzero(mask) if config}
+    found = (decision_of(config, func) for config in np.flatnonzero(mask) if config)
+    return {f"{decision.algo}/{decision.proto}" for decision in found}
 
 
 def test_without_the_option_an_all_reduce_is_no_slot():
