@@ -3,12 +3,14 @@
 import csv
 import itertools
 import time
+from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 from dynamiccl.envs.nccl_model import clusters, cost_model
 from dynamiccl.envs.nccl_model.channels import heuristic_channels, planned_channels
-from dynamiccl.envs.nccl_model.clusters import Cluster, ClusterArrays, Graph, cluster, preset_names
+from dynamiccl.envs.nccl_model.clusters import Cluster, ClusterArrays, Graph, cluster, preset_names, resize
 from dynamiccl.traces.records import ALGOS, PAIRS, PROTOS, pair_costs
 from paths import DATA
 
@@ -177,6 +179,20 @@ def test_an_all_reduce_is_priced_as_its_two_halves_on_the_ring(name, plateau):
     assert whole == pytest.approx(both + np.array([0, 0, more]), rel=1e-5)
     ran = [cost_model.channels(c, func, n_bytes, "ring", "simple") for func in ("all_reduce", "all_gather")]
     assert ran[0] == ran[1]
+
+
+def test_all_reduces_are_priced_as_nccl_s_library_does():
+    """Of 2.28.9, one GPU a node, over sockets: GPU, driver and kernels replaced by CPU code. It offers no LL128 there, and
+    its tree of two nodes has twice the bandwidth of the ring."""
+    preset = cluster("one-gpu-2ranks-socket")
+    rows = pd.read_csv(DATA / "nccl_on_cpu" / "all_reduce_prices.csv")
+    assert len(rows) == 38 and set(rows["nodes"]) == {2, 4}
+    for row in rows.itertuples():
+        c = resize(preset, int(row.nodes), nccl="2.28.9")
+        c = replace(c, tree=replace(c.tree, bw_intra=2 * c.ring.bw_intra))
+        tree, ring = cost_model.cost_table(c, "all_reduce", int(row.bytes))[:2]
+        told = [row.us_tree_ll, -1, row.us_tree_simple, row.us_ring_ll, -1, row.us_ring_simple]
+        assert [*tree, *ring] == pytest.approx(told, rel=1e-6)
 
 
 def test_small_all_reduces_go_over_trees_and_large_ones_over_the_switch():
