@@ -58,6 +58,11 @@ class Trace:
         return cls(path, header, **parts, **whole, log=log, warnings=warnings, segments=segments)
 
     @property
+    def all_reduce(self) -> str:
+        """The job's option for all_reduce, "" where it is not tuned."""
+        return str(self.header.get("all_reduce") or "")
+
+    @property
     def windows(self) -> pd.DataFrame:
         """The measuring windows, one row each, in order; columns as logged."""
         return pd.DataFrame([line for line in self.log if line["kind"] == "window"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .records import PAIRS
+from .records import PAIRS, TUNED_FUNCS
 
 Array = np.ndarray[Any, Any]
 
@@ -28,13 +28,13 @@ class Fingerprint:
     on the communicator; ``share`` comes from the events of a default window.
     """
 
-    is_reduce_scatter: Array  # 0 / 1
+    func: Array  # index into TUNABLE_FUNCS
     n_bytes: Array  # of one call: the whole buffer
     calls: Array  # per step
     n_ranks: Array
     n_nodes: Array
-    cost_us: Array  # (n, len(PAIRS)) microseconds, -1 = not offered
-    own_pair: Array  # index into PAIRS of NCCL's own choice
+    cost_us: Array  # (n, len(PAIRS)) microseconds, -1 = not offered; an all_reduce has others in their places
+    own_pair: Array  # index into PAIRS_OF of NCCL's own choice
     own_channels: Array
     comm_channels: Array
     share: Array  # time of this slot's calls / step time, under NCCL's own choice
@@ -60,7 +60,7 @@ class Fingerprint:
         per_rank = np.asarray(self.n_bytes) / self.n_ranks
         per_node = np.asarray(self.n_ranks) / self.n_nodes
         columns = [
-            np.asarray(self.is_reduce_scatter, np.float64),
+            np.minimum(self.func, len(TUNED_FUNCS) - 1),
             _log2(self.n_bytes) / 32 - 0.5,
             _log2(per_rank) / 32 - 0.5,
             _log2(self.calls) / 8,
@@ -87,7 +87,7 @@ def _log2(values: Array) -> Array:
 
 #: Features of a slot in the order of :meth:`Fingerprint.vector`, and what they are.
 FEATURES = {
-    "is_reduce_scatter": "1: reduce-scatter, 0: all-gather",
+    "adds": "1: reduce-scatter, all-reduce, 0: all-gather",
     "bytes": "log2(bytes of one call) / 32 - 0.5",
     "bytes_per_rank": "log2(bytes of one call / ranks) / 32 - 0.5",
     "calls": "log2(calls per step) / 8",

@@ -12,6 +12,11 @@ PROTOS = ("ll", "ll128", "simple")
 
 #: The collectives that a Decision may touch.
 TUNED_FUNCS = ("all_gather", "reduce_scatter")
+ALL_REDUCE = "all_reduce"
+#: All that it may touch where the job's option has all_reduce tuned.
+TUNABLE_FUNCS = (*TUNED_FUNCS, ALL_REDUCE)
+#: What that option may say: settings of the algorithm that NCCL picks, or another algorithm too. "": not tuned.
+ALL_REDUCE_WAYS = ("protocol", "algo")
 
 #: Every (algo, proto) that any NCCL release offers for all_gather and reduce_scatter; the cost table says which of
 #: them this communicator has (facts: tree, collnet_chain and nvls_tree are never in the table for these two).
@@ -23,6 +28,11 @@ PAIRS = (
     ("collnet_direct", "simple"),
     ("pat", "simple"),
 )
+
+#: The same places of all_reduce. NVLS, NVLS Tree and CollNet are left to NCCL. The fifth takes no channel count.
+ALL_REDUCE_PAIRS = (*PAIRS[:3], ("tree", "ll128"), ("tree", "ll"), ("tree", "simple"))
+#: By collective.
+PAIRS_OF = dict.fromkeys(TUNED_FUNCS, PAIRS) | {ALL_REDUCE: ALL_REDUCE_PAIRS}
 
 #: Channel counts that a Decision may ask for; 0 leaves the count to NCCL.
 CHANNELS = (0, 1, 2, 4, 8, 16, 24, 32)
@@ -40,6 +50,12 @@ DTYPE_BYTES = {
 }
 DTYPE_BYTES |= {"float64": 8, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 DTYPES = tuple(DTYPE_BYTES)
+
+
+def tuned_funcs(all_reduce: str) -> tuple[str, ...]:
+    """The collectives that are tuned under this value of the job's option."""
+    return TUNABLE_FUNCS if all_reduce else TUNED_FUNCS
+
 
 #: Columns of a table and their pandas types.
 Columns = dict[str, str]

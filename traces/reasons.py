@@ -206,6 +206,9 @@ class NotTuning(Reason):
         "{slot} is left alone: NCCL runs {ran} there, which it does not offer to a tuner (a symmetric kernel or a copy "
         "engine)"
     )
+    NOT_REACHED = (
+        "{slot} is left alone: NCCL runs {ran} there, and of all_reduce a table reaches Ring and Tree only"
+    )
     NOT_UNTOUCHED = (
         "with --headroom NCCL cannot be left untouched here, so no gain could be told ({why}): "
         "run the job without that option"

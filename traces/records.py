@@ -17,6 +17,7 @@ from .names import ALGOS as ALGOS
 from .names import CHANNELS as CHANNELS
 from .names import FUNCS as FUNCS
 from .names import PAIRS as PAIRS
+from .names import PAIRS_OF as PAIRS_OF
 from .names import PROTOS as PROTOS
 from .names import TUNED_FUNCS as TUNED_FUNCS
 
@@ -371,10 +372,10 @@ class AgreementState(IntEnum):
 NO_OFFER = 1e30
 
 
-def pair_costs(cost_us: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Costs of :data:`PAIRS` out of a ``(..., 7, 3)`` cost table -> ``(..., 6)`` microseconds, -1 = not offered."""
-    algos = [ALGOS.index(a) for a, _ in PAIRS]
-    protos = [PROTOS.index(p) for _, p in PAIRS]
+def pair_costs(cost_us: np.ndarray[Any, Any], func: str = TUNED_FUNCS[0]) -> np.ndarray[Any, Any]:
+    """Costs of :data:`PAIRS_OF` out of a ``(..., 7, 3)`` cost table -> ``(..., 6)`` microseconds, -1 = not offered."""
+    algos = [ALGOS.index(a) for a, _ in PAIRS_OF[func]]
+    protos = [PROTOS.index(p) for _, p in PAIRS_OF[func]]
     costs = cost_us[..., algos, protos]
     return np.where((costs >= 0) & (costs < NO_OFFER), costs, np.array(-1, costs.dtype))
 

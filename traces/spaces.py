@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .fingerprint import Fingerprint
-from .records import CHANNELS, PAIRS, Decision
+from .records import CHANNELS, PAIRS, PAIRS_OF, TUNED_FUNCS, Decision
 
 Array = np.ndarray[Any, Any]
 
@@ -23,22 +23,22 @@ N_MASK = N_PAIRS + N_CHANNELS
 SAVING_RANGE = (-3.0, 1.0)
 
 
-def decision_of(config: int) -> Decision:
-    """What a config's number stands for."""
+def decision_of(config: int, func: str = TUNED_FUNCS[0]) -> Decision:
+    """What a config's number stands for in a slot of ``func``."""
     pair, channels = divmod(int(config), N_CHANNELS)
     n_channels = CHANNELS[channels]
     if pair == 0:
         return Decision(None, None, n_channels)
-    algo, proto = PAIRS[pair - 1]
+    algo, proto = PAIRS_OF[func][pair - 1]
     return Decision(algo, proto, n_channels)
 
 
-def config_of(decision: Decision) -> int:
+def config_of(decision: Decision, func: str = TUNED_FUNCS[0]) -> int:
     """Inverse of :func:`decision_of`. Raises ValueError for a decision outside the action space."""
     pair = 0
     if decision.algo is not None:
         wanted = (decision.algo, str(decision.proto))
-        pair = 1 + PAIRS.index(wanted)
+        pair = 1 + PAIRS_OF[func].index(wanted)
     channels = CHANNELS.index(decision.n_channels)
     return pair * N_CHANNELS + channels
 

@@ -23,10 +23,11 @@ from ...envs.search.belief.effects import LOG_RANGE
 from ...envs.search.belief.prior import Prior
 from ...traces.files import Trace, TraceError
 from ...traces.importers.recording import read_recording, recording_files, trace_folder
+from ...traces.names import tuned_funcs
 from ...traces.queries.costs import default_generations
 from ...traces.queries.exposed import exposed_ms, exposed_parts_of
 from ...traces.queries.stage import looks_like
-from ...traces.records import TUNED_FUNCS, Decision, Slot
+from ...traces.records import Decision, Slot
 from ...traces.spaces import decision_of
 from ..report.terminal import terminal
 from .alignment import as_dicts, misaligned
@@ -55,9 +56,14 @@ _DRAWS = 2000
 
 
 def read(
-    paths: list[Path], cluster: str | None = None, nccl: str | None = None, ranks_per_node: int | None = None
+    paths: list[Path],
+    cluster: str | None = None,
+    nccl: str | None = None,
+    ranks_per_node: int | None = None,
+    all_reduce: str = "",
 ) -> Trace:
-    """The recording, with offers of the named cluster where it has none.
+    """The recording, with offers of the named cluster where it has none. ``all_reduce``: read as of a job with that
+    option.
 
     A recording without steps is returned as it is: no gain can be predicted from it. Raises TraceError or ValueError.
     """
@@ -70,11 +76,13 @@ def read(
         total = sum(file.stat().st_size for file in files)
     with terminal(stderr=True).status(f"reading {total / 1e6:,.0f} MB"):
         trace = read_recording(paths, ranks_per_node)
+    if all_reduce:
+        trace.header["all_reduce"] = all_reduce
     if trace.steps.empty:
         return trace
     # Of a job without any of these, as of DDP, our own plugin tells no offers either.
     funcs = trace.events["func"]
-    has_tuned = funcs.isin(TUNED_FUNCS).any()
+    has_tuned = funcs.isin(tuned_funcs(trace.all_reduce)).any()
     if c is None:
         if has_tuned and not len(trace.offers):
             raise TraceError(
@@ -207,7 +215,7 @@ class Advice:
         found = {}
         for slot, config in zip(self.tasks.slots, self.configs, strict=True):
             if config:
-                found[slot] = decision_of(config)
+                found[slot] = decision_of(config, slot.func)
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -221,6 +229,7 @@ class Advice:
             "recording": str(self.trace.folder),
             "source": header.get("source") or "dynamiccl",
             "emulated": bool(header.get("emulated")),
+            "all_reduce": self.trace.all_reduce,
             "cluster": self.cluster.name,
             "nccl": self.cluster.nccl,
             "step_ms": self.tasks.default_ms,
@@ -260,7 +269,7 @@ class Advice:
             "call_us": p.call_us,
             "timed_by": p.timed_by,
             "share": min(1.0, p.share),  # calls of a slot may run at the same time
-            "advice": str(decision_of(self.configs[i])),
+            "advice": str(decision_of(self.configs[i], slot.func)),
             "exposed_share": None if bare_ms is None else min(1.0, bare_ms / self.tasks.default_ms),
             "own": p.own,
             "saves": saves,

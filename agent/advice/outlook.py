@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...traces.names import TUNED_FUNCS
+from ...traces.names import tuned_funcs
 
 if TYPE_CHECKING:
     from ...traces.files import Trace
@@ -44,8 +44,9 @@ def of_trace(trace: Trace) -> Outlook:
     summary = RunSummary.of_trace(trace)
     if summary.speedup is not None:
         return of_run(summary)
-    if trace.steps.empty or not trace.events["func"].isin(TUNED_FUNCS).any():
-        return without_steps(set(trace.events["func"]))
+    way = trace.all_reduce
+    if trace.steps.empty or not trace.events["func"].isin(tuned_funcs(way)).any():
+        return without_steps(set(trace.events["func"]), way)
     if trace.offers.empty:
         return _of_shares(trace)
     try:
@@ -54,18 +55,24 @@ def of_trace(trace: Trace) -> Outlook:
         return Outlook(UNKNOWN, f"{error}")
 
 
+def _named(all_reduce: str) -> str:
+    """The collectives that are tuned under the job's option, in words."""
+    *some, last = tuned_funcs(all_reduce)
+    return f"{', '.join(some)} and {last}"
+
+
 def _of_shares(trace: Trace) -> Outlook:
-    """Of a profile, which does not say what NCCL offers: by what all_gather and reduce_scatter take of the steps."""
+    """Of a profile, which does not say what NCCL offers: by what the tuned collectives take of the steps."""
     from .advise import LEAST_STEPS, WORTH
 
-    calls = trace.events[trace.events["func"].isin(TUNED_FUNCS)]
+    calls = trace.events[trace.events["func"].isin(tuned_funcs(trace.all_reduce))]
     if calls["start_ns"].isna().all():
         return Outlook(UNKNOWN, f"the recording has no times of calls: {CURE}")
     taken = (calls["end_ns"] - calls["start_ns"]).groupby(calls["rank"]).sum()
     steps = trace.steps.groupby("rank")["duration_ns"]
     share = min(1.0, float((taken / steps.sum()).max()))
     n_steps = int(steps.size().max())
-    told = f"all_gather and reduce_scatter take {share:.1%} of the step"
+    told = f"{_named(trace.all_reduce)} take {share:.1%} of the step"
     if share < WORTH:
         return Outlook(NOTHING, told)
     if n_steps < LEAST_STEPS:
@@ -80,12 +87,12 @@ def of_run(summary: RunSummary) -> Outlook:
     return Outlook(NOTHING, "this run has measured tables, and kept none")
 
 
-def without_steps(funcs: Iterable[str]) -> Outlook:
+def without_steps(funcs: Iterable[str], all_reduce: str = "") -> Outlook:
     """Of a recording that tells these functions of NCCL and no steps, or none that a table reaches."""
-    if not set(funcs) & set(TUNED_FUNCS):
-        return Outlook(
-            NOTHING, "no all_gather and no reduce_scatter was recorded, and a table reaches no other call"
-        )
+    tuned = tuned_funcs(all_reduce)
+    if not set(funcs) & set(tuned):
+        none = " and ".join(f"no {func}" for func in tuned)
+        return Outlook(NOTHING, f"{none} was recorded, and a table reaches no other call")
     return Outlook(UNKNOWN, f"the recording has no steps, so no share of a step: {CURE}")
 
 
@@ -96,7 +103,7 @@ def of_advice(told: dict[str, Any]) -> Outlook:
     communication, left_out = told["communication"], told["left_out"]
     low, high = (max(0.0, told["possible"][end]) for end in ("low", "high"))
     if communication + left_out < WORTH:
-        return Outlook(NOTHING, f"all_gather and reduce_scatter take {communication:.1%} of the step")
+        return Outlook(NOTHING, f"{_named(told['all_reduce'])} take {communication:.1%} of the step")
     if left_out > communication:
         return Outlook(UNKNOWN, f"{left_out:.0%} of the step is in calls of NCCL that cannot be read")
     if told["steps"] < LEAST_STEPS:

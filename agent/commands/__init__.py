@@ -20,6 +20,7 @@ import click
 from click.core import ParameterSource, augment_usage_errors
 
 from ...traces.here import docstring
+from ...traces.names import ALL_REDUCE_WAYS
 
 if TYPE_CHECKING:
     from ...envs.nccl.untouched import Untouched as UntouchedTable
@@ -196,6 +197,14 @@ UNTOUCHED = option(
     help="With --headroom, which needs it: results of an earlier run of this job without that option, for NCCL's own "
     "channel counts. All nodes must be able to read it.",
 )
+ALL_REDUCE = option(
+    "--all-reduce",
+    type=click.Choice(ALL_REDUCE_WAYS),
+    is_flag=False,
+    flag_value=ALL_REDUCE_WAYS[0],
+    help="Tune all_reduce too: protocol and channels, with --all-reduce=algo also Ring against Tree. Other settings "
+    "add the numbers of more than two ranks in another order, so the last bits of sums change. Default: off.",
+)
 FORCE = option(
     "--force", is_flag=True, help="Start even if `dynamiccl doctor` finds something that must be changed."
 )
@@ -280,6 +289,8 @@ def check_site(said: Mapping[str, Any]) -> None:
         raise ValueError("--attach is for the command line")
     if "headroom" in said or "untouched" in said:
         raise ValueError("--headroom and --untouched are for the command line: they are of one job")
+    if "all_reduce" in said:
+        raise ValueError("--all-reduce is for the command line: it changes the bits of a job's sums")
     if "search_slots" in said:
         parsed(said["search_slots"])
     if "policy" in said:

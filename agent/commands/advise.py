@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import JSON, PATH, argument, command, fail, option, refusing, results, sample
+from . import ALL_REDUCE, JSON, PATH, argument, command, fail, option, refusing, results, sample
 
 if TYPE_CHECKING:
     from ..advice.outlook import Outlook
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     type=int,
     help="Ranks per node, where the recording does not say it. Default: the cluster's.",
 )
+@ALL_REDUCE
 @JSON
 def advise(
     recording: Sequence[Path],
@@ -46,6 +47,7 @@ def advise(
     nccl: str | None,
     out: Path | None,
     ranks_per_node: int | None,
+    all_reduce: str | None,
     json: bool,
 ) -> None:
     """Predict whether a recorded job is worth a tuning run, and which table to try first.
@@ -79,18 +81,17 @@ def advise(
             _tell(compare(before, after), json, show_comparison)
             _no_table(out, "two recordings are compared")
             return
-        _advise_on_one(recording, cluster, nccl, out, ranks_per_node, json)
+        _advise_on_one(recording, (cluster, nccl, ranks_per_node, all_reduce or ""), out, json)
 
 
 def _advise_on_one(
     recording: list[Path],
-    cluster: str | None,
-    nccl: str | None,
+    read_as: tuple[str | None, str | None, int | None, str],
     out: Path | None,
-    ranks_per_node: int | None,
     json: bool,
 ) -> None:
-    """Print advice on one recording. Raises TraceError or ValueError."""
+    """Print advice on one recording. ``read_as``: cluster, NCCL's release, ranks a node, the option for all_reduce.
+    Raises TraceError or ValueError."""
     from ...envs.nccl.tables import to_json
     from ...envs.replay.recordings import named
     from ...traces.records import Table
@@ -100,14 +101,15 @@ def _advise_on_one(
     from ..advice.texts import show_advice, show_inventory
     from ..report.summary import RunSummary
 
-    trace = read(recording, cluster, nccl, ranks_per_node)
+    cluster, nccl, *_ = read_as
+    trace = read(recording, *read_as)
     measured = RunSummary.of_trace(trace)
     if measured.speedup is not None:
         _tell_measured(measured, of_run(measured), json)
         _no_table(out, "the run has measured tables itself")
         return
     if trace.steps.empty and "source" in trace.header:
-        _tell(inventory(trace), json, show_inventory, without_steps(trace.events["func"]))
+        _tell(inventory(trace), json, show_inventory, without_steps(trace.events["func"], trace.all_reduce))
         _no_table(out, "the recording has no steps")
         return
     place = named(cluster, nccl, trace.header.get("nccl")) if cluster else None

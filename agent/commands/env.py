@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from . import (
+    ALL_REDUCE,
     BYTES_SCALE,
     CLUSTER,
     COMPUTE_SCALE,
@@ -33,6 +34,7 @@ from . import (
 @option("--name", help="Name of the run folder. Default: a new one.")
 @HEADROOM
 @UNTOUCHED
+@ALL_REDUCE
 @CLUSTER
 @BYTES_SCALE
 @COMPUTE_SCALE
@@ -43,6 +45,7 @@ def env(
     name: str | None,
     headroom: int | None,
     untouched: Path | None,
+    all_reduce: str | None,
     cluster: str | None,
     bytes_scale: float | None,
     compute_scale: float | None,
@@ -60,6 +63,7 @@ def env(
     torchrun --nproc-per-node 8 train.py &
     dynamiccl tune --attach "$DYNAMICCL_RUN"
     """
+    from ...envs.nccl import run_folder
     from ...envs.nccl.plugin.build import PluginBuildError, channels_env, job_env
     from ...envs.nccl.run_folder import make_folder
     from ..daemon.request import Request
@@ -82,7 +86,9 @@ def env(
             fail(f"a run {name} is there, whose job lives or has still to start: give another --name")
         if own_channels:
             own_channels.write(run)
-        variables = job_env(run, headroom)
+        if all_reduce:
+            (run / run_folder.ALL_REDUCE).write_text(all_reduce, encoding="utf-8")
+        variables = job_env(run, headroom, all_reduce or "")
         if emulated:
             variables |= emulated.env()
             Request(emulated=emulated, facts=facts).write(run)  # so that the tuner that joins says it too

@@ -531,6 +531,7 @@ def _stage_lines(told: dict[str, Any], unit: float, name: str) -> list[str]:
         rest = f" {row['reduction']:6.3g} {row['sent'] / unit:7.4g} {row['seconds'] * 1e3:6.3g} ms"
         found.append(f"stage {row['stage']}     {''.join(held)}{rest}")
     found.append(f"stage 1 by all-reduce (--classic) sends {told['classic_sent'] / unit:.4g} {name}")
+    found.append("all-reduces, as at stage 0, are tuned by `tune --all-reduce` alone")
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,7 +13,20 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from ...traces.here import program
-from . import CLUSTER, EMULATION, JSON, OUTPUT, PATH, command, emulation, fail, option, refusing, results
+from . import (
+    ALL_REDUCE,
+    CLUSTER,
+    EMULATION,
+    JSON,
+    OUTPUT,
+    PATH,
+    command,
+    emulation,
+    fail,
+    option,
+    refusing,
+    results,
+)
 
 if TYPE_CHECKING:
     from ..checks.sweep.rank import Cell
@@ -46,6 +60,7 @@ _MOST = 1 << 32
     help="Make NCCL prepare this many channels, and try as many. The baseline is still NCCL untouched: it is "
     "asked first, in processes without this option.",
 )
+@ALL_REDUCE
 @option("--out", type=PATH, group=OUTPUT, help="New folder for the results. Default: runs/sweep/DATE.")
 @option(
     "--judge",
@@ -70,6 +85,7 @@ def sweep(
     rounds: int,
     ranks: int | None,
     headroom: int | None,
+    all_reduce: str | None,
     out: Path | None,
     judge: Path | None,
     cluster: str | None,
@@ -95,18 +111,25 @@ def sweep(
         _tell(found, json)
         return
     _check_options(trace, bytes, cluster, backend, backend_module)
+    way = all_reduce or ""
     if "WORLD_SIZE" not in os.environ:
-        _check_messages(trace, bytes)
+        _check_messages(trace, bytes, way)
         _start_ranks(ranks, backend, cluster)
-    _set_environment(cluster)
+    _set_environment(cluster, way)
     folder = out or Path("runs/sweep", f"{datetime.now(UTC):%Y-%m-%dT%H%M%S}")
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:
         _make(folder)
     with refusing(ValueError, OSError):
-        cells = _cells(trace, bytes, int(os.environ["WORLD_SIZE"]))
+        cells = _cells(trace, bytes, int(os.environ["WORLD_SIZE"]), way)
     name = backend or ("emulated" if cluster else "nccl")
-    what = {"cells": cells, "rounds": rounds, "backend": name, "module": backend_module or ""}
+    what = {
+        "cells": cells,
+        "rounds": rounds,
+        "backend": name,
+        "module": backend_module or "",
+        "all_reduce": way,
+    }
     _as_rank(what, headroom, folder, cluster)
     if is_first:
         with refusing(ValueError, OSError):
@@ -176,13 +199,15 @@ def _start_ranks(ranks: int | None, backend: str | None, cluster: str | None) ->
     os.execv(sys.executable, [*words, *program(), *sys.argv[1:]])
 
 
-def _set_environment(cluster: str | None) -> None:
+def _set_environment(cluster: str | None, all_reduce: str) -> None:
     """Of NCCL and of the emulated cluster, before torch is imported, which reads the latter."""
-    from ...envs.nccl.plugin.build import PluginBuildError, nccl_env, plugin_path
+    from ...envs.nccl.plugin.build import ALL_REDUCE_VARIABLE, PluginBuildError, nccl_env, plugin_path
     from ...envs.sim.emulated.settings import Emulated
 
     with refusing(PluginBuildError, OSError):
         os.environ.update(nccl_env(plugin_path()))
+    if all_reduce:
+        os.environ[ALL_REDUCE_VARIABLE] = all_reduce
     if cluster:
         os.environ.update(Emulated(cluster, bytes_scale=1, compute_scale=1).env())
     os.environ.pop("DYNAMICCL_RUN", None)  # a run around this command has no part in it
@@ -211,15 +236,16 @@ def _as_rank(what: dict[str, Any], headroom: int | None, folder: Path, cluster: 
             rank.close()
 
 
-def _cells(trace: Path | None, text: str | None, world: int) -> tuple[Cell, ...]:
+def _cells(trace: Path | None, text: str | None, world: int, all_reduce: str) -> tuple[Cell, ...]:
     """The messages, each a whole number of float32 a rank. Raises ValueError."""
-    from ...traces.records import TUNED_FUNCS
+    from ...traces.names import tuned_funcs
     from ..checks.sweep.rank import Cell
 
+    funcs = tuned_funcs(all_reduce)
     wanted = (
-        _of_trace(trace)
+        _of_trace(trace, funcs)
         if trace
-        else [(func, n) for func in TUNED_FUNCS for n in _range(text or "64KiB:64MiB")]
+        else [(func, n) for func in funcs for n in _range(text or "64KiB:64MiB")]
     )
     unit = 4 * world
     return tuple(dict.fromkeys(Cell(func, max(n // unit, 1) * unit) for func, n in wanted))
@@ -242,20 +268,17 @@ def _bytes(text: str) -> int:
     return int(found[1]) * _UNITS[found[2] or ""]
 
 
-def _of_trace(run: Path) -> list[tuple[str, int]]:
+def _of_trace(run: Path, funcs: Sequence[str]) -> list[tuple[str, int]]:
     """Of each collective and size class of a run the message that most bytes go to. Raises ValueError."""
     from ...traces.files import Trace
     from ...traces.queries.slots import with_sizes
-    from ...traces.records import TUNED_FUNCS
 
     path = results(run)
     events = Trace.read(path / "trace" if (path / "trace").is_dir() else path).events
-    events = events[events["func"].isin(TUNED_FUNCS)]
+    events = events[events["func"].isin(funcs)]
     events = with_sizes(events) if len(events) else events
     if not len(events) or not (events["asked"] > 0).any():
-        raise ValueError(
-            f"{path} shows no all-gather or reduce-scatter that NCCL asked a tuner about: give --bytes"
-        )
+        raise ValueError(f"{path} shows no {' or '.join(funcs)} that NCCL asked a tuner about: give --bytes")
     events = events[events["asked"] > 0]
     found: list[tuple[str, int]] = []
     slots: Any = events.groupby(["func", "size_class"])
@@ -265,12 +288,13 @@ def _of_trace(run: Path) -> list[tuple[str, int]]:
     return found
 
 
-def _check_messages(trace: Path | None, text: str | None) -> None:
+def _check_messages(trace: Path | None, text: str | None, all_reduce: str) -> None:
     """Tell of a mistake before ranks are started."""
     from ...traces.files import TraceError
+    from ...traces.names import tuned_funcs
 
     with refusing(ValueError, OSError, TraceError):
-        _of_trace(trace) if trace else _range(text or "64KiB:64MiB")
+        _of_trace(trace, tuned_funcs(all_reduce)) if trace else _range(text or "64KiB:64MiB")
 
 
 def _tell(found: Result, json: bool) -> None:

@@ -19,6 +19,7 @@ import click
 from ...envs.live.job_ends import FEWEST_STEPS
 from ...traces.here import program
 from . import (
+    ALL_REDUCE,
     BYTES_SCALE,
     CLUSTER,
     COMPUTE_SCALE,
@@ -100,6 +101,7 @@ class Call(NamedTuple):
     "file system without locks all of them search.",
 )
 @option("--once", is_flag=True, group=SEARCH, help="Stop at the verdict: no later trials, no monitoring.")
+@ALL_REDUCE
 @option("--bitwise", is_flag=True, group=SEARCH, help="Tune only all_gather, so that sums keep their order.")
 @option(
     "--windows",
@@ -193,6 +195,10 @@ def tune(ctx: click.Context, /, **_: Any) -> None:
             fail(
                 "the job already has its communicators: give --headroom and --untouched to `dynamiccl env` before the "
                 "job starts"
+            )
+        if asked["all_reduce"]:
+            fail(
+                "the job counts its collectives already: give --all-reduce to `dynamiccl env` before it starts"
             )
         _attach(call, asked["attach"], asked["again"])
         return
@@ -294,6 +300,7 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     """
     from ...envs.live.locks import lock
     from ...envs.nccl.plugin.build import job_env
+    from ...envs.nccl.run_folder import ALL_REDUCE as ALL_REDUCE_FILE
     from ...envs.nccl.run_folder import LAUNCHER, make_folder
     from ..daemon.launcher import Plan, say
     from ..daemon.request import Request, workload
@@ -324,9 +331,12 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     Request(**left).write(run)
     if untouched:
         untouched.write(run)
+    if asked["all_reduce"]:
+        (run / ALL_REDUCE_FILE).write_text(asked["all_reduce"], encoding="utf-8")
     link(out, run)
     tuner = [*program(), "tune", "--attach", str(run)]
-    environment = {**job_env(run, asked["headroom"]), **(emulated.env() if emulated else {})}
+    of_job = job_env(run, asked["headroom"], asked["all_reduce"] or "")
+    environment = {**of_job, **(emulated.env() if emulated else {})}
     locks = [fd, lock(run / LAUNCHER, f"{run} has a launcher already")]
     Plan(
         list(command), tuner, str(run), log, environment, asked["json"], own, asked["kill_after"], locks
@@ -396,6 +406,8 @@ _OF_START = ("cluster", "bytes_scale", "compute_scale")
 
 def _check(call: Call) -> None:
     asked = call.values
+    if asked["all_reduce"] and asked["bitwise"]:
+        fail("--bitwise keeps the order of sums and --all-reduce changes it: give one of them")
     if "or_untuned" in call.given and not asked["command"]:  # the site's counts for the jobs that have one
         fail("--or-untuned needs a COMMAND to run: give the job after --")
     if asked["attach"]:

@@ -24,7 +24,7 @@ from ...envs.search.config import SearchConfig
 from ...traces.header import masked
 from ...traces.outside import TraceError, readable
 from ...traces.reasons import Happened, RunEnds, Why
-from ...traces.records import TUNED_FUNCS, Decision, Slot, Table
+from ...traces.records import Decision, Slot, Table
 from ...traces.writer import TraceWriter
 from ..policies.choosing import make_chooser
 from ..report.outputs import claim, link, refuse_others, run_of, task_folder
@@ -79,7 +79,7 @@ class Daemon:
         self._slot: int | None = None
         self.job = Job(run, on_state=self._say)
         self.memory = Memory(request.memory, request.job, self._warn) if request.memory else None
-        windows = LiveWindows(self.job, funcs=("all_gather",) if request.bitwise else TUNED_FUNCS)
+        windows = LiveWindows(self.job, funcs=("all_gather",) if request.bitwise else ())
         before = self._before()
         self._events = Events(lambda: self.job.last_step)
         goes_on = before if self.job.confirmed and before else None
@@ -144,6 +144,8 @@ class Daemon:
             header["command"] = readable(masked(request.typed))
         if self.job.untouched:
             header["headroom"] = self.job.untouched.headroom
+        if self.job.all_reduce:
+            header["all_reduce"] = self.job.all_reduce
         return header | {"job": request.job, "run": str(self.run.path), "run_id": self.run.id}
 
     @property

@@ -164,7 +164,7 @@ class Outcome:
 
     def _refusal(self, i: int, config: int) -> dict[str, Any]:
         slot = self.windows.profiles[i].slot
-        decision = decision_of(config)
+        decision = decision_of(config, slot.func)
         too_slow = RowRefused.TOO_SLOW(decision=decision, slot=slot, times=ABORT)
         key = slot, decision
         why = self._disobeyed.get(key, too_slow)
@@ -175,7 +175,7 @@ class Outcome:
     def _decision(self, i: int, profile: SlotProfile, search: Search) -> dict[str, Any]:
         """The row of a slot; how many other configs were tried, and why NCCL's own choice stays if it does."""
         config = int(search.confirmed[i])
-        decision = decision_of(config)
+        decision = decision_of(config, profile.slot.func)
         guard = search.state.guard
         windows = guard.windows[i, 1:]
         tried = int((windows > 0).sum())

@@ -254,8 +254,9 @@ class Tuner:
         """Of each slot; AUTO's if there is no decision, or one outside the action space."""
         configs = np.zeros(len(self.windows.profiles), np.int64)
         for i, profile in enumerate(self.windows.profiles):
+            slot = profile.slot
             with contextlib.suppress(ValueError):
-                configs[i] = config_of(decisions.get(profile.slot, AUTO))
+                configs[i] = config_of(decisions.get(slot, AUTO), slot.func)
         return configs
 
     def _conclude(self) -> None:

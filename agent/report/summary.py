@@ -70,6 +70,8 @@ class OfJob:
     policy: str | None = None
     #: channels that --headroom asked for; the default is NCCL without that option
     headroom: int | None = None
+    #: what --all-reduce asked for; None: all_reduce was not tuned
+    all_reduce: str | None = None
     #: optimizer steps that were seen
     steps: int | None = None
     #: of the built-in job
@@ -277,7 +279,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     ),
 }
 #: Fields that the header of a trace tells.
-_OF_HEADER = ("cluster", "emulated", "stage", "policy", "headroom", "run", "run_id")
+_OF_HEADER = ("cluster", "emulated", "stage", "policy", "headroom", "all_reduce", "run", "run_id")
 
 
 class Fold:

@@ -15,7 +15,7 @@ from ...traces.files import Trace, applies, row_for
 from ...traces.queries.costs import default_generations
 from ...traces.queries.exposed import exposed_parts_of, exposed_text
 from ...traces.queries.slots import SlotProfile
-from ...traces.records import PAIRS, Slot, decided
+from ...traces.records import PAIRS_OF, Slot, decided
 from .summary import RunSummary
 from .texts import nothing_decided
 from .verdict import OWN, change, outcome
@@ -44,7 +44,7 @@ def chains(trace: Trace, summary: RunSummary) -> list[dict[str, Any]]:
 
 def _chain(p: SlotProfile, trace: Trace, summary: RunSummary) -> dict[str, Any]:
     """The chain of one slot, without its shares."""
-    offered = zip(PAIRS, p.fingerprint.cost_us[0], strict=True)
+    offered = zip(PAIRS_OF[p.slot.func], p.fingerprint.cost_us[0], strict=True)
     mine = row_for(summary.decisions, _call_of(p))
     decision = decided(mine) if mine else None
     in_force = None if decision is None else bool(summary.kept) and decision != "auto"

@@ -21,7 +21,7 @@ import numpy as np
 from ...traces.outside import parse_json
 from ..search.belief.prior import Prior
 from ..search.config import SearchConfig
-from ..sim.family import HELD_OUT, STANDARD, WORLDS, JobFamily
+from ..sim.family import DDP, HELD_OUT, STANDARD, WORLDS, JobFamily
 from ..sim.jobs import Jobs, draw_jobs
 from ..sim.noise import NoiseStream
 from ..sim.recorded_gains import MPI_HEADROOM
@@ -34,7 +34,7 @@ from .strata import SUITES
 
 Array = np.ndarray[Any, Any]
 
-FAMILIES = {family.name: family for family in (STANDARD, HELD_OUT, UNSEEN, MPI_HEADROOM)}
+FAMILIES = {family.name: family for family in (STANDARD, HELD_OUT, UNSEEN, MPI_HEADROOM, DDP)}
 #: What a fresh draw may differ from the record by: the last digits of another machine's arithmetic.
 SAME = 1e-4
 

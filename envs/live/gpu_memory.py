@@ -16,7 +16,7 @@ import pandas as pd
 from ...traces.here import configured
 from ...traces.queries.slots import SlotProfile, of_class
 from ...traces.reasons import RowRefused, Why
-from ...traces.records import PAIRS, Slot
+from ...traces.records import PAIRS_OF, Slot
 from ...traces.spaces import N_CHANNELS, N_PAIRS
 from ..nccl_model.gpu_memory import of_first_use
 
@@ -49,7 +49,7 @@ def take_out(
     for profile, mask in zip(profiles, masks, strict=True):
         slot = profile.slot
         by_pair = mask.reshape(N_PAIRS, N_CHANNELS)
-        for pair, (algo, _) in enumerate(PAIRS, 1):
+        for pair, (algo, _) in enumerate(PAIRS_OF[slot.func], 1):
             if not by_pair[pair].any():
                 continue
             key = slot.n_ranks, slot.n_nodes, algo

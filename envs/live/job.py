@@ -98,6 +98,7 @@ class Job(Reader):
             self.begin_trace(writer)
         self.on_state = on_state
         self.untouched = run.untouched
+        self.all_reduce = run.all_reduce
         self.generation = run.table.generation()  # another tuner may have been here before
         self.confirmed: dict[Slot, Decision] = read_confirmed(run.path)
         self.memory_pressure = 0.0  # memory used / total on the fullest GPU, 0 = unknown

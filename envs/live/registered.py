@@ -14,12 +14,10 @@ import pandas as pd
 
 from ...traces.queries.slots import SlotProfile, of_class
 from ...traces.reasons import RowRefused, Why
-from ...traces.records import PAIRS, Decision, Slot
+from ...traces.records import PAIRS_OF, Decision, Slot
 from ...traces.spaces import N_CHANNELS, N_PAIRS
 
 Array = np.ndarray[Any, Any]
-
-_SIMPLE = [pair for pair, (_, proto) in enumerate(PAIRS, 1) if proto == "simple"]
 
 
 class Guard:
@@ -71,7 +69,9 @@ class Guard:
         for profile, mask in zip(self._profiles, masks, strict=True):
             if profile.slot in self.slots:
                 pairs = mask.reshape(N_PAIRS, N_CHANNELS)
-                pairs[_SIMPLE] = False
+                of_func = PAIRS_OF[profile.slot.func]
+                simple = [pair for pair, (_, proto) in enumerate(of_func, 1) if proto == "simple"]
+                pairs[simple] = False
 
     def may_run(self, slot: Slot, decision: Decision) -> bool:
         """Whether a row is not dangerous."""

@@ -15,10 +15,11 @@ import pandas as pd
 
 from ...traces import spaces
 from ...traces.assemble import COMPUTE_COLUMNS, empty
+from ...traces.names import ALL_REDUCE, tuned_funcs
 from ...traces.queries.exposed import exposed_parts
 from ...traces.queries.slots import SLOT_KEYS, SlotProfile, find_slots, outside_the_offer, with_sizes
 from ...traces.reasons import NotTuning, Why
-from ...traces.records import TUNED_FUNCS, Decision, Slot
+from ...traces.records import Decision, Slot
 from ..nccl.untouched import Untouched
 from ..nccl_model.arms import distinct
 from ..search.interfaces import PROFILE, QUAD, UNTIMED, Measured, Plan, warm_up_families
@@ -36,20 +37,22 @@ Array = np.ndarray[Any, Any]
 
 class LiveWindows:
     """``job``: a :class:`live.Job`; ``profile_steps``: default steps that find the slots; ``min_share``: slots with a
-    smaller share of the step are left to NCCL. ``on_window`` hears of every window with what it was for."""
+    smaller share of the step are left to NCCL. ``funcs``: tune these alone, of those that the job's option names.
+    ``on_window`` hears of every window with what it was for."""
 
     def __init__(
         self,
         job: Any,
         profile_steps: int = 8,
         min_share: float = 0.01,
-        funcs: Sequence[str] = TUNED_FUNCS,
+        funcs: Sequence[str] = (),
         on_window: Callable[[Plan, Window | Turns], None] = lambda plan, window: None,
     ) -> None:
         self.job = job
         self.profile_steps = profile_steps
         self.min_share = min_share
-        self.funcs = tuple(funcs)
+        self.all_reduce: str = getattr(job, "all_reduce", "")
+        self.funcs = tuple(funcs) or tuned_funcs(self.all_reduce)
         self.on_window = on_window
         self.on_disobeyed: Callable[[Disobeyed], object] = lambda row: None
         self.left_alone: list[Why] = []  # why no table may touch a slot
@@ -110,13 +113,15 @@ class LiveWindows:
         offers = job.assembler.offers
         step_us = window.step_ms * 1e3
         headroom = self._untouched.headroom if self._untouched else 0
-        found = find_slots(events, offers, step_us, job.memory_pressure, headroom=headroom)
+        way = self.all_reduce
+        found = find_slots(events, offers, step_us, job.memory_pressure, headroom=headroom, all_reduce=way)
         no_compute = empty(COMPUTE_COLUMNS)
-        self.exposed = exposed_parts(events, no_compute, job.waits)
-        outside = outside_the_offer(events, offers)
+        self.exposed = exposed_parts(events, no_compute, job.waits, way)
+        outside = outside_the_offer(events, offers, way)
         self.left_alone = []
         for slot, ran in outside.items():
-            why = NotTuning.OUTSIDE(slot=slot, ran=ran)
+            reason = NotTuning.NOT_REACHED if slot.func == ALL_REDUCE else NotTuning.OUTSIDE
+            why = reason(slot=slot, ran=ran)
             self.left_alone.append(why)
         reached = [p for p in found if p.slot.func in self.funcs]
         return [p for p in reached if p.slot not in outside]
@@ -139,7 +144,7 @@ class LiveWindows:
             share=np.array([p.share for p in found]),
             call_us=np.where(is_timed, call_us, np.nan),
             calls=calls,
-            families=warm_up_families(own_pairs),
+            families=warm_up_families(own_pairs, np.array([int(one.func[0]) for one in prints])),
         )
 
     def _withhold(self, masks: list[Array]) -> list[Why]:
@@ -164,7 +169,7 @@ class LiveWindows:
         found = dict[Slot, Decision]()
         for profile, config in zip(self.profiles, configs, strict=True):
             if config:
-                found[profile.slot] = spaces.decision_of(config)
+                found[profile.slot] = spaces.decision_of(config, profile.slot.func)
         return found
 
     def measure(self, plan: Plan) -> Measured:

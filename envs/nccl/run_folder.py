@@ -32,6 +32,8 @@ NCCL = "nccl"
 CONFIRMED = "confirmed"
 #: The last trial of which a round has begun, and rows in whose trials ranks have ended: no later life tries them.
 TRIED = "tried"
+#: The job's option for all_reduce, where it has one.
+ALL_REDUCE = "all-reduce"
 #: Whether all living communicators report NCCL's default, as rank 0 has heard; which table it has seen last.
 PLANS = "plans"
 TABLE_FILE_BYTES = 4096

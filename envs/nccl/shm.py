@@ -20,11 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ...traces.outside import atomically, read_json
+from ...traces.names import ALL_REDUCE_WAYS
+from ...traces.outside import atomically, read_json, readable
 from ...traces.records import RULE_DTYPE, TABLE_VERSION, Rule, Table, Trial
 from .plugin.private import private_folder
 from .rings import Ring
-from .run_folder import GONE, RUN_ID, TABLE, TABLE_FILE_BYTES, make_folder
+from .run_folder import ALL_REDUCE, GONE, RUN_ID, TABLE, TABLE_FILE_BYTES, make_folder
 from .untouched import Untouched
 
 TABLE_MAGIC = b"DCCLTBL1"
@@ -172,6 +173,7 @@ class RunFolder:
             raise ValueError(f"{path} is not a run folder of this user (a folder of its own, mode 0700)")
         self.id = _id_of(self.path)
         self.untouched = Untouched.read(self.path)
+        self.all_reduce = _all_reduce_of(self.path)
         self._hold = _hold(self.path)
         try:
             self.table = TableFile(self.path / TABLE, write=True)
@@ -259,6 +261,17 @@ def _require_ours(fd: int, path: Path) -> None:
         raise PermissionError(
             errno.EPERM, "belongs to another user, or others may write to it", os.fspath(path)
         )
+
+
+def _all_reduce_of(path: Path) -> str:
+    """The option for all_reduce that the job was started with, "" for none. Raises ValueError for a damaged file."""
+    try:
+        found = readable((path / ALL_REDUCE).read_bytes()[:64].decode(errors="replace")).strip()
+    except FileNotFoundError:
+        return ""
+    if found not in ALL_REDUCE_WAYS:
+        raise ValueError(f"{path / ALL_REDUCE} is damaged ({found!r}): start the job again")
+    return found
 
 
 def _id_of(path: Path) -> str:

@@ -11,30 +11,37 @@ from typing import Any
 import numpy as np
 from numpy import asarray, maximum, minimum, where
 
-from ...traces.records import ALGOS, N_PROTOS, PAIRS, PROTOS
+from ...traces.names import ALL_REDUCE, TUNABLE_FUNCS
+from ...traces.records import ALGOS, N_PROTOS, PAIRS_OF, PROTOS
 
 Array = np.ndarray[Any, Any]
 
 RING = ALGOS.index("ring")
+TREE = ALGOS.index("tree")
 DIRECT = ALGOS.index("collnet_direct")
 NVLS = ALGOS.index("nvls")
 LL, LL128, SIMPLE = range(N_PROTOS)
-PAIR_ALGOS = np.array([ALGOS.index(a) for a, _ in PAIRS])
-PAIR_PROTOS = np.array([PROTOS.index(p) for _, p in PAIRS])
+#: Numbers of the algorithm and the protocol of each pair: a row for each of TUNABLE_FUNCS.
+PAIR_ALGOS = np.array([[ALGOS.index(a) for a, _ in PAIRS_OF[func]] for func in TUNABLE_FUNCS])
+PAIR_PROTOS = np.array([[PROTOS.index(p) for _, p in PAIRS_OF[func]] for func in TUNABLE_FUNCS])
+_SUM = TUNABLE_FUNCS.index(ALL_REDUCE)
+#: Bytes of traffic that NCCL counts for a byte of an all_reduce; of the others one a rank (src/include/enqueue.h).
+_TRAFFIC_OF_SUM = 2
 
 
-def heuristic_channels(fleet: Any, n_bytes: Array, pair: Array) -> tuple[Array, Array]:
-    """NCCL's own channel limit and warps of a block for ``pair`` (index into PAIRS). 2.30.7 src/enqueue.cc,
-    topoGetAlgoInfo."""
+def heuristic_channels(fleet: Any, n_bytes: Array, pair: Array, func: Array | int = 0) -> tuple[Array, Array]:
+    """NCCL's own channel limit and warps of a block for ``pair`` (index into PAIRS_OF) of ``func`` (into
+    TUNABLE_FUNCS). 2.30.7 src/enqueue.cc, topoGetAlgoInfo."""
     n_bytes = asarray(n_bytes)
     pair = asarray(pair)
-    algo = PAIR_ALGOS[pair]
-    proto = PAIR_PROTOS[pair]
+    algo = PAIR_ALGOS[func, pair]
+    proto = PAIR_PROTOS[func, pair]
     ring = algo == RING
+    tree = algo == TREE
     simple = proto == SIMPLE
-    threads = _threads_at_first(fleet, ring, proto)
+    threads = _threads_at_first(fleet, ring, tree, proto)
     # Bytes that a thread must have: LL pays for itself with little, times the ranks of the ring.
-    of_ll = 8 * fleet.n_ranks
+    of_ll = where(tree, 8, 8 * fleet.n_ranks)
     by_proto = where(proto == LL, of_ll, 8)
     least = where(simple, 64, by_proto)
     full = threads * least
@@ -47,6 +54,7 @@ def heuristic_channels(fleet: Any, n_bytes: Array, pair: Array) -> tuple[Array, 
         threads = where(few, threads // 2, threads)
     is_simple_ring = ring & simple
     threads = where(is_simple_ring, threads + 32, threads)
+    threads = where(tree, 640, threads)
     warps = maximum(threads, 96) // 32
     on_a_node = fleet.nvls_channels
     over_nodes = minimum(on_a_node, fleet.comm_channels)
@@ -57,7 +65,7 @@ def heuristic_channels(fleet: Any, n_bytes: Array, pair: Array) -> tuple[Array, 
     return channels, warps
 
 
-def _threads_at_first(fleet: Any, ring: Array, proto: Array) -> Array:
+def _threads_at_first(fleet: Any, ring: Array, tree: Array, proto: Array) -> Array:
     """Threads of a block before small messages have fewer."""
     graph = fleet.ring
     gbs = graph.bw_intra * graph.channels
@@ -67,7 +75,8 @@ def _threads_at_first(fleet: Any, ring: Array, proto: Array) -> Array:
     of_a_ring = where(is_simple & narrow, 256, 512)
     is_ll128 = proto == LL128
     is_usual = ring & ~is_ll128
-    return where(is_usual, of_a_ring, 640)
+    of_others = where(tree & ~is_ll128, 512, 640)
+    return where(is_usual, of_a_ring, of_others)
 
 
 def rounded_up(a: Any, b: Any) -> Any:
@@ -75,12 +84,13 @@ def rounded_up(a: Any, b: Any) -> Any:
     return -(-a // b)
 
 
-def planned_channels(fleet: Any, n_bytes: Array, pair: Array, limit: Array) -> Array:
-    """Channels of all_gather, reduce_scatter that really run when the limit of one alone in its group is ``limit``."""
+def planned_channels(fleet: Any, n_bytes: Array, pair: Array, limit: Array, func: Array | int = 0) -> Array:
+    """Channels of ``func`` (into TUNABLE_FUNCS) that really run when the limit of one alone in its group is
+    ``limit``."""
     pair = asarray(pair)
     n_ranks = fleet.n_ranks
     n = n_ranks.astype(np.int64)
-    algo = PAIR_ALGOS[pair]
+    algo = PAIR_ALGOS[func, pair]
     of_nvls = fleet.nvls_channels
     of_comm = fleet.comm_channels
     is_nvls = algo == NVLS
@@ -88,10 +98,12 @@ def planned_channels(fleet: Any, n_bytes: Array, pair: Array, limit: Array) -> A
     limit = minimum(limit, most)
     limit = maximum(limit, 1)
     n_bytes = asarray(n_bytes, np.int64)
-    shard = rounded_up(n_bytes, n)
-    proto = PAIR_PROTOS[pair]
+    is_sum = asarray(func) == _SUM
+    part = where(is_sum, n_bytes, rounded_up(n_bytes, n))
+    traffic = where(is_sum, _TRAFFIC_OF_SUM, n)
+    proto = PAIR_PROTOS[func, pair]
     release = fleet.release
-    filled = filled_channels(release, shard, n, proto, limit)
+    filled = filled_channels(release, part, traffic, proto, limit)
     most = maximum(most, 1)
     ran = minimum(filled, most)
     return where(algo == DIRECT, limit, ran)

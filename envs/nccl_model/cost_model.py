@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 from numpy import asarray, isfinite, minimum, where
 
-from ...traces.records import ALGOS, N_ALGOS, N_PROTOS, PAIRS, PROTOS, TUNED_FUNCS
-from .channels import PAIR_ALGOS, PAIR_PROTOS, RING, heuristic_channels, planned_channels
+from ...traces.names import ALL_REDUCE, TUNABLE_FUNCS
+from ...traces.records import ALGOS, N_ALGOS, N_PROTOS, PAIRS_OF, PROTOS
+from .channels import PAIR_ALGOS, PAIR_PROTOS, heuristic_channels, planned_channels
 from .clusters import Cluster, ClusterArrays
-from .prices import BASE_RING, price, terms
+from .prices import price, price_of_sums, price_of_switches, terms
 
 Array = np.ndarray[Any, Any]
-#: Not tuned, but emulated jobs have some: it is taken for a reduce_scatter and an all_gather, on the ring alone.
-ALL_REDUCE = "all_reduce"
+_SWITCHES = ALGOS.index("nvls"), ALGOS.index("nvls_tree")
+_SIMPLE = PROTOS.index("simple")
 
 
 def pair_cost_rows(fleet: ClusterArrays, n_bytes: Array) -> Array:
@@ -37,9 +38,11 @@ def _one(cluster: Cluster) -> tuple[ClusterArrays, Array, Array]:
     return fleet, lat[0], bw[0]
 
 
-def _require_known(func: str) -> None:
-    if func not in (*TUNED_FUNCS, ALL_REDUCE):
+def _number_of(func: str) -> int:
+    """Index into TUNABLE_FUNCS. Raises ValueError."""
+    if func not in TUNABLE_FUNCS:
         raise ValueError(f"no cost model for {func}: it covers all_gather, reduce_scatter and {ALL_REDUCE}")
+    return TUNABLE_FUNCS.index(func)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -48,15 +51,15 @@ def cost_table(cluster: Cluster, func: str, n_bytes: int) -> Array:
 
     ``n_bytes`` is NCCL's: the whole buffer (``n_ranks`` x shard). Raises ValueError for another collective.
     """
-    _require_known(func)
-    _, lat, bw = _one(cluster)
+    number = _number_of(func)
+    fleet, lat, bw = _one(cluster)
     table = np.full((N_ALGOS, N_PROTOS), -1.0, np.float32)
-    if func == ALL_REDUCE:  # twice round the ring
-        latency = 2 * lat[:N_PROTOS] - BASE_RING
-        table[RING] = price(latency, bw[:N_PROTOS] / 2, float(n_bytes))
-    else:
-        prices = price(lat, bw, float(n_bytes))
-        table[PAIR_ALGOS, PAIR_PROTOS] = prices
+    prices = price(lat, bw, float(n_bytes))
+    if func == ALL_REDUCE:
+        size = np.array([n_bytes])
+        (prices,) = price_of_sums(fleet, size)
+        table[_SWITCHES, _SIMPLE] = price_of_switches(fleet, size)[0]
+    table[PAIR_ALGOS[number], PAIR_PROTOS[number]] = prices
     table.flags.writeable = False
     return table
 
@@ -86,17 +89,20 @@ def channels(
     From 2.31 on a tuner can only lower NCCL's count. Raises ValueError for a pair that the collective never
     has.
     """
-    _require_known(func)
-    if (algo, proto) not in PAIRS:
-        raise ValueError(f"{func} is never planned with {algo}/{proto}")
+    number = _number_of(func)
+    if (algo, proto) not in PAIRS_OF[func]:
+        raise ValueError(f"no channels of {func} with {algo}/{proto}: only of {_named(func)}")
     fleet, _, _ = _one(cluster)
     size = np.array(n_bytes)
-    number = PAIRS.index((algo, proto))
-    pair = np.array(number)
-    own, warps = heuristic_channels(fleet, size, pair)
+    pair = np.array(PAIRS_OF[func].index((algo, proto)))
+    own, warps = heuristic_channels(fleet, size, pair, number)
     limit = own
     if asked:
         lowered = minimum(own, asked)
         limit = where(fleet.release >= 23100, lowered, asked)
-    planned = planned_channels(fleet, size, pair, limit)
+    planned = planned_channels(fleet, size, pair, limit, number)
     return int(planned[0]), int(warps[0])
+
+
+def _named(func: str) -> str:
+    return ", ".join("/".join(pair) for pair in PAIRS_OF[func])

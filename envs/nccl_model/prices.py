@@ -1,4 +1,4 @@
-"""The constants and formulas of NCCL's prices for all_gather and reduce_scatter.
+"""The constants and formulas of NCCL's prices for all_gather, reduce_scatter and all_reduce.
 
 From NCCL 2.28.9 to 2.30.7, src/graph/tuning.cc. Units: microseconds, bytes, GB/s.
 """
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy import asarray, floor, log2, maximum, minimum, stack, where, zeros
 
-from ...traces.records import PAIRS
+from ...traces.names import ALL_REDUCE_PAIRS
+from ...traces.records import PAIRS, PROTOS
 from .clusters import ClusterArrays
 
 Array = np.ndarray[Any, Any]
@@ -33,6 +34,24 @@ _NET_COLLNET = 31.0
 _BASE_PAT = 8.0
 _NET_PAT = 14.0
 _NVLS_EFFICIENCY = np.array([1.0, 1.0, 0.85, 0.74])
+_BASE_TREE = np.array([6.8, 14.0, 8.4])
+_HW_TREE = np.array([[0.6, 1.25, 4.0], [1.0, 1.9, 4.0]])  # rows: NVLink, PCI
+_NET_NVLS_TREE = 20.9
+#: GB/s of one channel of a tree: any protocol, LL128; rows V, A, H, B; columns 1, 2, more nodes.
+_TREE_CHANNEL = np.array([[26.5, 18.5, 10.0], [24.0, 23.6, 17.8], [38.7, 41.4, 36.0], [70.0, 42.8, 24.0]])
+_TREE_LL128 = np.array([[20.0, 20.0, 20.0], [20.0, 20.0, 20.0], [36.7, 36.7, 29.0], [55.6, 31.67, 20.0]])
+#: GB/s of one channel of NVLS Tree, columns 2 and more nodes; Blackwell's last is 80 from 2.30 on.
+_NVLS_TREE_CHANNEL = np.array([[18.5, 10.0], [23.6, 17.8], [57.7, 45.5], [96.0, 43.8]])
+#: What NCCL makes of a tree's bandwidth by the message's size, from 64 B in powers of two; beyond it is 1.
+_TREE_BY_SIZE = np.array(
+    [
+        [1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1],
+        [1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1],
+        [0.9] * 7 + [0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9],
+    ]
+)
+#: Under Simple over nodes a ring's latency counts so many times, from 64 bytes a channel and rank on.
+_PLATEAU, _PLATEAU_BYTES, _PLATEAU_OF_VOLTA = 1.4, 64, 1.9
 
 
 def _ll_max(fleet: ClusterArrays) -> Array:
@@ -171,3 +190,74 @@ def _pat(fleet: ClusterArrays) -> tuple[Array, Array]:
     over_nodes = log_nodes * (_NET_PAT + 2 * tree.latency) / 3.5
     lat = _BASE_PAT + over_nodes + 2.8 * n
     return lat, bw
+
+
+def price_of_sums(fleet: ClusterArrays, n_bytes: Array) -> Array:
+    """Prices of ALL_REDUCE_PAIRS, one message a cluster: ``n_bytes`` (n,) -> (n, 6) us, -1 = not offered."""
+    size = asarray(n_bytes, np.float64)
+    ring_lat, ring_bw = _ring(fleet)
+    ring_lat = 2 * ring_lat - BASE_RING  # twice round the ring
+    per_place = fleet.comm_channels * fleet.n_ranks
+    is_long = (fleet.n_nodes > 1) & (size // per_place >= _PLATEAU_BYTES)
+    plateau = where(fleet.generation == 0, _PLATEAU_OF_VOLTA, _PLATEAU)
+    ring_lat[:, 2] *= where(is_long, plateau, 1.0)
+    tree_lat, tree_bw = _tree(fleet)
+    octave = log2(maximum(size // 64, 1)).astype(int)
+    is_corrected = (size >= 64) & (octave < _TREE_BY_SIZE.shape[1])
+    factor = _TREE_BY_SIZE[:, minimum(octave, _TREE_BY_SIZE.shape[1] - 1)].T
+    tree_bw = tree_bw * where(is_corrected[:, None], factor, 1.0)
+    order = [PROTOS.index(proto) for algo, proto in ALL_REDUCE_PAIRS if algo == "tree"]
+    lat = np.concatenate([ring_lat, tree_lat[:, order]], axis=1)
+    bw = np.concatenate([ring_bw / 2, tree_bw[:, order]], axis=1)
+    return price(lat, bw, size[:, None])
+
+
+def _by_generation(fleet: ClusterArrays, rows: Array) -> Array:
+    """Of a constant by generation and number of nodes, (n,)."""
+    column = minimum(fleet.n_nodes, 3) - 1
+    return asarray(rows[fleet.generation, column])
+
+
+def _tree(fleet: ClusterArrays) -> tuple[Array, Array]:
+    """By protocol, (n, 3) each. Where a node has one GPU, all its traffic passes that, and NCCL takes 15 % off."""
+    tree = fleet.tree
+    nodes = fleet.n_nodes
+    per_node = fleet.gpus_per_node
+    channel = where(nodes <= 2, tree.bw_intra, tree.bw_inter)
+    bus = minimum(0.92 * tree.channels * channel, tree.channels * _by_generation(fleet, _TREE_CHANNEL))
+    ll = minimum(bus / 3.8, _ll_max(fleet))
+    of_ll128 = where(nodes == 1, 7 / 9, 120 / 128)
+    ll128 = minimum(bus * of_ll128, tree.channels * _by_generation(fleet, _TREE_LL128))
+    ll128 = ll128 * fleet.offers_ll128
+    one_path = where(per_node == 1, 0.85, 1.0)
+    bw = stack([ll, ll128, bus], axis=1) * one_path[:, None] / 2
+    net = _NET_TREE + tree.latency[:, None] * np.array([1, 1, 2])
+    link = _HW_TREE[where(tree.nvlink, 0, 1)]
+    hops = floor(log2(maximum(nodes, 1)))
+    lat = _BASE_TREE + 2 * ((per_node - 1)[:, None] * link + hops[:, None] * net)
+    return lat, bw
+
+
+def price_of_switches(fleet: ClusterArrays, n_bytes: Array) -> Array:
+    """Prices of an all_reduce under (nvls/simple, nvls_tree/simple), (n, 2) us, -1 = not offered. No table has these:
+    they tell what NCCL leaves to Ring and Tree. CollNet's are not here."""
+    nvls = fleet.nvls
+    nodes = fleet.n_nodes
+    heads = maximum(nvls.channels, 1)
+    n = fleet.n_ranks.astype(float)
+    within = 2 * nvls.bw_intra * _NVLS_EFFICIENCY[fleet.generation] * (heads - 1) / heads
+    able = (fleet.generation >= 2) & (nvls.channels >= 2) & (fleet.nvls_channels > 0)
+    most = _NVLS_TREE_CHANNEL[fleet.generation, where(nodes > 2, 1, 0)]
+    is_late_blackwell = (fleet.generation == 3) & (fleet.release >= 23000) & (nodes > 2)
+    most = where(is_late_blackwell, 80.0, most)
+    between = nvls.bw_inter * where(nodes <= 2, 2, 1)
+    bus = heads[:, None] * stack(
+        [minimum(within, nvls.bw_inter), minimum(minimum(within, between), most)], axis=1
+    )
+    offered = stack([able & ((nodes == 1) | fleet.collnet), able & (nodes > 1)], axis=1)
+    bw = bus * (n / (2 * (n - 1)))[:, None] * offered
+    hops = floor(log2(maximum(nodes, 1)))
+    of_nvls = _HW_NVLS + where(nodes > 1, _NET_NVLS + 2 * nvls.latency, 0.0)
+    of_tree = _HW_NVLS + 2 * hops * (_NET_NVLS_TREE + 2 * nvls.latency)
+    lat = stack([of_nvls, of_tree], axis=1)
+    return price(lat, bw, asarray(n_bytes, np.float64)[:, None])

@@ -17,10 +17,11 @@ from ...traces import spaces
 from ...traces.assemble import Offer
 from ...traces.files import Trace, TraceError
 from ...traces.fingerprint import Fingerprint
+from ...traces.names import tuned_funcs
 from ...traces.queries.costs import default_generations, of_whole_steps
 from ...traces.queries.slots import SlotProfile, channels_of, find_slots, outside_the_offer
 from ...traces.queries.steps import in_steps, of_one_rank, told_steps, without_first
-from ...traces.records import MIXED, N_ALGOS, N_PROTOS, TUNED_FUNCS, Slot, decision_from
+from ...traces.records import MIXED, N_ALGOS, N_PROTOS, Slot, decision_from
 from .neighbours import Rules, SteadyWindow, savings
 from .predicted import Times, cluster_of, predict
 from .recordings import is_placed
@@ -106,12 +107,14 @@ def _profiles(
         used = known["memory_used"] / known["memory_total"]
         pressure = float(used.mean())
     offers = offers_of(trace)
-    outside = outside_the_offer(quiet, offers)
-    found = find_slots(quiet, offers, default_ms * 1e3, pressure, told_steps(trace))
+    way = trace.all_reduce
+    outside = outside_the_offer(quiet, offers, way)
+    found = find_slots(quiet, offers, default_ms * 1e3, pressure, told_steps(trace), all_reduce=way)
     every = [p for p in found if p.slot not in outside]
     profiles = [p for p in every if p.share >= min_share]
     if not profiles:
-        n = int(events["func"].isin(TUNED_FUNCS).sum())
+        funcs = tuned_funcs(way)
+        n = int(events["func"].isin(funcs).sum())
         if n and not offers:
             cure = "name the cluster that was recorded with --cluster"
             raise TraceError(
@@ -119,9 +122,7 @@ def _profiles(
             )
         small = f"; the largest takes {every[0].share:.2%} of the step" if every else ""
         runs = f"; NCCL runs {next(iter(outside.values()))} for {next(iter(outside))}" if outside else ""
-        raise TraceError(
-            f"{trace.folder} holds no all_gather or reduce_scatter that a tuner can reach{small}{runs}"
-        )
+        raise TraceError(f"{trace.folder} holds no {' or '.join(funcs)} that a tuner can reach{small}{runs}")
     most = channels_of(events)  # tables may have asked for more than NCCL's own choice
     for p in profiles:
         n_channels = max(most[p.slot.n_ranks, p.slot.n_nodes], _told_channels(trace, p.slot))
@@ -221,8 +222,8 @@ def _parts(rules: Rules, profiles: list[SlotProfile]) -> list[_Part]:
     found = []
     for rule in rules:
         try:
-            config = spaces.config_of(decision_from(str(rule["decision"])))
-        except ValueError:  # outside the action space
+            config = spaces.config_of(decision_from(str(rule["decision"])), str(rule["func"]))
+        except (ValueError, KeyError):  # outside the action space
             continue
         sizes = int(rule["n_ranks"]), int(rule["n_nodes"])
         least = int(rule["min_bytes"])

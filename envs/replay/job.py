@@ -37,6 +37,7 @@ class RecordedJob:
         self.recorded = recorded
         self.assembler = SimpleNamespace(offers=offers_of(trace))
         self.waits = trace.waits
+        self.all_reduce = trace.all_reduce
         self.memory_pressure = float(recorded.fingerprint.memory_pressure[0])
         self.memory_free = 0  # a recording runs out of no memory
         self.generation = self.last_step = 0
@@ -65,7 +66,7 @@ class RecordedJob:
             if decision.is_auto or slot not in r.slots:
                 continue
             row = r.slots.index(slot)
-            config = spaces.config_of(decision)
+            config = spaces.config_of(decision, slot.func)
             saving = r.truth[row, config]  # of the slot's share of the step
             if np.isfinite(saving):
                 total += float(saving * r.share[row])

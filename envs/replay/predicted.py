@@ -15,7 +15,7 @@ from ...traces import spaces
 from ...traces.files import Trace
 from ...traces.queries.skew import durations
 from ...traces.queries.slots import SlotProfile
-from ...traces.records import PAIRS, Slot
+from ...traces.records import PAIRS_OF, Slot
 from ..nccl_model import clusters, cost_model
 from ..nccl_model.clusters import Cluster, ClusterArrays
 from ..sim.fabric.fabric import Fabric
@@ -82,7 +82,7 @@ class Times:
             pair = algo, proto
             if size not in self._networks:
                 continue
-            if pair not in PAIRS:
+            if pair not in PAIRS_OF.get(func, ()):
                 continue
             network = self._networks[size]
             formula = functools.partial(network.logs, func, pair)
@@ -158,7 +158,7 @@ def predict(
     calls = profile.calls
     network = times.network(slot)
     slowdown = network.fabric.slowdown
-    own_pair = PAIRS[int(fingerprint.own_pair[0])]
+    own_pair = profile.algo, profile.proto
     own_channels = max(int(fingerprint.own_channels[0]), 1)
     default_us = times.us(slot, own_pair, n_bytes, own_channels)
     default_slows_us = default_us * slowdown(own_channels)
@@ -166,7 +166,7 @@ def predict(
     slows = np.zeros(spaces.N_CONFIGS)
     configs = np.flatnonzero(allowed)
     for config in configs.tolist():
-        decision = spaces.decision_of(config)
+        decision = spaces.decision_of(config, slot.func)
         pair = own_pair
         if decision.algo:
             pair = decision.algo, str(decision.proto)

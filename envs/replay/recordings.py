@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pandas as pd
 from ...traces.assemble import EVENT_COLUMNS, OFFER_COLUMNS, complete
 from ...traces.files import Trace, TraceError
 from ...traces.header import OF_ONE_RANK
-from ...traces.records import TUNED_FUNCS
+from ...traces.names import PAIRS_OF, TUNED_FUNCS, tuned_funcs
 from ..nccl_model import clusters, cost_model
 from ..nccl_model.clusters import Cluster
 
@@ -83,7 +83,8 @@ def on_cluster(trace: Trace, c: Cluster) -> Trace:
         return trace
     notes = list(trace.header.get("notes") or ())
     told = _whole(trace, c, notes)
-    events = told.merge(_modelled(told, c, notes), "left", _MESSAGE)
+    modelled = _modelled(told, c, notes, tuned_funcs(trace.all_reduce))
+    events = told.merge(modelled, "left", _MESSAGE)
     placed, priced = events["ranks"].notna(), events["model_algo"].notna()
     unknown = priced & (events["algo"] == "unknown")
     no_count = priced & (events["n_channels"] == 0)
@@ -128,7 +129,7 @@ def _whole(trace: Trace, c: Cluster, notes: list[str]) -> pd.DataFrame:
     return events.assign(n_bytes=n_bytes.where(~untold, n_bytes * c.n_ranks))
 
 
-def _modelled(events: pd.DataFrame, c: Cluster, notes: list[str]) -> pd.DataFrame:
+def _modelled(events: pd.DataFrame, c: Cluster, notes: list[str], funcs: Sequence[str]) -> pd.DataFrame:
     """Each kind of message with the ranks and nodes that it is placed on, and what NCCL's model says of it.
 
     Into ``notes`` goes what fits nowhere. Raises TraceError where nothing does.
@@ -144,9 +145,11 @@ def _modelled(events: pd.DataFrame, c: Cluster, notes: list[str]) -> pd.DataFram
         for func, n_bytes in group[["func", "n_bytes"]].drop_duplicates().itertuples(index=False):
             row = {"n_ranks": n_ranks, "n_nodes": n_nodes, "func": func, "n_bytes": n_bytes}
             row |= {"ranks": place.n_ranks, "nodes": place.n_nodes}
-            if func in TUNED_FUNCS and n_bytes > 0:
+            if func in funcs and n_bytes > 0:
                 algo, proto = cost_model.choice(place, func, int(n_bytes))
-                count, _ = cost_model.channels(place, func, int(n_bytes), algo, proto)
+                count = place.nvls_channels
+                if (algo, proto) in PAIRS_OF[func]:
+                    count, _ = cost_model.channels(place, func, int(n_bytes), algo, proto)
                 cost = cost_model.cost_table(place, func, int(n_bytes)).ravel()
                 row |= {"model_algo": algo, "model_proto": proto, "model_channels": count, "cost_us": cost}
             found.append(row)

@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 
 from ...traces.fingerprint import FEATURES
-from ...traces.records import PAIRS
+from ...traces.names import PAIRS_OF, TUNABLE_FUNCS
 from ...traces.spaces import N_CHANNELS, N_CONFIGS
 
 Array = np.ndarray[Any, Any]
@@ -136,19 +136,21 @@ class Windows(Protocol):
         """These configs (s,) are the current table from now on, whatever becomes of the search; zeros: the default."""
 
 
-#: Algorithm of each config as a number, -1 for AUTO's.
-_ALGO_NAMES = sorted({algo for algo, _ in PAIRS})
-_ALGOS = np.repeat([-1, *[_ALGO_NAMES.index(algo) for algo, _ in PAIRS]], N_CHANNELS)
+#: Algorithm of each config as a number, -1 for AUTO's: a row for each of TUNABLE_FUNCS.
+_ALGO_NAMES = sorted({algo for pairs in PAIRS_OF.values() for algo, _ in pairs})
+_ALGO_NUMBERS = [[-1, *[_ALGO_NAMES.index(algo) for algo, _ in PAIRS_OF[func]]] for func in TUNABLE_FUNCS]
+_ALGOS = np.repeat(_ALGO_NUMBERS, N_CHANNELS, axis=1)
 
 
-def warm_up_families(own_pair: Array) -> Array:
+def warm_up_families(own_pair: Array, func: Array) -> Array:
     """(s, N_CONFIGS) int, see :class:`Job`: one number an algorithm, but for the ones that NCCL runs by itself.
 
-    ``own_pair`` (s,): index of NCCL's own pair.
+    ``own_pair`` (s,): index of NCCL's own pair. ``func`` (s,): of each slot's, into TUNABLE_FUNCS.
     """
-    own = _ALGOS[N_CHANNELS * (1 + np.asarray(own_pair, int))]
-    known = np.isin(_ALGOS, np.unique(own))
-    return np.tile(np.where(known, -1, _ALGOS), (len(own), 1))
+    func = np.asarray(func, int)
+    own = _ALGOS[func, N_CHANNELS * (1 + np.asarray(own_pair, int))]
+    algos = _ALGOS[func]
+    return np.where(np.isin(algos, np.unique(own)), -1, algos)
 
 
 class Policy(Protocol):

@@ -26,12 +26,12 @@ from .step import Law
 from .worlds import Extra
 
 Array = np.ndarray[Any, Any]
-#: ``SampledClusters.world`` counts them. ``sms`` to ``nothing`` are of :mod:`.unseen`: nothing was trained on them.
-#: ``mpi-headroom`` is of :mod:`.recorded_gains`.
+#: ``SampledClusters.world`` counts them. ``sms`` to ``nothing`` are of :mod:`.unseen`: nothing was trained on them. Nor
+#: on ``ddp``, whose jobs all-reduce. ``mpi-headroom`` is of :mod:`.recorded_gains`.
 WORLDS = (
     *("plain", "interaction", "tails", "moving", "wide", "lasting", "alternating", "many"),
     *("sms", "meeting", "dip", "rail", "nothing"),
-    "mpi-headroom",
+    *("mpi-headroom", "ddp"),
 )
 
 
@@ -97,6 +97,7 @@ class World:
     contention: Contention = field(default_factory=Contention)
     extra: Extra = field(default_factory=Extra)
     regimes: RegimeFamily = field(default_factory=RegimeFamily)
+    sums: bool = False  # gradients are all-reduced, and no weights gathered
     many: bool = False  # steps of LEAST_MANY to MANY_SLOTS slots, else of SLOTS at most
     crammed: bool = False  # memory pressure tells of the batch, else of nothing
     #: Changes jobs as they are drawn, by a mechanism of its own: called with the jobs and a generator.
@@ -248,6 +249,11 @@ _STRANGE_WAYS = Surprises(
 #: Structurally outside: other models, contention between other things, effects of three slots together, stragglers that
 #: come with many channels, congestion that comes and goes otherwise, another kind of noise, regimes in no fixed order.
 HELD_OUT = JobFamily("held-out", 4, tuple(_worlds(_STRANGE, _STRANGE_WAYS)))
+
+#: Data parallel jobs. A family of its own: figures of all-gathers and reduce-scatters hold none of it.
+DDP = JobFamily(
+    "ddp", 1, tuple(replace(base, name="ddp", sums=True, replicated=0.0) for base in (_MILD, _HARSH))
+)
 
 
 def draw_fleet(family: ClusterFamily, rng: np.random.Generator, n: int) -> ClusterArrays:

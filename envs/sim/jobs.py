@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
+from ...traces.names import ALL_REDUCE, TUNABLE_FUNCS
 from ...traces.records import PAIRS
 from ...traces.spaces import N_CONFIGS
 from ..nccl_model import cost_model
 from ..nccl_model.arms import distinct
 from ..nccl_model.clusters import ClusterArrays
+from ..nccl_model.prices import price_of_sums
 from .fabric.configs import channels_of_configs, growth_of_configs, pairs_of_configs, whole_words
 from .fabric.fabric import Fabric
 from .fabric.params import N_PRODUCTS, unmodelled
@@ -23,12 +25,13 @@ from .noise import Noise, log_uniform
 from .regimes import MOST_REGIMES, Regimes
 from .step import N_CALL, N_PORTS, Calls
 from .truth import LAST_RING, Jobs
-from .workloads import MANY_SLOTS, N_BESIDE, SLOTS, WorkloadArrays, all_works, steps_of
+from .workloads import MANY_SLOTS, N_BESIDE, SLOTS, WorkloadArrays, all_works, is_summed, steps_of
 from .worlds import Extras, SampledClusters
 
 Array = np.ndarray[Any, Any]
 #: Memory used of all memory, where it is known; and by how much chance moves it where it tells of the batch.
 PRESSURE, CHANCE = (0.2, 1.0), 0.3
+_SUM = TUNABLE_FUNCS.index(ALL_REDUCE)
 __all__ = ["HELD_OUT", "SLOTS", "STANDARD", "JobFamily", "Jobs", "SampledClusters", "draw_jobs"]
 
 
@@ -110,23 +113,28 @@ def assemble(
     number = np.where(used, numbers, 0)  # a place without a slot holds what the first one does
     place = which[:, None], number
     is_reduce_scatter = works.is_reduce_scatter[place]
-    is_rs = is_reduce_scatter.ravel()
-    func = is_rs.astype(int)
+    sums = is_summed(works.names)[which]
+    func = np.where(sums[:, None], _SUM, is_reduce_scatter).ravel()
+    half = np.minimum(func, 1)  # ports and algorithms of an all_reduce are those of a reduce_scatter
     recorded_calls = works.calls[place]
     calls = np.where(used, recorded_calls, 0.0)
     recorded_bytes = works.n_bytes[place]
     n_bytes = whole_words(recorded_bytes.ravel(), slots.n_ranks)
     cost = cost_model.pair_cost_rows(slots, n_bytes)
+    if sums.any():
+        of_sums = price_of_sums(slots, n_bytes)
+        of_sums[:, LAST_RING + 1 :] = -1.0  # the fabric has no law for trees
+        cost = np.where(func[:, None] == _SUM, of_sums, cost)
     is_offered = cost >= 0
     offered = np.where(is_offered, cost, np.inf)
     own = offered.argmin(axis=1)
     truth = sites.truth_at(rows, n_bytes)
     fabric = Fabric(slots, truth)
     all_ports = _ports(kind, rng, n)
-    ports = all_ports[rows, func]
+    ports = all_ports[rows, half]
     pair = pairs_of_configs(own)
-    ran = channels_of_configs(fabric, n_bytes, pair)
-    asked = is_rs, n_bytes, pair, ran
+    ran = channels_of_configs(fabric, func, n_bytes, pair)
+    asked = func, n_bytes, pair, ran
     touch = sites.touch[rows]
     by_channels = kind.crowd_by_channels
     of_slots = _call_tables(fabric, asked, by_channels, touch, ports)
@@ -134,7 +142,7 @@ def assemble(
     _roughen(tables, kind, rng)
     pressure = _pressure(kind, exposed, rng)
     fingerprint = Slots(
-        is_reduce_scatter=is_rs.astype(float),
+        func=func,
         n_bytes=n_bytes.astype(float),
         calls=calls.ravel(),
         n_ranks=slots.n_ranks.astype(float),
@@ -153,7 +161,7 @@ def assemble(
     n_algos = len(PAIRS) - LAST_RING
     connected = np.zeros((n, 2, n_algos), bool)
     own_algo = np.maximum(own - LAST_RING, 0)
-    connected[rows, func, own_algo] = True
+    connected[rows, half, own_algo] = True
     times = log_uniform(rng, kind.connect, n)
     first_us = sites.truth.connect_us * times
     nothing_spent = np.zeros(n)

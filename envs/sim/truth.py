@@ -210,9 +210,8 @@ class Jobs(JobsAtMoment):
 
     def _connect(self, configs: Array, rows: Array) -> Array:
         """What the first use of algorithms costs now, us (m,)."""
-        of_slots = self.fingerprint.is_reduce_scatter
-        is_rs = of_slots.reshape(-1, self.width)
-        func = is_rs[rows].astype(int)
+        of_slots = self.fingerprint.func.reshape(-1, self.width)
+        func = np.minimum(of_slots[rows], 1)
         pair = self._pair(configs, rows)
         algo = np.maximum(pair - LAST_RING, 0)
         used = self._used(rows)

@@ -77,6 +77,7 @@ class SimWindows:
         places = slice(first, stop)
         share = fingerprint.share[places]
         own_pair = fingerprint.own_pair[places]
+        func = fingerprint.func[places]
         calls = jobs.calls[row, :n_slots]
         mask = jobs.mask[row, :n_slots]
         return Job(
@@ -84,7 +85,7 @@ class SimWindows:
             mask=mask,
             share=np.asarray(share, np.float64),
             call_us=call_us,
-            families=warm_up_families(own_pair),
+            families=warm_up_families(own_pair, func),
             calls=np.asarray(calls, np.float64),
         )
 

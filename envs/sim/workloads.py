@@ -34,6 +34,8 @@ N_BESIDE = 2
 LEAST_MANY, VERSIONS = 20, 2
 #: What a call of theirs moves, in octaves beside the recorded call that it stands for; evenly drawn.
 OCTAVES = (-5.0, 1.5)
+#: How the names of steps end that were made of recorded ones.
+_MANY, _SUMS = ", many slots", ", all-reduced"
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class WorkloadArrays:
     names: Array  # (w,) str
     steps: Steps  # kinds of call, see N_BESIDE
     n_slots: Array  # (w,)
-    is_reduce_scatter: Array  # (w, S) bool
+    is_reduce_scatter: Array  # (w, S) bool; of an all_reduce too
     n_bytes: Array  # (w, S) of a typical call
     calls: Array  # (w, S) a step
     other_bytes: Array  # (w,) of a collective that no tuner reaches
@@ -74,7 +76,8 @@ def all_works() -> WorkloadArrays:
     for source in np.repeat(sources, VERSIONS):
         step = _dealt(works, int(source), rng)
         dealt.append(step)
-    return _joined(works, dealt)
+    everyone = _joined(works, dealt)
+    return _joined(everyone, [_summed(works, source) for source in range(len(works.names))])
 
 
 def numbered_for_jobs(recorded: WorkloadArrays) -> WorkloadArrays:
@@ -98,9 +101,10 @@ def steps_of(kind: World, fleet: ClusterArrays, rng: np.random.Generator) -> Arr
     pick = rng.random(n)
     names = works.names
     is_one = np.array(["one communicator" in name for name in names])
-    many = np.array(["many slots" in name for name in names])
+    many = np.array([name.endswith(_MANY) for name in names])
+    sums = is_summed(names)
     known = np.array([name.startswith(kind.works) for name in names])
-    known &= many == kind.many
+    known &= (many == kind.many) & (sums == kind.sums)
     which = np.zeros(n, int)
     for is_replicated in (False, True):
         for has_one in (False, True):
@@ -117,9 +121,10 @@ def steps_of(kind: World, fleet: ClusterArrays, rng: np.random.Generator) -> Arr
 
 @dataclass(frozen=True)
 class _Dealt:
-    """A step whose calls were dealt to many slots."""
+    """A step made of a recorded one, with the same operations: its calls have other slots, or are none."""
 
     source: int  # the step that it was made of
+    name: str  # what is added to the source's
     slot: Array  # (operations,) kind of call
     is_reduce_scatter: Array  # (slots,)
     n_bytes: Array
@@ -157,10 +162,37 @@ def _dealt(works: WorkloadArrays, source: int, rng: np.random.Generator) -> _Dea
     calls = count.astype(float)
     return _Dealt(
         source=source,
+        name=_MANY,
         slot=slot.astype(np.int32),
         is_reduce_scatter=is_rs[order],
         n_bytes=n_bytes[order],
         calls=calls[order],
+    )
+
+
+def is_summed(names: Array) -> Array:
+    """Of which steps gradients are all-reduced, by name."""
+    return np.array([name.endswith(_SUMS) for name in names])
+
+
+def _summed(works: WorkloadArrays, source: int) -> _Dealt:
+    """Step ``source`` as a data parallel one: its reduce-scatters are all-reduces, and its gathers take no time."""
+    begin, end = works.steps.op_at[source : source + 2]
+    kind = works.steps.slot[begin:end]
+    n_old = works.n_slots[source]
+    is_rs = works.is_reduce_scatter[source, :n_old]
+    place = np.cumsum(is_rs) - 1
+    number = kind - N_BESIDE
+    is_slot = number >= 0
+    old = where(is_slot, number, 0)
+    new = where(is_rs[old], place[old] + N_BESIDE, -1)
+    return _Dealt(
+        source=source,
+        name=_SUMS,
+        slot=where(is_slot, new, kind).astype(np.int32),
+        is_reduce_scatter=is_rs[is_rs],
+        n_bytes=works.n_bytes[source, :n_old][is_rs],
+        calls=works.calls[source, :n_old][is_rs],
     )
 
 
@@ -174,7 +206,8 @@ def _parts(calls: Array, wanted: int) -> Array:
 
 
 def _joined(works: WorkloadArrays, dealt: list[_Dealt]) -> WorkloadArrays:
-    """``works`` and after them the dealt ones, MANY_SLOTS wide; what an operation waits for is the source's."""
+    """``works`` and after them the dealt ones, MANY_SLOTS wide; what an operation waits for is the source's. What was a
+    call and is none takes no time."""
     steps = works.steps
     source = np.array([one.source for one in dealt])
     begin = steps.op_at[source]
@@ -188,7 +221,7 @@ def _joined(works: WorkloadArrays, dealt: list[_Dealt]) -> WorkloadArrays:
         n_streams=steps.n_streams[source],
         stream=steps.stream[operations],
         slot=concatenate([d.slot for d in dealt]),
-        work=steps.work[operations],
+        work=_work(steps, operations, concatenate([d.slot for d in dealt])),
         after_at=steps.after_at[entries],
         after=steps.after[:0],
     )
@@ -196,7 +229,7 @@ def _joined(works: WorkloadArrays, dealt: list[_Dealt]) -> WorkloadArrays:
     for field in fields(Steps):
         parts = [getattr(each, field.name) for each in (steps, more)]
         both[field.name] = concatenate(parts)
-    names = [f"{works.names[one.source]}, many slots" for one in dealt]
+    names = [works.names[one.source] + one.name for one in dealt]
     n_slots = [len(one.calls) for one in dealt]
     is_rs = [*works.is_reduce_scatter, *(one.is_reduce_scatter for one in dealt)]
     n_bytes = [*works.n_bytes, *(one.n_bytes for one in dealt)]
@@ -213,6 +246,12 @@ def _joined(works: WorkloadArrays, dealt: list[_Dealt]) -> WorkloadArrays:
         other_bytes=concatenate([other_bytes, other_bytes[source]]),
         replicated=concatenate([replicated, replicated[source]]),
     )
+
+
+def _work(steps: Steps, operations: Array, slot: Array) -> Array:
+    """Of operations that were calls and are none: nothing."""
+    was_call = steps.slot[operations] >= 0
+    return where(was_call & (slot < 0), 0.0, steps.work[operations])
 
 
 def _ranges(begin: Array, end: Array) -> Array:

@@ -64,6 +64,7 @@ def test_each_script_trains_under_the_tuner(script, tmp_path):
     pytest.importorskip("deepspeed" if "deepspeed" in script.name else "torch", reason="not installed")
     out = tmp_path / "out"
     tune = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--cluster", "dgx-h100-2x8", "--no-memory"]
+    tune += ["--all-reduce"] * ("ddp" in script.name)
     command = [*tune, "--out", str(out), "--", *TORCHRUN, str(script), "60"]
     # DeepSpeed builds an extension at its first use. A process killed meanwhile leaves a lock behind.
     env = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}

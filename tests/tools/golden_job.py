@@ -1,4 +1,4 @@
-"""The job of ``golden_nccl.py``: FSDP2 or ``zero()`` on the CPU, every step's loss of every rank kept to the bit.
+"""The job of ``golden_nccl.py``: FSDP2, HSDP, DDP or ``zero()`` on the CPU, the losses of all ranks kept to the bit.
 
   torchrun ... golden_job.py --kind fsdp2 --steps 300 --losses FOLDER --backend ncclcpu --backend-module nccl_cpu
 
@@ -26,7 +26,7 @@ def parsed():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kind", choices=("fsdp2", "zero"), required=True)
+    parser.add_argument("--kind", choices=("fsdp2", "hsdp", "ddp", "zero"), required=True)
     parser.add_argument("--stage", type=int, default=3, help="of zero()")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--width", type=int, default=64)
@@ -62,13 +62,14 @@ def change_a_bit(parameters):
     bits[grad.abs().argmax()] ^= 1 << 18
 
 
-def fsdp2(model, world):
-    """(backward, step) of a model whose blocks are sharded over ``world`` ranks."""
+def fsdp2(model, world, replicas=1):
+    """(backward, step) of a model whose blocks are sharded over ``world`` ranks, in ``replicas`` parts of them."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (world,))
+    shape = (world,) if replicas == 1 else (replicas, world // replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -79,6 +80,21 @@ def fsdp2(model, world):
         optimizer.zero_grad()
 
     return lambda loss: loss.backward(), step
+
+
+def ddp(model):
+    """(model, backward, step) of a model whose gradients are all-reduced in buckets."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.0625)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+
+    def step():
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return wrapped, lambda loss: loss.backward(), step
 
 
 def by_zero(model, stage):
@@ -107,7 +123,11 @@ def trained(options, world, stage):
         for _ in range(options.layers)
     ]
     model = nn.Sequential(*blocks)
-    return model, *(fsdp2(model, world) if options.kind == "fsdp2" else by_zero(model, stage))
+    if options.kind == "ddp":
+        return ddp(model)
+    if options.kind == "zero":
+        return model, *by_zero(model, stage)
+    return model, *fsdp2(model, world, 2 if options.kind == "hsdp" else 1)
 
 
 def main():

@@ -13,7 +13,9 @@ which this script sets to ``--bin``: so any installed tree can be tested, also o
 have to be there already. It may have its own backend for torch.distributed (``--backend``, ``--backend-module``).
 
 Jobs are named HOW-WORKLOAD-RANKS. WORKLOAD is fsdp2, zero1, zero2 or zero3; RANKS 2 (one a host) or 4 (two a host).
-Sums of two numbers cannot differ by order, so equal losses count at 4. HOW is
+Sums of two numbers cannot differ by order, so equal losses count at 4. With ddp and hsdp (2 replicas of 2 shards) all-
+reduces are tuned too (``--all-reduce``): other settings add the numbers of more than two ranks in another order, so
+ddp is at 2 ranks; hsdp adds two numbers at a time. HOW is
 
   tune    `tune --policy random`: the whole product; its summary.json is kept
   turns   tables of our own are published (``golden_rank.py``): they take turns with the default, A B B A and B A A B
@@ -43,9 +45,17 @@ import numpy as np
 import pandas as pd
 
 HERE = Path(__file__).resolve().parent
-WORKLOADS = ("fsdp2", "zero1", "zero2", "zero3")
+WORKLOADS = ("fsdp2", "zero1", "zero2", "zero3", "ddp", "hsdp")
+#: All-reduces are tuned too; the ranks with which sums keep their bits.
+SUMS = {"ddp": 2, "hsdp": 4}
 HOWS = {"tune": "", "turns": "abba,baab", "few": "few,whole,stay"}
-ALL = [f"{how}-{workload}-{ranks}" for how in HOWS for workload in WORKLOADS for ranks in (2, 4)]
+ALL = [
+    f"{how}-{workload}-{ranks}"
+    for how in HOWS
+    for workload in WORKLOADS
+    for ranks in (2, 4)
+    if SUMS.get(workload, ranks) == ranks
+]
 QUICK = ["tune-fsdp2-2", "tune-zero3-4", "turns-fsdp2-4", "few-fsdp2-2", "turns-zero1-4", "few-zero2-4"]
 #: The name of each fault, and the job in which it is planted. "" is the untuned one.
 CONTROLS = {"protocols": "", "late": "turns", "bit": ""}
@@ -121,10 +131,12 @@ class Runner:
             # The channels are raised by the job's own environment: the option needs an earlier run without it.
             self.environment["NCCL_MIN_NCHANNELS"] = str(HEADROOM)
             asked = f"--policy random --seed {seed} --budget 0.9 --no-memory"
+            asked += " --all-reduce=protocol" * (workload in SUMS)
             return self.launch(
                 out, "tune", "-r", ranks // 2, "-o", out, "-t", asked, "--", *job, limit_s=limit_s
             )
         shape = ["--kinds", HOWS[how], "--headroom", HEADROOM, "--out", out / "calls"]
+        shape += ["--all-reduce", "protocol"] * (workload in SUMS)
         publisher = ["python", HERE / "golden_rank.py", *shape, "--", "python", "-u"]
         return self.launch(out, "run", "-r", ranks // 2, "-o", out, *publisher, *job, limit_s=limit_s)
 

@@ -27,6 +27,7 @@ import numpy as np
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.assemble import as_records
+from dynamiccl.traces.names import tuned_funcs
 from dynamiccl.traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, Decision, Rule, Table
 
 #: Steps of a trial, one turn in so many, steps of a turn, whether the table's turn is the inner one.
@@ -49,8 +50,9 @@ ANY_SIZE = 2**40
 class Publisher:
     """Publishes one table after the other."""
 
-    def __init__(self, run, kinds, headroom):
+    def __init__(self, run, kinds, headroom, all_reduce):
         self._run, self._kinds, self._headroom = run, cycle(kinds), headroom
+        self._all_reduce = all_reduce
         self.published = []
         self._at = 0.0
         self._ran_at = None
@@ -70,7 +72,7 @@ class Publisher:
         kind = next(self._kinds)
         channels = 1 + (generation - 1) % self._headroom
         decision = Decision("ring", "simple", channels)
-        rules = tuple(Rule(0, 0, func, 0, ANY_SIZE, decision) for func in ("all_gather", "reduce_scatter"))
+        rules = tuple(Rule(0, 0, func, 0, ANY_SIZE, decision) for func in tuned_funcs(self._all_reduce))
         self._run.table.publish(Table(generation, rules, *SHAPES[kind]))
         self.published.append({"generation": generation, "kind": kind, "n_channels": channels})
 
@@ -82,6 +84,7 @@ def parsed():
     parser.add_argument("--kinds", required=True)
     parser.add_argument("--headroom", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--all-reduce", default="", help="the job's option")
     parser.add_argument("job", nargs="+")
     return parser.parse_args()
 
@@ -91,9 +94,11 @@ def main():
     rank = int(os.environ["RANK"])
     options.out.mkdir(parents=True, exist_ok=True)
     run = RunFolder.create()
-    job = subprocess.Popen(options.job, env={**os.environ, **job_env(run.path, headroom=options.headroom)})
+    environment = job_env(run.path, options.headroom, options.all_reduce)
+    job = subprocess.Popen(options.job, env={**os.environ, **environment})
     signal.signal(signal.SIGTERM, lambda *_: job.kill())
-    publisher = Publisher(run, options.kinds.split(","), options.headroom) if rank == 0 else None
+    told = options.kinds.split(","), options.headroom, options.all_reduce
+    publisher = Publisher(run, *told) if rank == 0 else None
     calls, states = [], []
 
     def read():

@@ -11,8 +11,9 @@ from typing import Any, cast
 import pandas as pd
 
 from ..files import Trace
+from ..names import tuned_funcs
 from ..reasons import Happened, Why
-from ..records import TUNED_FUNCS, Slot
+from ..records import Slot
 from .costs import of_whole_steps
 from .skew import covered_ns, exposed_ns
 from .slots import SLOT_KEYS, slot_of, with_sizes
@@ -31,12 +32,13 @@ def bare_ns(events: Frame, compute: Frame, waits: Frame) -> pd.Series[float]:
     return covered_ns(events, waits, "pid")
 
 
-def exposed_parts(events: Frame, compute: Frame, waits: Frame) -> dict[Slot, float]:
+def exposed_parts(events: Frame, compute: Frame, waits: Frame, all_reduce: str = "") -> dict[Slot, float]:
     """Exposed part of the time of each slot, 0 to 1; empty if the recording does not show it.
 
     Args: events: those of default steps, EVENT_COLUMNS. compute: COMPUTE_COLUMNS. waits: WAIT_COLUMNS.
+    all_reduce: the job's option.
     """
-    rows = _tuned(events, compute, waits)
+    rows = _tuned(events, compute, waits, all_reduce)
     rows = rows.dropna(subset="bare")
     rows["lasts"] = (rows["end_ns"] - rows["start_ns"]).astype(float)
     found = {}
@@ -53,7 +55,7 @@ def exposed_parts_of(trace: Trace, generations: set[int]) -> dict[Slot, float]:
     events = trace.events
     is_mine = events["table_generation"].isin(generations)
     mine = events[is_mine]
-    return exposed_parts(mine, trace.compute, trace.waits)
+    return exposed_parts(mine, trace.compute, trace.waits, trace.all_reduce)
 
 
 def exposed_ms(trace: Trace, generations: set[int]) -> dict[Slot, float]:
@@ -63,7 +65,7 @@ def exposed_ms(trace: Trace, generations: set[int]) -> dict[Slot, float]:
     """
     events = of_whole_steps(trace.events, generations)
     n_steps = counted(events, told_steps(trace))
-    rows = _tuned(events, trace.compute, trace.waits)
+    rows = _tuned(events, trace.compute, trace.waits, trace.all_reduce)
     found = dict[Slot, float]()
     for key, calls in rows.groupby([*SLOT_KEYS, "pid"]):
         *of_slot, pid = cast(tuple[Any, ...], key)
@@ -76,12 +78,12 @@ def exposed_ms(trace: Trace, generations: set[int]) -> dict[Slot, float]:
     return found
 
 
-def _tuned(events: Frame, compute: Frame, waits: Frame) -> Frame:
+def _tuned(events: Frame, compute: Frame, waits: Frame, all_reduce: str) -> Frame:
     """The calls of slots with ``bare``, the ns in which each is exposed."""
     events = events.reset_index(drop=True)  # labels of joined events may repeat
     bare = bare_ns(events, compute, waits)
     rows = with_sizes(events).assign(bare=bare)
-    is_tuned = rows["func"].isin(TUNED_FUNCS)
+    is_tuned = rows["func"].isin(tuned_funcs(all_reduce))
     return rows[is_tuned]
 
 

@@ -12,7 +12,8 @@ import pandas as pd
 
 from ..assemble import Offer
 from ..fingerprint import Fingerprint
-from ..records import ALGOS, NO_OFFER, PAIRS, PROTOS, TUNED_FUNCS, Slot, pair_costs, size_class
+from ..names import ALL_REDUCE, TUNABLE_FUNCS, tuned_funcs
+from ..records import ALGOS, NO_OFFER, PAIRS_OF, PROTOS, Slot, pair_costs, size_class
 from .skew import durations, label
 from .steps import counted
 
@@ -42,21 +43,24 @@ class SlotProfile:
     @property
     def algo(self) -> str:
         """The algorithm of NCCL's own choice."""
-        return PAIRS[int(self.fingerprint.own_pair[0])][0]
+        return PAIRS_OF[self.slot.func][int(self.fingerprint.own_pair[0])][0]
 
     @property
     def proto(self) -> str:
         """The protocol of NCCL's own choice."""
-        return PAIRS[int(self.fingerprint.own_pair[0])][1]
+        return PAIRS_OF[self.slot.func][int(self.fingerprint.own_pair[0])][1]
 
 
-def outside_the_offer(events: pd.DataFrame, offers: Mapping[tuple[int, str, int], Offer]) -> dict[Slot, str]:
-    """Slots that NCCL, left alone, runs otherwise than it offers the tuner (a tenth of the calls) -> what it runs.
+def outside_the_offer(
+    events: pd.DataFrame, offers: Mapping[tuple[int, str, int], Offer], all_reduce: str = ""
+) -> dict[Slot, str]:
+    """Slots that NCCL, left alone, runs as no table can say (a tenth of the calls) -> what it runs.
 
     From 2.29 on NCCL may take a symmetric kernel or a copy engine, which a tuner does not see. A table there would
-    replace what is better by the best of the rest.
+    replace what is better by the best of the rest. Of all_reduce that also holds for NVLS, NVLS Tree and CollNet, and
+    for calls on registered buffers. ``all_reduce``: the job's option.
     """
-    tuned = events[events["func"].isin(TUNED_FUNCS)]
+    tuned = events[events["func"].isin(tuned_funcs(all_reduce))]
     if tuned.empty:
         return {}
     tuned = with_sizes(tuned)
@@ -69,7 +73,9 @@ def outside_the_offer(events: pd.DataFrame, offers: Mapping[tuple[int, str, int]
             comm_id, asked, algo, proto = cast(tuple[int, int, str, str], kind)
             message = (int(comm_id), slot.func, int(asked))
             offer = offers.get(message)
-            if not _offers(offer, algo, proto):
+            if offer is not None and offer.is_registered and slot.func == ALL_REDUCE:
+                outside["a kernel on registered buffers"] += int(count)
+            elif not _offers(offer, algo, proto) or not _is_reached(slot.func, algo, proto):
                 is_known = algo in ALGOS and proto in PROTOS
                 outside[f"{algo}/{proto}" if is_known else "a kernel of another kind"] += int(count)
         if outside.total() > _OUTSIDE * len(group):
@@ -89,6 +95,11 @@ def _offers(offer: Offer | None, algo: str, proto: str) -> bool:
     return 0 <= cost < NO_OFFER
 
 
+def _is_reached(func: str, algo: str, proto: str) -> bool:
+    """Whether a table could say this cell, of all those that NCCL has for the function."""
+    return func != ALL_REDUCE or (algo, proto) in PAIRS_OF[func]
+
+
 def of_class(events: pd.DataFrame, slot: Slot) -> pd.DataFrame:
     """The events of all functions on communicators of the slot's class."""
     is_same = (events["n_ranks"] == slot.n_ranks) & (events["n_nodes"] == slot.n_nodes)
@@ -102,14 +113,16 @@ def find_slots(
     memory_pressure: float = 0.0,
     told: pd.Series[int] | None = None,
     headroom: int = 0,
+    all_reduce: str = "",
 ) -> list[SlotProfile]:
     """The slots of a job, the one with the largest share of the step first.
 
     ``events``: of whole default steps; ``step_us``: their time. NCCL's price stands in for kernels not sampled.
-    ``told``: see :func:`.steps.told_steps`. ``headroom``: least channels, though NCCL untouched uses fewer. A class of
-    communicators is one slot, with the share of the process that it costs most.
+    ``told``: see :func:`.steps.told_steps`. ``headroom``: least channels, though NCCL untouched uses fewer.
+    ``all_reduce``: the job's option. A class of communicators is one slot, with the share of the process that it costs
+    most.
     """
-    tuned = events[events["func"].isin(TUNED_FUNCS)]
+    tuned = events[events["func"].isin(tuned_funcs(all_reduce))]
     if tuned.empty:
         return []
     tuned = with_sizes(tuned)
@@ -125,11 +138,11 @@ def find_slots(
         group = everyone[everyone["pid"] == pid]
         comm_id, n_bytes = _largest_message(group)
         offer = offers.get((comm_id, slot.func, n_bytes))
-        if offer is None or (offer.algo, offer.proto) not in PAIRS:
+        if offer is None or (offer.algo, offer.proto) not in PAIRS_OF[slot.func]:
             continue
         comm_channels = max(channels[slot.n_ranks, slot.n_nodes], headroom)
         use = _Use(slot, n_bytes, group, n_steps[pid], comm_channels)
-        profile = use.profile(offer, step_us, memory_pressure)
+        profile = use.profile(offer, step_us, memory_pressure, all_reduce)
         profiles.append(profile)
     return sorted(profiles, key=lambda profile: -profile.share)
 
@@ -144,10 +157,15 @@ class _Use:
     n_steps: int
     comm_channels: float
 
-    def profile(self, offer: Offer, step_us: float, memory_pressure: float) -> SlotProfile:
+    def profile(self, offer: Offer, step_us: float, memory_pressure: float, all_reduce: str) -> SlotProfile:
         """The slot's profile, with NCCL's price where no kernel was sampled."""
-        cost = pair_costs(offer.cost_us)
-        own_pair = PAIRS.index((offer.algo, offer.proto))
+        func = self.slot.func
+        pairs = PAIRS_OF[func]
+        cost = pair_costs(offer.cost_us, func)
+        own_pair = pairs.index((offer.algo, offer.proto))
+        if func == ALL_REDUCE and all_reduce != "algo":
+            is_other = [algo != offer.algo for algo, _ in pairs]
+            cost[is_other] = -1.0
         timed = self.calls[self.calls["us"].notna()]
         call_us, timed_by = float(cost[own_pair]), "NCCL's price"
         if len(timed):
@@ -158,7 +176,7 @@ class _Use:
         calls = all_calls / self.n_steps
         share = min(1.0, calls * call_us / step_us)
         fingerprint = Fingerprint(
-            is_reduce_scatter=_one(self.slot.func == "reduce_scatter"),
+            func=_one(TUNABLE_FUNCS.index(func)),
             n_bytes=_one(self.n_bytes),
             calls=_one(calls),
             n_ranks=_one(self.slot.n_ranks),

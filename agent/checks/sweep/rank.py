@@ -35,7 +35,8 @@ from ....envs.nccl.steps import clock
 from ....traces import records as rec
 from ....traces.fingerprint import PRICE_CAP
 from ....traces.here import program
-from ....traces.records import AUTO, FUNCS, PAIRS, TUNED_FUNCS, Decision, Rule, Table, decision_from
+from ....traces.names import ALL_REDUCE, PAIRS_OF, tuned_funcs
+from ....traces.records import AUTO, FUNCS, Decision, Rule, Table, decision_from
 
 #: PyTorch 2.13 gave them other names.
 GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -77,6 +78,7 @@ class Plan:
     backend: str
     module: str = ""
     headroom: int | None = None
+    all_reduce: str = ""  # the option, as of a job
 
 
 class Arm(NamedTuple):
@@ -186,6 +188,9 @@ class Rank:
         mine = self._whole[self.number * share : (self.number + 1) * share]
         if cell.func == "all_gather":
             return GATHER(self._out[:n], mine, group=self._group, async_op=later)
+        if cell.func == ALL_REDUCE:
+            self._out[:n] = self._whole[:n]
+            return dist.all_reduce(self._out[:n], group=self._group, async_op=later)
         return SCATTER(self._out[:share], self._whole[:n], group=self._group, async_op=later)
 
     def _is_right(self, cell: Cell) -> bool:
@@ -193,6 +198,8 @@ class Rank:
         share = n // self.size
         if cell.func == "all_gather":
             return torch.equal(self._out[:n], self._whole[:n])
+        if cell.func == ALL_REDUCE:
+            return torch.equal(self._out[:n], self._whole[:n] * self.size)
         mine = self._whole[self.number * share : (self.number + 1) * share]
         return torch.equal(self._out[:share], mine * self.size)
 
@@ -242,15 +249,21 @@ def _of(records: Any, cell: Cell, kind: int) -> Any:
     return records[mine & (records["func"] == FUNCS.index(cell.func))]
 
 
-def offered(offer: Any) -> list[tuple[str, str]]:
+def offered(offer: Any, func: str, all_reduce: str) -> list[tuple[str, str]]:
     """Pairs that NCCL offers for a message, without those that a search would not try; none without an offer."""
     if offer is None:
         return []
-    costs = rec.pair_costs(offer["cost_us"])
+    pairs = PAIRS_OF[func]
+    costs = rec.pair_costs(offer["cost_us"], func)
+    own = rec.ALGOS[offer["algo"]], rec.PROTOS[offer["proto"]]
+    if own not in pairs:  # of all_reduce: left to NCCL, as in a job
+        return []
+    if func == ALL_REDUCE and all_reduce != "algo":
+        costs[[algo != own[0] for algo, _ in pairs]] = -1
     priced = costs[costs >= 0]
     if not len(priced):
         return []
-    return [pair for pair, cost in zip(PAIRS, costs, strict=True) if 0 <= cost <= PRICE_CAP * priced.min()]
+    return [pair for pair, cost in zip(pairs, costs, strict=True) if 0 <= cost <= PRICE_CAP * priced.min()]
 
 
 def settings(pairs: Sequence[tuple[str, str]], n_nodes: int) -> list[Decision]:
@@ -321,7 +334,8 @@ class Sweep:
     def _untouched(self, cell: Cell, own: str | None) -> tuple[Arm, list[tuple[str, str]]]:
         """The arm, and the pairs that NCCL offers; rank 0 says which."""
         visit, offer = self.rank.visit(cell, AUTO, 1)
-        pairs: list[tuple[str, str]] = self.rank.gather(offered(offer))[0]
+        mine = offered(offer, cell.func, self.rank.plan.all_reduce)
+        pairs: list[tuple[str, str]] = self.rank.gather(mine)[0]
         asked = AUTO
         if own is not None:
             asked = decision_from(own)
@@ -374,7 +388,7 @@ def _obeys(asked: Decision, ran: str) -> bool:
 def untouched(plan: Plan) -> dict[Cell, str]:
     """What NCCL runs on communicators without headroom: asked by processes of their own, since NCCL reads the variable
     once. All ranks call it. Also of LARGE messages. Raises RuntimeError."""
-    cells = (*plan.cells, *(Cell(func, LARGE) for func in TUNED_FUNCS))
+    cells = (*plan.cells, *(Cell(func, LARGE) for func in tuned_funcs(plan.all_reduce)))
     told = asdict(plan) | {"cells": list(dict.fromkeys(cells)), "headroom": None}
     env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     env |= {"MASTER_PORT": str(int(env["MASTER_PORT"]) + 1)}  # a store of their own

@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 
 from ....traces.reasons import NotAgreeing, RowRefused, Why
 from ....traces.records import TABLE_VERSION
-from .build import LIBRARY, PluginBuildError, named, names_none, plugin_path, takes_no_path
+from .build import (
+    ALL_REDUCE_VARIABLE,
+    LIBRARY,
+    PluginBuildError,
+    named,
+    names_none,
+    plugin_path,
+    takes_no_path,
+)
 
 #: Of an emulated job: processes of a communicator, by id. Each of them stands for several ranks of the cluster.
 PROCESSES: dict[int, int] = {}
@@ -258,7 +266,8 @@ class Plugin:
         """What must be equal on all ranks before they decide together: our sources, the table's format, the ABI."""
         build, (tuner, profiler) = self._call["build"]().decode(), self.abi
         pat = " pat" if os.environ.get("DYNAMICCL_TRY_PAT") == "1" else ""
-        return f"{build} table {TABLE_VERSION} tuner {tuner} profiler {profiler}{pat}"
+        sums = " all_reduce" if os.environ.get(ALL_REDUCE_VARIABLE) else ""
+        return f"{build} table {TABLE_VERSION} tuner {tuner} profiler {profiler}{pat}{sums}"
 
 
 def take_slots_back() -> dict[str, str]:

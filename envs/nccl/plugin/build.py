@@ -275,6 +275,10 @@ def named(value: str) -> bool:
     )
 
 
+#: Where it is set the plugin counts all-reduces too, and tells what NCCL offers for them. Equal on all ranks.
+ALL_REDUCE_VARIABLE = "DYNAMICCL_ALL_REDUCE"
+
+
 def names_none(value: str) -> bool:
     """Whether a variable of NCCL's keeps it from loading a plugin, in letters of any case."""
     return value.lower() == "none"
@@ -318,6 +322,8 @@ def nccl_env(path: Path, *, headroom: int | None = None) -> dict[str, str]:
     return ours
 
 
-def job_env(run: Path, headroom: int | None = None) -> dict[str, str]:
-    """What a job of that run folder needs in its environment, see :func:`nccl_env`. Raises PluginBuildError."""
-    return {"DYNAMICCL_RUN": str(run), **nccl_env(plugin_path(), headroom=headroom)}
+def job_env(run: Path, headroom: int | None = None, all_reduce: str = "") -> dict[str, str]:
+    """What a job of that run folder needs in its environment, see :func:`nccl_env`. ``all_reduce``: its option. Raises
+    PluginBuildError."""
+    sums = {ALL_REDUCE_VARIABLE: all_reduce} if all_reduce else {}
+    return {"DYNAMICCL_RUN": str(run), **nccl_env(plugin_path(), headroom=headroom), **sums}

@@ -1,16 +1,17 @@
-// The clock that the ranks of a communicator share: how many all-gathers and reduce-scatters each has seen.
+// The clock that the ranks of a communicator share: how many all-gathers and reduce-scatters each has seen,
+// and all-reduces where the job's option has them tuned.
 //
 // NCCL demands that all ranks of a communicator issue the same collectives in the same order. From 2.28.3 on
 // a call is told where the program makes it, and a group's launch where it is made: a group counts at its
 // launch, whole. Calls that are priced alone (ncclGroupSimulateEnd), captured, or run without a kernel of the
 // ordinary kind (on memory windows, and broadcasts from 2.29 on) are never launched so, and do not count.
 //
-// Only the two collectives that tables are made for count, so that an all-reduce now and then leaves the
-// steps alike. It is in the hash all the same: who makes another one is found out.
+// Only the collectives that tables are made for count, so that without the option an all-reduce now and then
+// leaves the steps alike. It is in the hash all the same: who makes another one is found out.
 //
 // A launch of sends and receives is told as well, on the ranks that make them alone. It says of which group
 // it is, and that group may hold a collective that is not launched. So broadcasts are in no hash, and a group
-// counts only if NCCL asked about one of the two in it: about one on memory windows it does not ask. In
+// counts only if NCCL asked about one of those in it: about one on memory windows it does not ask. In
 // such a group with sends of some ranks, two cases are left (read in 2.29.7 and 2.30.7): with one of two
 // buffers in a window NCCL may ask and then run another kernel; for broadcasts from several ranks it asks
 // about an all-gather. A trial of few calls answers such broadcasts as often as they come before the next
@@ -119,8 +120,12 @@ void dccl_copy_marks(struct dccl_seat* seat, struct dccl_comm_view* view) {
 
 static bool is_broadcast(const char* func) { return func != NULL && strcmp(func, "Broadcast") == 0; }
 
-static bool counts(const char* func) {
-  return func != NULL && (strcmp(func, "AllGather") == 0 || strcmp(func, "ReduceScatter") == 0);
+static bool counts(const struct dccl_seat* seat, const char* func) {
+  static const char* const names[] = {"AllGather", "ReduceScatter", "AllReduce"};
+  for (int tuned = FUNC_ALL_GATHER; func != NULL && tuned <= seat->last_tuned; tuned++) {
+    if (strcmp(func, names[tuned - FUNC_ALL_GATHER]) == 0) return true;
+  }
+  return false;
 }
 
 uint64_t dccl_note_group(void) {
@@ -160,7 +165,7 @@ uint64_t dccl_note_call(struct dccl_seat* seat, const struct dccl_call* call) {
   hash = mixed(hash, call->count, func ^ (type << 24 | type >> 40), first);
   atomic_store_explicit(&seat->called_hash, hash, memory_order_relaxed);
   atomic_store_explicit(&seat->has_begun, true, memory_order_relaxed);
-  if (!counts(call->func)) return beside;
+  if (!counts(seat, call->func)) return beside;
   if (n % spacing[0] == 0) mark(seat, n, hash);
   atomic_store_explicit(&seat->n_called, n_called + 1, memory_order_relaxed);
   return n;
@@ -175,7 +180,7 @@ void dccl_note_launch(struct dccl_seat* seat, uint64_t group_of_calls) {
   atomic_store_explicit(&seat->hash, hash, memory_order_relaxed);
   const uint32_t group = atomic_load_explicit(&seat->n_groups, memory_order_relaxed);
   atomic_store_explicit(&seat->launched, group, memory_order_relaxed);
-  const bool is_asked = !has_tuner || has_asked(seat, FUNC_ALL_GATHER, FUNC_REDUCE_SCATTER);
+  const bool is_asked = !has_tuner || has_asked(seat, FUNC_ALL_GATHER, seat->last_tuned);
   const uint64_t n_called = is_asked ? atomic_load_explicit(&seat->n_called, memory_order_relaxed) : 0;
   atomic_store_explicit(&seat->n_launched, n_called, memory_order_relaxed);
   atomic_store_explicit(&seat->n_called, 0, memory_order_relaxed);

@@ -1,5 +1,6 @@
 // The communicators of this process: their seats, what the probe asks about them, and what loaded us.
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "seat.h"
@@ -36,6 +37,7 @@ static struct dccl_seat* find(uint64_t comm_id) {
     memset(seat, 0, sizeof *seat);
     seat->comm_id = comm_id;
     seat->limit = NO_LIMIT;
+    seat->last_tuned = dccl_last_tuned();
   }
   return seat;
 }
@@ -79,6 +81,11 @@ void dccl_comms_after_fork(void) {
   atomic_store(&n_contexts, 0);
   dccl_switch_after_fork();
   dccl_rhythm_after_fork();
+}
+
+int dccl_last_tuned(void) {
+  const char* asked = getenv("DYNAMICCL_ALL_REDUCE");
+  return asked != NULL && *asked != 0 ? FUNC_ALL_REDUCE : FUNC_REDUCE_SCATTER;
 }
 
 // ---- records ----

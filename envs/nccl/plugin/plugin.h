@@ -300,6 +300,10 @@ void dccl_note_coll(struct dccl_seat* seat, struct dccl_record* coll, uint64_t n
 // Whether the communicator's call under way goes into a CUDA graph.
 bool dccl_is_captured(const struct dccl_seat* seat);
 void dccl_set_mask(void);
+// The last of the functions that tables are made for, from FUNC_ALL_GATHER on: reduce-scatter, or all-reduce
+// where the job's option says so. It is read as a communicator begins, and is the same on all ranks that
+// agree.
+int dccl_last_tuned(void);
 void dccl_note_tuner(int version);
 void dccl_note_profiler(int version);
 void dccl_comms_after_fork(void);
@@ -332,7 +336,7 @@ enum { DCCL_GAVE_UP = 1 };
 struct dccl_comm_view {
   uint64_t comm_id;
   uint32_t n_ranks, n_nodes;
-  uint64_t count;   // collectives so far: all-gathers and reduce-scatters, as everywhere here
+  uint64_t count;   // collectives so far that tables are made for, as everywhere here
   uint64_t a_step;  // collectives of a step, 0: the last steps differed
   int64_t
       offset;  // collectives at the end of the last step, less `a_step` for each step since dynamiccl_join

@@ -25,6 +25,7 @@ struct dccl_seat {
   uint64_t comm_id;  // 0: free
   int n_users;       // contexts of tuner and profiler; guarded by `dccl_seating`, as comm_id is
   uint32_t n_ranks, n_nodes;
+  int last_tuned;            // see dccl_last_tuned
   _Atomic uint32_t told;     // how NCCL tells of its collectives
   _Atomic bool has_tuner;    // NCCL asks us about its collectives
   _Atomic bool is_captured;  // its last call goes into a CUDA graph

@@ -24,6 +24,7 @@ struct context {
   struct dccl_comm comm;
   struct dccl_seat* seat;
   uint64_t class;
+  int last_tuned;                   // see dccl_last_tuned
   bool closed[N_PROTOS][N_PROTOS];  // by NCCL's own protocol of a message, and the table's: see hazards
   bool tries_pat;                   // see on_request
   _Atomic bool registers;           // a question was about registered buffers, and the ring says so
@@ -35,7 +36,9 @@ struct context {
 static bool offered(float cost) { return cost >= 0.0f && cost < DCCL_NO_OFFER; }
 
 // Offers of other functions would take the places of these: tuners make no row for them.
-static bool is_tuned(int func) { return func == FUNC_ALL_GATHER || func == FUNC_REDUCE_SCATTER; }
+static bool is_tuned(const struct context* c, int func) {
+  return func >= FUNC_ALL_GATHER && func <= c->last_tuned;
+}
 
 static uint64_t key_of(const struct dccl_question* q) {
   return UINT64_C(1) << 63 | (uint64_t)q->n_bytes << 3 | (unsigned)q->func;
@@ -52,7 +55,7 @@ static struct memo* memo_of(struct context* c, const struct dccl_question* q) {
   struct memo* m = &set[atomic_load_explicit(&set[0].key, memory_order_relaxed) ? hash >> 32 & 1 : 0];
   atomic_store_explicit(&m->key, 0, memory_order_release);
   atomic_store_explicit(&m->value, 0, memory_order_release);
-  atomic_store_explicit(&m->noted, !is_tuned(q->func), memory_order_release);
+  atomic_store_explicit(&m->noted, !is_tuned(c, q->func), memory_order_release);
   atomic_store_explicit(&m->key, key, memory_order_release);
   return m;
 }
@@ -295,6 +298,7 @@ static int start(void** context, const struct dccl_tuner_init* init) {
   if (c == NULL) return NCCL_SUCCESS;
   c->comm = comm;
   c->class = dccl_class(comm.n_ranks, comm.n_nodes);
+  c->last_tuned = dccl_last_tuned();
   if (comm.n_nodes > 1) close_protocols(c, init->version);
   const char* pat = getenv("DYNAMICCL_TRY_PAT");
   c->tries_pat = pat != NULL && strcmp(pat, "1") == 0 && comm.n_nodes > 1 && comm.n_ranks > comm.n_nodes;

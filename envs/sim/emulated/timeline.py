@@ -25,9 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from ....traces.records import UNSET, WAIT, WAIT_DTYPE
+from ....traces.names import ALL_REDUCE, TUNABLE_FUNCS
+from ....traces.records import N_ALGOS, UNSET, WAIT, WAIT_DTYPE
 from ...nccl.plugin.bindings import PROCESSES
 from ...nccl.plugin.build import plugin_path
+from ...nccl_model.channels import RING
 from ...nccl_model.clusters import Cluster, cluster, resize
 from ...nccl_model.cost_model import channels, choice, cost_table
 from ..fabric.fabric import Fabric
@@ -37,7 +39,7 @@ from .settings import Emulated
 
 Array = np.ndarray[Any, Any]
 #: The collectives that take emulated time; the others (broadcast, barrier ...) only happen at set-up.
-TIMED = ("all_gather", "reduce_scatter", "all_reduce")
+TIMED = TUNABLE_FUNCS
 DEPTH = 1024  # collectives that one rank may be ahead of another
 #: WAIT_DTYPE as a struct: a head of 40 bytes without entries but the kind, then rank, spare, begin and end.
 WAIT_PACKED = struct.Struct("<QBBBBBBHQQIIIIqq64x")
@@ -189,7 +191,7 @@ class Timeline:
         with _LOCK:
             now = self._clock.enqueued()
             unit = element_bytes
-            if func != "all_reduce":  # the others count the elements of one rank
+            if func != ALL_REDUCE:  # the others count the elements of one rank
                 unit = element_bytes * self._cluster.n_ranks
             scaled = n_bytes * self._emulated.bytes_scale
             count = max(1, round(scaled / unit))
@@ -241,6 +243,8 @@ class Timeline:
         """Ask NCCL's model and the plugin, as ncclPrepareTasks does, and clip as the scheduler does."""
         message = self._cluster, func, n_bytes
         cost = cost_table(*message).copy()
+        if func == ALL_REDUCE:  # as with NCCL_ALGO=allreduce:ring: the fabric has no law for trees
+            cost[np.arange(N_ALGOS) != RING] = -1.0
         asked = self._nccl.get_coll_info(func, n_bytes, cost)
         algo, proto = choice(*message, cost)
         n_channels, _ = channels(*message, algo, proto, asked)

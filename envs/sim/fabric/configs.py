@@ -30,24 +30,26 @@ def pairs_of_configs(own: Array) -> Array:
     return pair_of(configs, own_pair)
 
 
-def channels_of_configs(fabric: Fabric, n_bytes: Array, pair: Array) -> Array:
-    """Channels that run under every config of slots of ``n_bytes`` (slots,), on every ``pair``: (slots, N_CONFIGS)."""
+def channels_of_configs(fabric: Fabric, func: Array, n_bytes: Array, pair: Array) -> Array:
+    """Channels that run under every config of slots of ``func`` (into TUNABLE_FUNCS) and ``n_bytes`` (slots,), on every
+    ``pair``: (slots, N_CONFIGS)."""
     fleet = fabric.fleet
     columns = fleet.take((slice(None), None))
     size = n_bytes[:, None]
     asked = np.tile(CHANNELS, N_PAIRS)
     is_default = asked == 0
-    limit, _ = heuristic_channels(columns, size, pair)
+    row = func[:, None]
+    limit, _ = heuristic_channels(columns, size, pair, row)
     only_lowers = columns.release >= 23100  # from 2.31 on
     lowered = np.minimum(asked, limit)
     allowed = np.where(only_lowers, lowered, asked)
     wanted = np.where(is_default, limit, allowed)
-    return planned_channels(columns, size, pair, wanted)
+    return planned_channels(columns, size, pair, wanted, row)
 
 
 def growth_of_configs(
     fabric: Fabric,
-    is_rs: Array,  # (slots,) bool
+    func: Array,  # (slots,) into TUNABLE_FUNCS
     n_bytes: Array,  # (slots,)
     pair: Array,  # (slots, N_CONFIGS) indices into PAIRS
     ran: Array,  # (slots, N_CONFIGS) channels
@@ -56,8 +58,8 @@ def growth_of_configs(
     N_CONFIGS)."""
     half = n_bytes * 0.5
     twice = n_bytes * 2.0
-    half_us = fabric.times_on_us(is_rs, half, pair, ran)
-    twice_us = fabric.times_on_us(is_rs, twice, pair, ran)
+    half_us = fabric.times_on_us(func, half, pair, ran)
+    twice_us = fabric.times_on_us(func, twice, pair, ran)
     ratio = twice_us / half_us
     octaves = np.log2(ratio)
     return np.asarray(octaves / 2)

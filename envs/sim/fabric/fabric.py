@@ -24,8 +24,9 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy import arange, array, asarray, broadcast_to, ceil, exp, log2, maximum, minimum, where
+from numpy import arange, array, asarray, broadcast_to, ceil, exp, log2, maximum, minimum, ones_like, where
 
+from ....traces.names import ALL_REDUCE, TUNABLE_FUNCS
 from ....traces.records import PAIRS, PROTOS, TUNED_FUNCS
 from ...nccl_model.channels import planned_channels
 from ...nccl_model.clusters import Cluster, ClusterArrays
@@ -38,6 +39,7 @@ _PAIR_PROTO = array([PROTOS.index(proto) for _, proto in PAIRS])
 _NVLS = PAIRS.index(("nvls", "simple"))
 _COLLNET = PAIRS.index(("collnet_direct", "simple"))
 _PAT = PAIRS.index(("pat", "simple"))
+_SUM = TUNABLE_FUNCS.index(ALL_REDUCE)
 
 
 @dataclass(frozen=True)
@@ -87,21 +89,33 @@ class Fabric:
         truth = spread(documented, rng, width, sigma)
         return cls(fleet, truth)
 
-    def times_us(self, is_reduce_scatter: Array, n_bytes: Array, pair: Array, n_channels: Array) -> Array:
-        """Microseconds of all_gather or reduce_scatter, alone on the fabric and without noise, (n, k).
+    def times_us(self, func: Array, n_bytes: Array, pair: Array, n_channels: Array) -> Array:
+        """Microseconds of collectives, alone on the fabric and without noise, (n, k).
 
-        ``is_reduce_scatter`` and ``n_bytes`` are (n,), ``pair`` (index into PAIRS) and ``n_channels`` broadcast to
+        ``func`` (into TUNABLE_FUNCS) and ``n_bytes`` are (n,), ``pair`` (into PAIRS) and ``n_channels`` broadcast to
         (n, k). Channels beyond what the size fills do nothing: NCCL's scheduler is applied first.
         """
         columns = self.fleet.take((slice(None), None))
         size = asarray(n_bytes, np.int64)
         size = size[:, None]
-        ran = planned_channels(columns, size, pair, n_channels)
-        return self.times_on_us(is_reduce_scatter, n_bytes, pair, ran)
+        row = asarray(func, int)[:, None]
+        ran = planned_channels(columns, size, pair, n_channels, row)
+        return self.times_on_us(func, n_bytes, pair, ran)
 
-    def times_on_us(self, is_reduce_scatter: Array, n_bytes: Array, pair: Array, ran: Array) -> Array:
-        """As :meth:`times_us`, on the channels that really ran."""
-        call = self._call(is_reduce_scatter, n_bytes, pair, ran)
+    def times_on_us(self, func: Array, n_bytes: Array, pair: Array, ran: Array) -> Array:
+        """As :meth:`times_us`, on the channels that really ran. A ring's all_reduce adds and then copies."""
+        func = asarray(func, int)
+        is_sum = func == _SUM
+        if not is_sum.any():
+            return self._halves_us(func, n_bytes, pair, ran)
+        first = self._halves_us(where(is_sum, 0, func), n_bytes, pair, ran)
+        second = self._halves_us(ones_like(func), n_bytes, pair, ran)
+        both = first + second - self.truth.launch_us[:, None]
+        return where(is_sum[:, None], both, first)
+
+    def _halves_us(self, func: Array, n_bytes: Array, pair: Array, ran: Array) -> Array:
+        """Of all_gathers (0) and reduce_scatters (1)."""
+        call = self._call(func, n_bytes, pair, ran)
         fleet = self.fleet
         truth = self.truth
         us = self._ring_us(call)
@@ -127,14 +141,13 @@ class Fabric:
         factor = exp(effect)
         return asarray(alone * factor)
 
-    def _call(self, is_reduce_scatter: Array, n_bytes: Array, pair: Array, ran: Array) -> _Asked:
+    def _call(self, func: Array, n_bytes: Array, pair: Array, ran: Array) -> _Asked:
         n = len(self.fleet)
         of_pair = np.shape(pair)
         of_channels = np.shape(ran)
         shape = np.broadcast_shapes((n, 1), of_pair, of_channels)
         pair = broadcast_to(pair, shape)
         channels = broadcast_to(ran, shape)
-        func = asarray(is_reduce_scatter).astype(int)
         size = asarray(n_bytes, float)
         columns = self.fleet.take((slice(None), None))
         rows = arange(n)
@@ -243,7 +256,7 @@ class Fabric:
         return asarray(latencies + moving + ramping)
 
     def overlap(
-        self, is_reduce_scatter: Array, n_bytes: Array, pair: Array, ran: Array, us: Array
+        self, func: Array, n_bytes: Array, pair: Array, ran: Array, us: Array
     ) -> tuple[Array, Array, Array]:
         """What calls that take ``us`` (n, k) do to what runs beside them; arguments as of :meth:`times_on_us`.
 
@@ -255,8 +268,9 @@ class Fabric:
         fleet = self.fleet
         rows = arange(len(fleet))
         row = rows[:, None]
-        func = asarray(is_reduce_scatter).astype(int)
-        func = func[:, None]
+        func = asarray(func, int)[:, None]
+        times = where(func == _SUM, 2.0, 1.0)  # an all_reduce moves its bytes twice
+        func = minimum(func, 1)
         pair = broadcast_to(pair, us.shape)
 
         n = fleet.n_ranks[:, None]
@@ -268,7 +282,7 @@ class Fabric:
         gbs = where(is_nvls, nvls_gbs, ring_gbs)
         gbs = maximum(gbs, 1e-3)
         size = asarray(n_bytes, float)
-        quickest_us = size[:, None] / (gbs * 1e3)
+        quickest_us = times * size[:, None] / (gbs * 1e3)
         part = quickest_us / us
         use = minimum(part, 1.0)
 
@@ -305,33 +319,22 @@ class Fabric:
 
     def _time_us(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> float:
         """Microseconds of one collective alone, without noise. Raises ValueError for an unknown pair."""
-        if func == "all_reduce":  # never tuned: a ring adds, and then copies
-            call = n_bytes, algo, proto, n_channels
-            halves = [self.time_us(half, *call) for half in TUNED_FUNCS]
-            launch_us = self.truth.launch_us[0]
-            return sum(halves) - float(launch_us)
-        if func not in TUNED_FUNCS or (algo, proto) not in PAIRS:
-            raise ValueError(f"no {algo}/{proto} for {func}")
-        is_reduce_scatter = func == "reduce_scatter"
-        is_rs = array([is_reduce_scatter])
+        number, pair = _numbers(func, algo, proto)
         size = array([n_bytes])
-        pair = _one_pair(algo, proto)
         count = array([[n_channels]])
-        us = self.times_us(is_rs, size, pair, count)
+        us = self.times_us(number, size, pair, count)
         return float(us[0, 0])
 
     def _beside(
         self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int
     ) -> tuple[float, float, float]:
-        """What one collective does to what runs beside it, see :meth:`overlap`; of an all_reduce, as its ring would."""
+        """What one collective does to what runs beside it, see :meth:`overlap`."""
         took = self.time_us(func, n_bytes, algo, proto, n_channels)
-        pair = _one_pair(algo, proto)
-        moved = n_bytes * 2 if func == "all_reduce" else n_bytes
-        is_rs = array([func != "all_gather"])
-        size = array([moved])
+        number, pair = _numbers(func, algo, proto)
+        size = array([n_bytes])
         ran = array([[n_channels]])
         us = array([[took]])
-        slow, near, far = self.overlap(is_rs, size, pair, ran, us)
+        slow, near, far = self.overlap(number, size, pair, ran, us)
         return float(slow[0, 0]), float(near[0, 0]), float(far[0, 0])
 
     def slowdown(self, n_channels: int) -> float:
@@ -357,10 +360,12 @@ class Fabric:
         return factor * (1.1 + beyond)
 
 
-def _one_pair(algo: str, proto: str) -> Array:
-    """The index into PAIRS as an array of (1, 1). Raises ValueError for an unknown pair."""
-    number = PAIRS.index((algo, proto))
-    return array([[number]])
+def _numbers(func: str, algo: str, proto: str) -> tuple[Array, Array]:
+    """The indices into TUNABLE_FUNCS, (1,), and into PAIRS, (1, 1). Raises ValueError for what has no law here."""
+    has_law = func in TUNED_FUNCS or (func == ALL_REDUCE and algo == "ring")
+    if not has_law or (algo, proto) not in PAIRS:
+        raise ValueError(f"no {algo}/{proto} for {func}")
+    return array([TUNABLE_FUNCS.index(func)]), array([[PAIRS.index((algo, proto))]])
 
 
 def staircase(tiles: Array, sms: Array, taken: Array) -> Array:

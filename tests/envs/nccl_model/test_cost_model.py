@@ -3,12 +3,14 @@
 import csv
 import itertools
 import time
+from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 from dynamiccl.envs.nccl_model import clusters, cost_model
 from dynamiccl.envs.nccl_model.channels import heuristic_channels, planned_channels
-from dynamiccl.envs.nccl_model.clusters import Cluster, ClusterArrays, Graph, cluster, preset_names
+from dynamiccl.envs.nccl_model.clusters import Cluster, ClusterArrays, Graph, cluster, preset_names, resize
 from dynamiccl.traces.records import ALGOS, PAIRS, PROTOS, pair_costs
 from paths import DATA
 
@@ -166,13 +168,43 @@ def _timed(work):
     return time.perf_counter() - start
 
 
-def test_an_all_reduce_is_priced_as_its_two_halves_on_the_ring():
-    c, n_bytes = cluster("dgx-h100-2x8"), 2**26
+@pytest.mark.parametrize(("name", "plateau"), [("dgx-h100-1x8", 1.0), ("dgx-h100-2x8", 1.4)])
+def test_an_all_reduce_is_priced_as_its_two_halves_on_the_ring(name, plateau):
+    """But for the latency of Simple over nodes, which NCCL counts 1.4 times."""
+    c, n_bytes = cluster(name), 2**26
     whole, half = (cost_model.cost_table(c, func, n_bytes)[1] for func in ("all_reduce", "all_gather"))
-    assert whole == pytest.approx(2 * half - [6.6, 14.0, 8.4], rel=1e-5)
-    assert cost_model.choice(c, "all_reduce", n_bytes)[0] == "ring"
+    least = cost_model.cost_table(c, "all_gather", 1)[1]  # the latencies alone
+    both = 2 * half - [6.6, 14.0, 8.4]
+    more = (plateau - 1) * (2 * least[2] - 8.4)
+    assert whole == pytest.approx(both + np.array([0, 0, more]), rel=1e-5)
     ran = [cost_model.channels(c, func, n_bytes, "ring", "simple") for func in ("all_reduce", "all_gather")]
     assert ran[0] == ran[1]
+
+
+def test_all_reduces_are_priced_as_nccl_s_library_does():
+    """Of 2.28.9, one GPU a node, over sockets: GPU, driver and kernels replaced by CPU code. It offers no LL128 there, and
+    its tree of two nodes has twice the bandwidth of the ring."""
+    preset = cluster("one-gpu-2ranks-socket")
+    rows = pd.read_csv(DATA / "nccl_on_cpu" / "all_reduce_prices.csv")
+    assert len(rows) == 38 and set(rows["nodes"]) == {2, 4}
+    for row in rows.itertuples():
+        c = resize(preset, int(row.nodes), nccl="2.28.9")
+        c = replace(c, tree=replace(c.tree, bw_intra=2 * c.ring.bw_intra))
+        tree, ring = cost_model.cost_table(c, "all_reduce", int(row.bytes))[:2]
+        told = [row.us_tree_ll, -1, row.us_tree_simple, row.us_ring_ll, -1, row.us_ring_simple]
+        assert [*tree, *ring] == pytest.approx(told, rel=1e-6)
+
+
+def test_small_all_reduces_go_over_trees_and_large_ones_over_the_switch():
+    """By the formulas of NCCL 2.28.9 for graphs of DGX H100. No table reaches NVLS and NVLS Tree."""
+    one, two = cluster("dgx-h100-1x8"), cluster("dgx-h100-2x8")
+    assert cost_model.choice(two, "all_reduce", 2**16) == ("tree", "ll")
+    assert cost_model.choice(two, "all_reduce", 2**20) == ("tree", "ll128")
+    assert cost_model.choice(one, "all_reduce", 2**25) == ("nvls", "simple")
+    assert cost_model.choice(two, "all_reduce", 2**25) == ("nvls_tree", "simple")
+    assert cost_model.choice(cluster("one-gpu-per-node-8x1"), "all_reduce", 2**28) == ("ring", "simple")
+    with pytest.raises(ValueError, match="no channels of all_reduce with nvls/simple: only of ring/ll"):
+        cost_model.channels(one, "all_reduce", 2**28, "nvls", "simple")
 
 
 def test_cluster_files_and_what_is_wrong_with_them(tmp_path):

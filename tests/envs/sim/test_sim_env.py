@@ -283,7 +283,7 @@ def test_each_config_of_an_observation_may_be_open_on_some_cluster():
         nodes = 2 ** rng.integers(0, 8, n)
         channels = rng.integers(1, 65, n)
         fingerprint = Fingerprint(
-            is_reduce_scatter=rng.integers(0, 2, n),
+            func=rng.integers(0, 2, n),
             n_bytes=(2 ** rng.uniform(8, 34, n)).astype(np.int64),
             calls=rng.integers(1, 100, n),
             n_ranks=np.maximum(nodes * 2 ** rng.integers(0, 4, n), 2),
