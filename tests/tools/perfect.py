@@ -6,7 +6,7 @@
 Each arm is the rule that knows the simulator's truth in one decision, and nowhere else:
 
   proposals  the best table of the suite is proposed at once, then parts of it; nothing, where nothing is to be gained
-  goes-on    a comparison goes on as long as its table is truly faster by what pays, and is given up at once if it is not
+  goes-on    a comparison goes on as long as its table is truly faster by what pays, and else is given up at once
   returns    a job that is back in a regime, or in a congestion, has all that was known there, at once and for nothing
   all        the three together
 
@@ -204,7 +204,9 @@ class Knowing(ReplayedDecisions):
         current, best = search.confirmed, truth.best
         if not search.is_over and state.comparisons.in_search >= state.config.comparisons:
             return None
-        parts = [best] + [np.where(np.arange(len(best)) == s, current, best) for s in np.flatnonzero(best != current)]
+        parts = [best] + [
+            np.where(np.arange(len(best)) == s, current, best) for s in np.flatnonzero(best != current)
+        ]
         able = [t for t in parts if not (np.array_equal(t, current) or state.comparisons.has_lost(t))]
         slots = np.arange(len(best))
         able = [t for t in able if state.open[slots, t].all()]
@@ -228,13 +230,17 @@ class KnowingSearches(SimSearch):
             self.searches.append(search)
 
 
-def played(suite, rows, known, after):
-    """Scores of the jobs at ``rows`` of a suite."""
+def opened(suite, rows, known):
+    """Searches on the jobs at ``rows`` of a suite, and their bill."""
     jobs = suite.jobs.take(rows)
     ledger = LossAccount(jobs, suite.best_us[rows])
     windows = AccountedWindows(jobs, NoiseStream(0, suite.numbers[rows], jobs.width), ledger)
-    searches = KnowingSearches(windows, SearchConfig(), suite.tables[rows], known)
-    return play(Knowing(known), searches, ledger, after=after).scores
+    return KnowingSearches(windows, SearchConfig(), suite.tables[rows], known), ledger
+
+
+def played(suite, rows, known, after):
+    """Scores of the jobs at ``rows`` of a suite."""
+    return play(Knowing(known), *opened(suite, rows, known), after=after).scores
 
 
 def read(path):
@@ -297,7 +303,9 @@ def is_worth_training(mean, error):
 
 def table(rows):
     """Lines of the table: one for each suite, world and arm."""
-    lines = ["suite     world        arm        jobs  rule loses   saves (error)     harsh      slower    verdict"]
+    lines = [
+        "suite     world        arm        jobs  rule loses   saves (error)     harsh      slower    verdict"
+    ]
     for suite in dict.fromkeys(r["suite"] for r in rows):
         worlds = list(dict.fromkeys(r["world"] for r in rows if r["suite"] == suite))
         places = [(w, (w,)) for w in worlds]
