@@ -1,12 +1,14 @@
-"""What perfect knowledge saves: the filed table is what the filed rows give, and the arms know what they say."""
+"""What perfect knowledge saves: the table of the page is what the filed rows give, and the arms know what they say."""
+
+import re
 
 import numpy as np
 import perfect
 import pytest
 from dynamiccl.envs.bench.job_suites import JobSuite
-from paths import ROOT
+from paths import DATA, ROOT
 
-DATA = ROOT / "tests" / "data" / "perfect"
+PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
 SUITE = JobSuite.load("standard")
 
 
@@ -14,9 +16,21 @@ def rows_of(world, n):
     return np.flatnonzero(SUITE.strata == world)[:n]
 
 
-def test_the_filed_table_is_what_the_filed_rows_give():
-    table = "\n".join(perfect.table(perfect.read(DATA / "rows.csv")))
-    assert table + "\n" == (DATA / "table.txt").read_text(encoding="utf-8")
+def test_the_table_of_the_page_is_what_the_filed_rows_give():
+    found = re.search(r"<!-- rows: perfect -->\n(.*?)\n<!-- /rows -->", PAGE, re.DOTALL)
+    assert found and found[1] == perfect.page_table(perfect.read(DATA / "perfect.csv"))
+
+
+def test_every_arm_played_the_same_jobs():
+    """But for returns, where a world comes back to nothing."""
+    rows = perfect.read(DATA / "perfect.csv")
+    jobs = {}
+    for r in rows:
+        jobs.setdefault((r["world"], r["arm"]), []).append(int(r["job"]))
+    for (world, arm), found in jobs.items():
+        assert len(set(found)) == len(found) and set(found) == set(jobs[world, "rule"])
+        assert arm != perfect.RETURNS or world in perfect.RETURNING
+    assert {arm for _, arm in jobs} == set(perfect.ARMS)
 
 
 def test_only_what_saves_more_than_30_steps_and_three_errors_is_worth_training():

@@ -1,7 +1,7 @@
 """What would perfect knowledge in one decision save? The rule with and without it, on the same jobs and noise.
 
   python tests/tools/perfect.py play ROWS.csv --jobs 100 [--suite standard] [--worlds lasting,many] [--arms goes-on]
-  python tests/tools/perfect.py show ROWS.csv
+  python tests/tools/perfect.py show|page ROWS.csv
 
 Each arm is the rule that knows the simulator's truth in one decision, and nowhere else:
 
@@ -12,7 +12,8 @@ Each arm is the rule that knows the simulator's truth in one decision, and nowhe
 
 A table is adopted only where the comparison proves a gain, in every arm. ``play`` appends a row per job and arm, in
 parts that go round over the worlds, and goes on where it stopped. ``show`` says what each arm saves beside the rule:
-default steps of 20,000, with the standard error over jobs. All of it is simulated.
+default steps of 20,000, with the standard error over jobs; ``page`` prints the table of docs/environments.md as well.
+All of it is simulated.
 """
 
 import argparse
@@ -327,11 +328,35 @@ def table(rows):
     return lines
 
 
+def page_table(rows):
+    """The table of docs/environments.md: what each arm saves, (standard error), by world of `standard`."""
+    arms = [arm for arm in ARMS if arm != "rule"]
+    lines = [
+        f"| world of `standard` | jobs | the rule loses | {' | '.join(arms)} |",
+        "|---|---|---|" + "---|" * len(arms),
+    ]
+    worlds = list(dict.fromkeys(r["world"] for r in rows if r["suite"] == "standard"))
+    places = [(f"`{w}`", (w,)) for w in worlds]
+    places += [("all but `moving`", tuple(w for w in worlds if w != "moving")), ("all", tuple(worlds))]
+    for place, some in places:
+        cells = []
+        for arm in arms:
+            asked = tuple(w for w in some if arm != RETURNS or w in RETURNING)
+            n, mean, error, _ = saved(rows, "standard", asked, arm)
+            if asked != some:  # nothing comes back in the other worlds: they save 0 there
+                whole, *_ = saved(rows, "standard", some, PROPOSALS)
+                mean, error = (mean * n / whole, error * n / whole) if n else (0.0, 0.0)
+            cells.append(f"{mean:.0f} ({error:.0f})" if n else "0")
+        n, _, _, lost = saved(rows, "standard", some, PROPOSALS)
+        lines.append(f"| {place} | {n} | {lost:.0f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["play", "show"])
+    parser.add_argument("what", choices=["play", "show", "page"])
     parser.add_argument("rows", type=Path, help="the file of rows")
     parser.add_argument("--jobs", type=int, default=100, help="of each world")
     parser.add_argument("--suite", default="standard")
@@ -342,6 +367,8 @@ def main():
         worlds = [w for w in args.worlds.split(",") if w]
         play_all(args.rows, args.suite, worlds, args.jobs, args.arms.split(","))
     print("\n".join(table(read(args.rows))))
+    if args.what == "page":
+        print(page_table(read(args.rows)))
 
 
 if __name__ == "__main__":
