@@ -5,7 +5,8 @@
 
 ``play`` appends a row per job, alternative and noise, and goes on where it stopped. ``show`` prints, for each choice
 and world: what every alternative loses beside the rule as it is, and the *headroom*: for each job the alternative that
-lost least under one noise is judged under the other. What a pick gains on its own noise is luck as well.
+lost least under one noise is judged under the other. What a pick gains on its own noise is luck as well. What perfect
+knowledge in one decision would save is in ``perfect.py``.
 """
 
 import argparse
@@ -19,35 +20,22 @@ from dynamiccl.envs.bench.job_suites import JobSuite
 from dynamiccl.envs.bench.scores import LossAccount, bootstrap
 from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.config import SearchConfig
-from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.sim.noise import NoiseStream
 from dynamiccl.envs.sim.windows import SimSearch
 
 FIELDS = ("suite", "world", "job", "arm", "noise", "lost", "verdict", "gain", "harsh", "slower")
-RULE, TOLD = "rule", "told"
+RULE = "rule"
 #: Each choice: its alternatives, as settings of the search. The rule as it is, is an alternative of all.
 CHOICES = {
     "quads of a try": {"one quad": {"try_quads": (1, 1)}, "three quads": {"try_quads": (3, 3)}},
     "looks at the default": {"few looks": {"watch_share": 0.002}, "many looks": {"watch_share": 0.03}},
     "searching again": {"eager again": {"change": 0.015}, "seldom again": {"change": 0.06}},
     "trials after the verdict": {"no trials": {"trials": 0}, "60 trials": {"trials": 60}},
-    "the best table is told": {TOLD: {}},
 }
 #: Jobs that are played side by side.
 BATCH = 8
 #: Steps of the watch after a verdict: regimes come back in them.
 AFTER = 4_000
-
-
-class ToldSearch(SimSearch):
-    """The best tables come first, with a comparison at once."""
-
-    def __init__(self, windows, prior, config, tables):
-        self.windows = windows
-        begun = zip(*windows.begin(config.profile_steps), tables, strict=True)
-        self.searches = [
-            Search(job, seen, prior, config, table[: len(job.share)]) for job, seen, table in begun
-        ]
 
 
 def opened(suite, rows, noise, arm):
@@ -56,8 +44,7 @@ def opened(suite, rows, noise, arm):
     ledger = LossAccount(jobs, suite.best_us[rows])
     windows = AccountedWindows(jobs, NoiseStream(noise, rows, jobs.width), ledger)
     config = SearchConfig(**arms_of(CHOICES)[arm])
-    told = suite.best[rows] if arm == TOLD else np.zeros_like(suite.best[rows])
-    return ToldSearch(windows, Prior.load(), config, told), ledger
+    return SimSearch(windows, Prior.load(), config), ledger
 
 
 def rows_of(suite, world, first, last):
