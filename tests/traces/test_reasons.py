@@ -35,14 +35,7 @@ TELLERS = (
     *(f"envs/live/{name}.py" for name in ("job", "windows", "obedience")),
     *(f"agent/daemon/{name}.py" for name in ("tuner", "daemon", "console", "summarise")),
 )
-SINKS = {
-    "_stop",
-    "close",
-    "LeftOut",
-    "JobEnded",
-    "Closed",
-    "KeyboardInterrupt",
-}
+SINKS = {"_stop", "close", "LeftOut", "JobEnded", "Closed", "KeyboardInterrupt"}
 SINKS |= {"_say", "_warn", "NothingToTune", "OtherJob"}
 FIELDS = {"ended", "dropped", "failure", "stopped", "closing", "clash", "closed", "why"}
 #: Functions that return a reason.
