@@ -12,7 +12,17 @@ import numpy as np
 from .belief.belief import Belief
 from .belief.prior import Prior
 from .change import Change, Regime
-from .comparison import ADOPTED, OPEN, REJECTED, Comparison, LongSteps, SequentialTest, Terms, Window, level_of
+from .comparison import (
+    ADOPTED,
+    OPEN,
+    REJECTED,
+    Comparison,
+    LongSteps,
+    SequentialTest,
+    Terms,
+    Window,
+    level_of,
+)
 from .config import (
     BUDGET_STEPS,
     CARRIED_TURN_STEPS,

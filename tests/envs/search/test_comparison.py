@@ -216,7 +216,9 @@ def test_all_comparisons_of_a_job_together_keep_a_table_that_gains_nothing_as_se
         noise = math.sqrt((rng.normal(0, 0.01, 6) ** 2).mean())
         for number in range(1, 13):
             logs = rng.normal(0, 0.01, 60)
-            tests = (SequentialTest(noise, level_of(number), list(logs[:n])) for n in (4, 6, 9, 13, 19, 28, 42, 60))
+            tests = (
+                SequentialTest(noise, level_of(number), list(logs[:n])) for n in (4, 6, 9, 13, 19, 28, 42, 60)
+            )
             if any(test.interval[0] > 0 for test in tests):
                 kept += 1
                 break
