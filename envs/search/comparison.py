@@ -119,9 +119,9 @@ class SequentialTest:
         """The mean is above 0 by more than its standard error."""
         return self.mean > self.error
 
-    def provable(self, n: float) -> float:
-        """The least gain that so many quads would prove."""
-        return self.deviation * half_width(n, self.level, self.tuned_for, self.known)
+    def provable(self, n: float, level: float | None = None) -> float:
+        """The least gain that so many quads would prove at this ``level``; None: at its own."""
+        return self.deviation * half_width(n, level or self.level, self.tuned_for, self.known)
 
     def _estimate(self) -> tuple[float, float]:
         """Mean and deviation, computed once between two quads."""
@@ -268,14 +268,15 @@ class Comparison:
     def _by_quads(self, terms: Terms) -> bool | None:
         """A table is adopted if its interval lies above 0. It is rejected if what it may gain does not pay: it is below
         the least gain that is worth a table, or that the steps left could prove. To go on costs next to nothing, as
-        half of the steps run a table that is about as fast."""
+        half of the steps run a table that is about as fast. To give up claims no gain, so what a table may gain is of
+        ALPHA in each of a job's comparisons."""
         test = self.test
-        low, high = test.interval
-        if low > 0:
-            return True if test.n >= CHECK_QUADS[0] else None
-        pays = max(terms.least_gain, test.provable(terms.quads_left))
         is_early = test.n < CHECK_QUADS[0]
-        may_gain = high if is_early else min(high, test.mean + HOPE * test.error)
+        if test.interval[0] > 0:
+            return None if is_early else True
+        pays = max(terms.least_gain, test.provable(terms.quads_left))
+        more = test.provable(test.n, ALPHA)
+        may_gain = test.mean + (more if is_early else min(more, HOPE * test.error))
         return False if may_gain < pays else None
 
     def refutes(self, log_ratio: float) -> bool:
