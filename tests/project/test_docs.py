@@ -177,9 +177,7 @@ MARKS = ("real NCCL", "stand-in", "model", "records", "no NCCL", "none")
 
 def test_the_page_has_each_fault_that_the_job_notices_and_no_other():
     """All others are in the list alone: there the job trains on as without the tuner."""
-    table = DEPLOYMENT.read_text("utf-8").partition("In the faults of this table the job notices the tuner.")[
-        2
-    ]
+    table = DEPLOYMENT.read_text("utf-8").partition("In these rows the job notices the tuner.")[2]
     lines = table.partition("\n\n")[2].partition("\n\n")[0].splitlines()[2:]
     cells = [line.split("|")[1].replace("`", "").strip() for line in lines]
     assert sorted(cells) == sorted(one["row"] for one in FAULTS.values() if one.get("noticed"))
