@@ -61,7 +61,7 @@ def test_an_option_that_only_some_ranks_have_is_no_common_identity(plugin, monke
 
 def test_what_nccl_offers_for_an_all_reduce_is_told_under_the_option_alone(run, plugin, monkeypatch):
     def offers():
-        comm = Communicator(plugin.path, 43, 8, 2, 0)
+        comm = Communicator(plugin.path, 43, 8, 1, 0)
         for func in ("all_gather", "all_reduce"):
             comm.get_coll_info(func, MB, offer(ring_ll=20, tree_ll=10, nvls_tree_simple=30))
         comm.finalize()
