@@ -60,7 +60,7 @@ def read(
     cluster: str | None = None,
     nccl: str | None = None,
     ranks_per_node: int | None = None,
-    all_reduce: str = "",
+    all_reduce: str | None = None,
 ) -> Trace:
     """The recording, with offers of the named cluster where it has none. ``all_reduce``: read as of a job with that
     option.

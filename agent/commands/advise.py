@@ -81,12 +81,12 @@ def advise(
             _tell(compare(before, after), json, show_comparison)
             _no_table(out, "two recordings are compared")
             return
-        _advise_on_one(recording, (cluster, nccl, ranks_per_node, all_reduce or ""), out, json)
+        _advise_on_one(recording, (cluster, nccl, ranks_per_node, all_reduce), out, json)
 
 
 def _advise_on_one(
     recording: list[Path],
-    read_as: tuple[str | None, str | None, int | None, str],
+    read_as: tuple[str | None, str | None, int | None, str | None],
     out: Path | None,
     json: bool,
 ) -> None:

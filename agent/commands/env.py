@@ -63,9 +63,8 @@ def env(
     torchrun --nproc-per-node 8 train.py &
     dynamiccl tune --attach "$DYNAMICCL_RUN"
     """
-    from ...envs.nccl import run_folder
     from ...envs.nccl.plugin.build import PluginBuildError, channels_env, job_env
-    from ...envs.nccl.run_folder import make_folder
+    from ...envs.nccl.run_folder import leave_option, make_folder
     from ..daemon.request import Request
 
     if name is not None and Path(name).name != name:
@@ -86,9 +85,8 @@ def env(
             fail(f"a run {name} is there, whose job lives or has still to start: give another --name")
         if own_channels:
             own_channels.write(run)
-        if all_reduce:
-            (run / run_folder.ALL_REDUCE).write_text(all_reduce, encoding="utf-8")
-        variables = job_env(run, headroom, all_reduce or "")
+        leave_option(run, all_reduce)
+        variables = job_env(run, headroom, all_reduce)
         if emulated:
             variables |= emulated.env()
             Request(emulated=emulated, facts=facts).write(run)  # so that the tuner that joins says it too

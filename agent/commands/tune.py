@@ -300,8 +300,7 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     """
     from ...envs.live.locks import lock
     from ...envs.nccl.plugin.build import job_env
-    from ...envs.nccl.run_folder import ALL_REDUCE as ALL_REDUCE_FILE
-    from ...envs.nccl.run_folder import LAUNCHER, make_folder
+    from ...envs.nccl.run_folder import LAUNCHER, leave_option, make_folder
     from ..daemon.launcher import Plan, say
     from ..daemon.request import Request, workload
     from ..report.outputs import begin, default_url, full_url, link
@@ -331,11 +330,10 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     Request(**left).write(run)
     if untouched:
         untouched.write(run)
-    if asked["all_reduce"]:
-        (run / ALL_REDUCE_FILE).write_text(asked["all_reduce"], encoding="utf-8")
+    leave_option(run, asked["all_reduce"])
     link(out, run)
     tuner = [*program(), "tune", "--attach", str(run)]
-    of_job = job_env(run, asked["headroom"], asked["all_reduce"] or "")
+    of_job = job_env(run, asked["headroom"], asked["all_reduce"])
     environment = {**of_job, **(emulated.env() if emulated else {})}
     locks = [fd, lock(run / LAUNCHER, f"{run} has a launcher already")]
     Plan(

@@ -75,6 +75,12 @@ def _new_folder(root: Path, name: str | None) -> Path:
     return path
 
 
+def leave_option(run: Path, all_reduce: str | None) -> None:
+    """Leave the job's option for all_reduce in its run folder, before a tuner opens that. Raises OSError."""
+    if all_reduce:
+        (run / ALL_REDUCE).write_text(all_reduce, encoding="utf-8")
+
+
 def free_bytes() -> int | None:
     """What is left of shared memory; None where there is none."""
     try:

@@ -322,7 +322,7 @@ def nccl_env(path: Path, *, headroom: int | None = None) -> dict[str, str]:
     return ours
 
 
-def job_env(run: Path, headroom: int | None = None, all_reduce: str = "") -> dict[str, str]:
+def job_env(run: Path, headroom: int | None = None, all_reduce: str | None = None) -> dict[str, str]:
     """What a job of that run folder needs in its environment, see :func:`nccl_env`. ``all_reduce``: its option. Raises
     PluginBuildError."""
     sums = {ALL_REDUCE_VARIABLE: all_reduce} if all_reduce else {}

@@ -182,7 +182,7 @@ def test_an_all_reduce_is_priced_as_its_two_halves_on_the_ring(name, plateau):
 
 
 def test_all_reduces_are_priced_as_nccl_s_library_does():
-    """Of 2.28.9, one GPU a node, over sockets: GPU, driver and kernels replaced by CPU code. It offers no LL128 there, and
+    """Of 2.28.9, one GPU a node, over sockets; GPU, driver and kernels replaced by CPU code. It has no LL128 there, and
     its tree of two nodes has twice the bandwidth of the ring."""
     preset = cluster("one-gpu-2ranks-socket")
     rows = pd.read_csv(DATA / "nccl_on_cpu" / "all_reduce_prices.csv")
