@@ -10,8 +10,7 @@ from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.change import Regime, Regimes
-from dynamiccl.envs.search.comparison import Comparison, SequentialTest
-from dynamiccl.envs.search.comparison import level_of
+from dynamiccl.envs.search.comparison import Comparison, SequentialTest, level_of
 from dynamiccl.envs.search.config import MOST_REGIMES
 from dynamiccl.envs.search.interfaces import LEAVE, RUN, actions_of
 from dynamiccl.envs.search.refine import Refine
