@@ -209,7 +209,7 @@ def test_the_mixture_of_student_holds_its_level_where_the_noise_is_known_from_fe
 
 
 def test_all_comparisons_of_a_job_together_keep_a_table_that_gains_nothing_as_seldom_as_its_level_says():
-    """Twelve tables one after another, as jobs without gain have them, each until adopted or 60 quads have run."""
+    """Twelve tables after one another, each until it is adopted or 60 quads are over."""
     assert 0.999 * ALPHA < sum(map(level_of, range(1, 10_000))) < ALPHA
     rng, kept = np.random.default_rng(3), 0
     for _ in range(300):
