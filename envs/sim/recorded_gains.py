@@ -52,7 +52,7 @@ def _measured(jobs: Jobs, rng: Generator) -> None:
     keep their distance from it."""
     shape = jobs.calls.shape
     told = jobs.fingerprint
-    gain = drawn_gains(np.reshape(told.adds, shape), np.reshape(told.n_bytes, shape), rng)
+    gain = drawn_gains(np.reshape(told.func, shape), np.reshape(told.n_bytes, shape), rng)
     us = jobs.tables.us
     default_us = us[:, :, 0]
     others_us = np.where(jobs.mask[:, :, 1:], us[:, :, 1:], np.inf).min(axis=2)
