@@ -206,8 +206,7 @@ def _set_environment(cluster: str | None, all_reduce: str) -> None:
 
     with refusing(PluginBuildError, OSError):
         os.environ.update(nccl_env(plugin_path()))
-    if all_reduce:
-        os.environ[ALL_REDUCE_VARIABLE] = all_reduce
+    os.environ[ALL_REDUCE_VARIABLE] = all_reduce  # "": an earlier one must not count
     if cluster:
         os.environ.update(Emulated(cluster, bytes_scale=1, compute_scale=1).env())
     os.environ.pop("DYNAMICCL_RUN", None)  # a run around this command has no part in it

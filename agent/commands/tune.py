@@ -227,7 +227,8 @@ def _site_text() -> tuple[str, str]:
     """Where the site's options stand, and their text, "" if it gives none. Raises OSError or ValueError if the file
     cannot be read."""
     try:
-        return str(SITE_FILE), SITE_FILE.read_text(encoding="utf-8")
+        lines = SITE_FILE.read_text(encoding="utf-8").splitlines()
+        return str(SITE_FILE), "\n".join(line for line in lines if not line.lstrip().startswith("#"))
     except (FileNotFoundError, NotADirectoryError):
         return SITE_OPTIONS, os.environ.get(SITE_OPTIONS, "")
 
@@ -237,7 +238,7 @@ def _of_site(source: str, text: str) -> dict[str, Any]:
     if not text:
         return {}
     try:
-        ctx = tune.make_context(source, shlex.split(text, comments=True), help_option_names=[])
+        ctx = tune.make_context(source, shlex.split(text), help_option_names=[])
     except click.UsageError as error:
         raise ValueError(error.format_message().rstrip(".")) from None
     if ctx.params["command"]:

@@ -137,7 +137,9 @@ def consistency_text(found: Mapping[str, Any]) -> str:
     else:
         told = "consistency: no collective was recorded here by two ranks, so nothing was compared"
     if held_ms := found.get("held_ms"):
-        told += f"; calls of a rank waited {held_ms} ms in all while the ranks agreed on tables"
+        told += (
+            f"; while the ranks agreed on tables, calls waited: on the rank with the most {held_ms} ms in all"
+        )
     if elsewhere:
         ranks = "1 other rank is" if elsewhere == 1 else f"{elsewhere} other ranks are"
         told += f"; {ranks} recorded on other hosts: {ACROSS_HOSTS} compares all"

@@ -103,7 +103,11 @@ def _decided(s: RunSummary) -> str:
         return f"REVERTED{emulated}: {s.dropped}; {own} is used again"
     if s.budget_s == 0:
         return f"NOTHING TRIED{emulated}: no trial was allowed (a budget of 0, or no free search slot); {own} stays"
-    seen = f"; a gain of {s.detectable:.1%} or more would have been seen" if s.detectable is not None else ""
+    seen = (
+        f"; its first comparison would have seen a gain of {s.detectable:.1%} or more"
+        if s.detectable is not None
+        else ""
+    )
     if came:
         what = f"steps under {side(s.compared, own)} were {came} than under {own}, which stays"
         return f"NOTHING KEPT{emulated}: {what}{seen}"

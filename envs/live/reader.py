@@ -119,8 +119,8 @@ class Reader:
                 source = self.sources.begin(ring, self._living())
                 self.assembler.add(ring.known(), ring.process)
             n_gaps = len(ring.gaps)
-            records = ring.drain()
             self.held_ms = max(self.held_ms, ring.waited_ns() // 1_000_000)
+            records = ring.drain()
         except (OSError, ValueError) as error:  # its process may have scribbled over it: the others go on
             self.damaged[ring.name] = str(error)
             log.warning("ring %s cannot be read any more: %s", ring.name, error)

@@ -153,7 +153,7 @@ def test_every_reason_is_given_somewhere():
         "self.stopped = self.stopped or 'it has ended'",
         "self._say(f'verdict after {n} steps')",
         "def waits_for(self):\n    return 'no step yet'",
-        "def misses(self):\n    return f'rank {r} is late' if r else X.Y()",
+        "def stage(self):\n    return f'rank {r} is late' if r else X.Y()",
     ],
 )
 def test_the_rule_catches(source):

@@ -65,6 +65,8 @@ def outside_the_offer(
         return {}
     tuned = with_sizes(tuned)
     tuned = tuned[(tuned["n_ranks"] > 0) & (tuned["asked"] > 0)]
+    # The plugin tells of registered buffers once for a communicator.
+    registered = {comm_id for (comm_id, _, _), offer in offers.items() if offer.is_registered}
     found = {}
     for key, group in tuned.groupby(SLOT_KEYS):
         slot = slot_of(key)
@@ -73,7 +75,7 @@ def outside_the_offer(
             comm_id, asked, algo, proto = cast(tuple[int, int, str, str], kind)
             message = (int(comm_id), slot.func, int(asked))
             offer = offers.get(message)
-            if offer is not None and offer.is_registered and slot.func == ALL_REDUCE:
+            if slot.func == ALL_REDUCE and int(comm_id) in registered:
                 outside["a kernel on registered buffers"] += int(count)
             elif not _offers(offer, algo, proto) or not _is_reached(slot.func, algo, proto):
                 is_known = algo in ALGOS and proto in PROTOS

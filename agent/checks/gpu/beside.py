@@ -101,6 +101,7 @@ def _measured(
     for _ in range(CALLS):
         for has_collective in (False, True):
             dist.barrier(group=rank.control)
+            rank.fill(cell)
             begin = rank.mark()
             work = rank.call(cell, later=True) if has_collective else None
             for _ in range(pieces):

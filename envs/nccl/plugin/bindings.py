@@ -266,7 +266,8 @@ class Plugin:
         """What must be equal on all ranks before they decide together: our sources, the table's format, the ABI."""
         build, (tuner, profiler) = self._call["build"]().decode(), self.abi
         pat = " pat" if os.environ.get("DYNAMICCL_TRY_PAT") == "1" else ""
-        sums = " all_reduce" if os.environ.get(ALL_REDUCE_VARIABLE) else ""
+        way = os.environ.get(ALL_REDUCE_VARIABLE)
+        sums = f" all_reduce {way}" if way else ""
         return f"{build} table {TABLE_VERSION} tuner {tuner} profiler {profiler}{pat}{sums}"
 
 

@@ -325,5 +325,8 @@ def nccl_env(path: Path, *, headroom: int | None = None) -> dict[str, str]:
 def job_env(run: Path, headroom: int | None = None, all_reduce: str | None = None) -> dict[str, str]:
     """What a job of that run folder needs in its environment, see :func:`nccl_env`. ``all_reduce``: its option. Raises
     PluginBuildError."""
-    sums = {ALL_REDUCE_VARIABLE: all_reduce} if all_reduce else {}
-    return {"DYNAMICCL_RUN": str(run), **nccl_env(plugin_path(), headroom=headroom), **sums}
+    own = {
+        "DYNAMICCL_RUN": str(run),
+        ALL_REDUCE_VARIABLE: all_reduce or "",
+    }  # "": an earlier one must not count
+    return {**own, **nccl_env(plugin_path(), headroom=headroom)}

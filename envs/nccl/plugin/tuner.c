@@ -25,6 +25,7 @@ struct context {
   struct dccl_seat* seat;
   uint64_t class;
   int last_tuned;                   // see dccl_last_tuned
+  bool keeps_algo;                  // of all-reduces: the user allows no other algorithm
   bool closed[N_PROTOS][N_PROTOS];  // by NCCL's own protocol of a message, and the table's: see hazards
   bool tries_pat;                   // see on_request
   _Atomic bool registers;           // a question was about registered buffers, and the ring says so
@@ -178,6 +179,13 @@ static int own_channels(const struct context* c, const struct dccl_question* q, 
 
 // The table's word, after the next tuner's; whether it has one. `cost` is NCCL's own offer, `n_channels` its
 // own count.
+// An all-reduce that NCCL runs on NVLS, NVLS Tree or CollNet keeps that. A row is of a class of sizes, in
+// which NCCL may go from tree to ring: without the user's word it keeps its algorithm.
+static bool is_left_alone(const struct context* c, int own_algo, int algo) {
+  const bool is_reached = own_algo == ALGO_RING || own_algo == ALGO_TREE;
+  return !is_reached || (c->keeps_algo && algo != own_algo);
+}
+
 static bool apply(const struct context* c, struct memo* m, const struct dccl_question* q, const float* cost,
                   int n_channels) {
   struct dccl_decision d;
@@ -187,6 +195,8 @@ static bool apply(const struct context* c, struct memo* m, const struct dccl_que
   bool is_requested = false;
   if (d.algo != DCCL_UNSET) {
     if (d.algo >= q->n_algos || d.proto >= q->n_protos) return false;
+    if (q->func == FUNC_ALL_REDUCE && is_tuned(c, q->func) && is_left_alone(c, own / q->n_protos, d.algo))
+      return false;
     cell = d.algo * q->n_protos + d.proto;
     // Where it is not offered its channel count was not meant for what NCCL picks either.
     is_requested = on_request(c, d.algo, cost[cell]);
@@ -299,6 +309,8 @@ static int start(void** context, const struct dccl_tuner_init* init) {
   c->comm = comm;
   c->class = dccl_class(comm.n_ranks, comm.n_nodes);
   c->last_tuned = dccl_last_tuned();
+  const char* way = getenv("DYNAMICCL_ALL_REDUCE");
+  c->keeps_algo = way != NULL && strcmp(way, "algo") != 0;
   if (comm.n_nodes > 1) close_protocols(c, init->version);
   const char* pat = getenv("DYNAMICCL_TRY_PAT");
   c->tries_pat = pat != NULL && strcmp(pat, "1") == 0 && comm.n_nodes > 1 && comm.n_ranks > comm.n_nodes;

@@ -56,7 +56,7 @@ def test_the_hash_of_a_call_is_the_same_with_the_option(plugin, monkeypatch):
 def test_an_option_that_only_some_ranks_have_is_no_common_identity(plugin, monkeypatch):
     before = plugin.identity()
     monkeypatch.setenv("DYNAMICCL_ALL_REDUCE", "protocol")
-    assert plugin.identity() == before + " all_reduce"
+    assert plugin.identity() == before + " all_reduce protocol"
 
 
 def test_what_nccl_offers_for_an_all_reduce_is_told_under_the_option_alone(run, plugin, monkeypatch):
@@ -94,6 +94,37 @@ def test_a_row_of_an_all_reduce_is_obeyed(plugin, decision, ran, channels):
     comm.finalize()
 
 
+@pytest.mark.parametrize(
+    ("way", "own", "obeyed"),
+    [
+        ("", "tree", True),  # a table of the user's own, without the option
+        ("algo", "tree", True),
+        (
+            "protocol",
+            "tree",
+            False,
+        ),  # in this class of sizes NCCL goes from tree to ring: nobody allowed the change
+        ("protocol", "ring", True),
+        ("algo", "nvls", False),
+        ("algo", "nvls_tree", False),
+        ("algo", "collnet_chain", False),
+    ],
+)
+def test_an_all_reduce_keeps_the_algorithm_that_the_user_did_not_give_away(
+    plugin, monkeypatch, way, own, obeyed
+):
+    """Before: a row of a class of sizes replaced tree by ring without --all-reduce=algo, and NVLS by either."""
+    monkeypatch.setenv("DYNAMICCL_ALL_REDUCE", way)
+    row = Rule(0, 0, "all_reduce", 0, 2**40, Decision("ring", "ll128", 0))
+    plugin.activate(encode_table(Table(3, (row,))))
+    comm = Communicator(plugin.path, 42, 2, 1, 0)
+    cost = offer(ring_ll128=20, **{f"{own}_simple": 5})
+    mine = choose(cost)
+    comm.get_coll_info("all_reduce", MB, cost)
+    assert choose(cost) == ((1, 1) if obeyed else mine)
+    comm.finalize()
+
+
 def test_two_tables_take_turns_in_a_job_of_all_reduces_alone(plugin, join, monkeypatch):
     """DDP: without the option its communicator has no clock."""
     monkeypatch.setenv("DYNAMICCL_ALL_REDUCE", "protocol")
@@ -123,7 +154,7 @@ def test_two_tables_take_turns_in_a_job_of_all_reduces_alone(plugin, join, monke
 def test_the_option_lies_in_the_run_folder_and_in_the_job_s_environment(tmp_path):
     folder = RunFolder.create()
     try:
-        assert folder.all_reduce == "" and "DYNAMICCL_ALL_REDUCE" not in job_env(folder.path)
+        assert folder.all_reduce == "" and job_env(folder.path)["DYNAMICCL_ALL_REDUCE"] == ""
         assert job_env(folder.path, all_reduce="algo")["DYNAMICCL_ALL_REDUCE"] == "algo"
         (folder.path / ALL_REDUCE).write_text("algo")
         assert RunFolder(folder.path).all_reduce == "algo"
