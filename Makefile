@@ -25,7 +25,7 @@ test: setup $(VENV)/frameworks axe
 
 # The rest: whole tuned jobs, restarts, killed and frozen processes, wheels on every Python; an hour, and then test-random.
 # It names each test, so that a run that is cut short says how far it came and what failed. CI runs those that take up to
-# 25 seconds each.
+# 12 seconds each.
 SLOW := -m pytest -vv -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 test-slow: setup $(VENV)/frameworks
 	$(BIN)/python $(SLOW) -m "slow and not timing"

@@ -61,7 +61,7 @@ FIRST = (
 #: Seconds that slow tests took when they were measured last (`--write-seconds`, two at a time on two cores). Those that
 #: take over LONG_S are marked `long`: CI leaves them out.
 SECONDS = Path(__file__).parent / "data" / "seconds.json"
-LONG_S = 25.0
+LONG_S = 12.0
 _took: Counter[str] = Counter()
 _not_passed: set[str] = set()
 
