@@ -48,7 +48,7 @@ class FakeJob:
         self.rng = np.random.default_rng(seed)
         self.assembler = _Assembler()
         self.waits = empty(WAIT_COLUMNS)
-        self.memory_pressure = 0.0
+        self.memory_pressure, self.all_reduce = 0.0, ""
         self.memory_free = self.held_ms = 0
         self.generation = self.last_step = 0
         self.confirmed: dict[Slot, Decision] = {}

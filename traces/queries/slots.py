@@ -74,15 +74,18 @@ def outside_the_offer(
         for kind, count in group.groupby(["comm_id", "asked", "algo", "proto"]).size().items():
             comm_id, asked, algo, proto = cast(tuple[int, int, str, str], kind)
             message = (int(comm_id), slot.func, int(asked))
-            offer = offers.get(message)
             if slot.func == ALL_REDUCE and int(comm_id) in registered:
                 outside["a kernel on registered buffers"] += int(count)
-            elif not _offers(offer, algo, proto) or not _is_reached(slot.func, algo, proto):
-                is_known = algo in ALGOS and proto in PROTOS
-                outside[f"{algo}/{proto}" if is_known else "a kernel of another kind"] += int(count)
+            elif not _offers(offers.get(message), algo, proto) or not _is_reached(slot.func, algo, proto):
+                outside[_kernel(algo, proto)] += int(count)
         if outside.total() > _OUTSIDE * len(group):
             ((found[slot], _),) = outside.most_common(1)
     return found
+
+
+def _kernel(algo: str, proto: str) -> str:
+    """What ran, in words."""
+    return f"{algo}/{proto}" if algo in ALGOS and proto in PROTOS else "a kernel of another kind"
 
 
 def _offers(offer: Offer | None, algo: str, proto: str) -> bool:

@@ -97,7 +97,7 @@ def test_an_environment_plugin_is_a_trap(tmp_path):
 
 
 def advice(**changes):
-    told = {"communication": 0.4, "left_out": 0.0, "steps": 100, "unseen": False}
+    told = {"communication": 0.4, "left_out": 0.0, "steps": 100, "unseen": False, "all_reduce": ""}
     return {**told, "possible": {"low": 0.01, "median": 0.05, "high": 0.2}, **changes}
 
 

@@ -175,7 +175,7 @@ def test_the_version_is_the_packages_and_names_the_commit():
         (["advise", "{}/none", "--cluster", "dgx-h100-2x8"], "there is no file or folder {}/none"),
         (
             ["bench", "--suite", "none"],
-            "there is no suite none: known are standard, held-out, unseen, or a file",
+            "there is no suite none: known are standard, held-out, unseen, mpi-headroom, or a file",
         ),
         (
             ["bench", "--policy", "none:X", "--jobs", "2", "--out", "{}"],

@@ -200,8 +200,9 @@ class Jobs:
         prints = [found.profiles[i].fingerprint for i in places]
         own = np.array([int(p.own_pair[0]) for p in prints])
         share = np.array([float(p.share[0]) for p in prints])
+        func = np.array([int(p.func[0]) for p in prints])
         self.fingerprint = SimpleNamespace(
-            vector=lambda: np.concatenate([p.vector() for p in prints]), share=share, own_pair=own
+            vector=lambda: np.concatenate([p.vector() for p in prints]), share=share, own_pair=own, func=func
         )
         self.calls = np.zeros((1, SLOTS))
         self.which = np.zeros(1, int)
