@@ -233,7 +233,10 @@ def test_boards_on_file_are_of_whole_suites(words: list[str], tmp_path: Path) ->
     """Before: "No such file or directory: '.../board_standard:many.json': make bench", which makes no such board."""
     done = invoke(["bench", "--filed", *(word.format(tmp_path) for word in words)])
     assert done.exit_code == 2 and done.stderr.count("\n") == 1
-    assert "whole suites (standard, held-out, unseen): give one of them without --world" in done.stderr
+    assert (
+        "whole suites (standard, held-out, unseen, mpi-headroom): give one of them without --world"
+        in done.stderr
+    )
 
 
 def test_worlds_of_a_suites_file_have_a_folder_of_their_own(suite: JobSuite, tmp_path: Path) -> None:

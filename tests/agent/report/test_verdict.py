@@ -130,7 +130,10 @@ def test_a_host_says_that_other_ranks_are_recorded_elsewhere_and_how_to_compare_
     whole = consistency_text({"calls_checked": 70, "mismatches": 0, "ranks_elsewhere": 0})
     assert whole == "consistency: 70 collectives compared across ranks, 0 mismatches"
     held = consistency_text({"calls_checked": 70, "mismatches": 0, "held_ms": 12})
-    assert held == f"{whole}; while the ranks agreed on tables, calls waited: on the rank with the most 12 ms in all"
+    assert (
+        held
+        == f"{whole}; while the ranks agreed on tables, calls waited: on the rank with the most 12 ms in all"
+    )
 
 
 def test_a_view_has_no_arithmetic_of_its_own():

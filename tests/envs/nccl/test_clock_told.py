@@ -15,7 +15,7 @@ SHORT, LONG = 30, 200
 OF_GROUP = "atomic_load_explicit(&seat->group, memory_order_relaxed)"
 LAUNCHED = ("clock.c", "if (has_tuner && !has_asked(seat, FUNC_BROADCAST + 1, N_FUNCS - 1)) return;", "")
 BEGUN = "  atomic_store_explicit(&seat->has_begun, true, memory_order_relaxed);\n"
-COUNTED = ("clock.c", "!has_tuner || has_asked(seat, FUNC_ALL_GATHER, FUNC_REDUCE_SCATTER)", "true")
+COUNTED = ("clock.c", "!has_tuner || has_asked(seat, FUNC_ALL_GATHER, seat->last_tuned)", "true")
 #: Mutations of the plugin's sources: file, what stands there, what stands there instead.
 MUTATIONS = {
     "a group counts when its collectives are told": [
@@ -64,7 +64,7 @@ MUTATIONS = {
     ],
     "broadcasts are in the hash, and count": [
         ("clock.c", "if (is_broadcast(call->func)) return", "if (false) return"),
-        ("clock.c", "if (!counts(call->func)) return", "if (false) return"),
+        ("clock.c", "if (!counts(seat, call->func)) return", "if (false) return"),
     ],
     "a launch counts whether or not NCCL asked": [LAUNCHED, COUNTED],
     "what was not asked about is in the hash": [LAUNCHED],
@@ -77,12 +77,12 @@ HASH_MUTATIONS = {
     "a group that begins with an all-reduce begins anew": [
         (
             "clock.c",
-            f"{BEGUN}  if (!counts(call->func)) return beside;\n",
-            f"  if (!counts(call->func)) return beside;\n{BEGUN}",
+            f"{BEGUN}  if (!counts(seat, call->func)) return beside;\n",
+            f"  if (!counts(seat, call->func)) return beside;\n{BEGUN}",
         )
     ],
     "all-reduces are not in the hash": [
-        ("clock.c", "if (is_broadcast(call->func)) return", "if (!counts(call->func)) return")
+        ("clock.c", "if (is_broadcast(call->func)) return", "if (!counts(seat, call->func)) return")
     ],
     "the hash of a group of all-reduces is dropped": [
         (
