@@ -238,6 +238,6 @@ def test_the_image_is_built_from_a_wheel_and_starts_the_launcher():
     instructions = re.findall(r"^([A-Z]+) ", text, re.M)
     assert set(instructions) <= {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENTRYPOINT", "CMD"}
     (entry,) = re.findall(r"^ENTRYPOINT (.*)$", text, re.M)
-    assert json.loads(entry) == ["dynamiccl", "tune", "--"]
+    assert json.loads(entry) == ["dynamiccl", "tune", "--or-untuned", "--budget", "0.01", "--"]
     # Before: an image with a newer C library compiled the plugin, and the jobs' image could not load it.
     assert set(re.findall(r"^FROM (\S+)", text, re.M)) == {"${BASE}"}
