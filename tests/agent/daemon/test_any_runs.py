@@ -38,6 +38,8 @@ STRANGE = Slot(8, 1, "all_gather", 27)
 LITTLE, A_WINDOW = 0.005, 12
 #: Looks of a tuner until its job is over; of the last one, in which nothing happens any more.
 LOOKS, QUIET_LOOKS = 60, 400
+#: Looks of the last one after which the watch has dropped a table that costs, if no search did.
+WATCHED = 150
 
 
 class Killed(BaseException):
@@ -87,7 +89,7 @@ class World:
 
     def lives(self, job):
         search = self.one.tuner.search
-        is_done = self.is_quiet and search is not None and search.is_over and self.n_looks > LOOKS
+        is_done = self.is_quiet and search is not None and search.is_over and self.n_looks > WATCHED
         is_done = is_done and bool(job.confirmed or job.best is None)
         return self.n_looks < (QUIET_LOOKS if self.is_quiet else LOOKS) and not is_done
 
