@@ -97,7 +97,9 @@ def test_the_batch_script_is_valid_shell_with_options_of_sbatch():
     assert set(options) == known
 
 
-@pytest.mark.parametrize("name", ["slurm/two_nodes.sbatch", "kubernetes/jobset.yaml", "kubernetes/pytorchjob.yaml"])
+@pytest.mark.parametrize(
+    "name", ["slurm/two_nodes.sbatch", "kubernetes/jobset.yaml", "kubernetes/pytorchjob.yaml"]
+)
 def test_a_template_has_the_cap_the_switch_and_never_costs_a_job(name):
     words = re.sub(r'[",\s]+', " ", (EXAMPLES / name).read_text())
     assert " --or-untuned --budget 0.01 --search-slots 4:/" in words and "/etc/dynamiccl" in words
