@@ -51,7 +51,7 @@ class LiveWindows:
         self.job = job
         self.profile_steps = profile_steps
         self.min_share = min_share
-        self.all_reduce: str = getattr(job, "all_reduce", "")
+        self.all_reduce = job.all_reduce
         self.funcs = tuple(funcs) or tuned_funcs(self.all_reduce)
         self.on_window = on_window
         self.on_disobeyed: Callable[[Disobeyed], object] = lambda row: None

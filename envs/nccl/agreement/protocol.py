@@ -11,7 +11,11 @@ collective E. A change is a *round*:
 4. *Act.* Each rank tells its plugin N and E, and lifts its limits. Nobody has passed N: it is below nobody's limit.
 
 A rank at its limit without a decision holds that call back and writes "abort" by the same compare-and-set; what it then
-finds in the register holds. That is the only wait. A trial ends at E with nobody alive to say so.
+finds in the register holds. That is the only wait.
+
+So a table changes on all ranks of a communicator at one call, or on none. A communicator with a member that has not
+voted, or otherwise than the rest, is left out and keeps what it has. A trial ends at E with nobody alive to say so;
+then holds again what was there to stay.
 
 Turns of a step or two need a *rhythm*: the collectives of a step (L), and those at the end of the last step, less L
 for each step since the rank attached (O). Where all tell the same, step s ends at collective O + L s on every rank.

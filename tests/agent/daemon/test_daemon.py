@@ -198,7 +198,9 @@ def test_after_the_verdict_a_job_is_left_alone_where_that_was_asked(once):
     daemon._results = SimpleNamespace(are_old=False)
     daemon.on_phase, daemon._step = said.append, lambda: steps.append(1)
     search = SimpleNamespace(is_over=True, is_done=True)
-    daemon.tuner = SimpleNamespace(search=search, result=Outcome(LiveWindows(None), daemon._events))
+    daemon.tuner = SimpleNamespace(
+        search=search, result=Outcome(LiveWindows(SimpleNamespace(all_reduce="")), daemon._events)
+    )
     daemon._watch()
     assert (daemon.outcome.ended, len(steps)) == ((RunEnds.ONCE(), 0) if once else (None, 2))
     assert said == [str(RunEnds.ONCE())] * once

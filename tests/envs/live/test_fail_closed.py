@@ -57,7 +57,9 @@ def test_the_tuner_does_what_the_table_says(row):
     )
     daemon._events, daemon._closed = Events(lambda: 0), None
     daemon._events.tell("stand", kept=True)
-    daemon.tuner = SimpleNamespace(result=Outcome(LiveWindows(None), daemon._events))
+    daemon.tuner = SimpleNamespace(
+        result=Outcome(LiveWindows(SimpleNamespace(all_reduce="")), daemon._events)
+    )
     daemon.on_phase, daemon._leave = told.append, lambda: None
     goes_on = daemon._obey(Closed(given(row.reasons[0])))
     assert published == [{}] * (row.holds is Holds.DEFAULT) and goes_on == (row.until is not Until.ASKED)
