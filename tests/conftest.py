@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import gc
 import json
 import os
 import signal
@@ -8,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault(
-    "OPENBLAS_NUM_THREADS", "1"
-)  # before numpy: the matrices here are small, threads only fight
+# Before numpy and torch: the matrices here are small, and threads of several workers only fight.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The width of the terminal that starts the tests is none of theirs.
 os.environ.pop("COLUMNS", None)
@@ -42,8 +43,10 @@ LACKS = (
 )
 
 
-#: Files that take longest come first, or one of them runs alone at the end. From ``--durations`` of the quick tests.
+#: Files that take longest come first, or one of them runs alone at the end: those of slow tests by their seconds below,
+#: those of quick tests by this list, from ``--durations``.
 FIRST = (
+    "test_zero_stages",
     "test_here",
     "test_start",
     "test_one_truth",
@@ -66,13 +69,25 @@ _took: Counter[str] = Counter()
 _not_passed: set[str] = set()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     seconds = json.loads(SECONDS.read_text())
     for item in items:
         if seconds.get(item.nodeid, 0.0) > LONG_S:
             item.add_marker("long")
+    yield  # now those that ``-m`` leaves out are gone
+    of_file = Counter[Path]()
+    for item in items:
+        of_file[item.path] += seconds.get(item.nodeid, 0.0)
+    rank = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: (-of_file[item.path], rank.get(item.path.stem, len(FIRST))))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no collection of garbage looks through it again, and fewer are made."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

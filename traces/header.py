@@ -20,7 +20,7 @@ from .reasons import Why
 from .records import Decision, Slot, Table
 
 #: Version of a trace folder's layout. Raise it when a reader of the old layout would go wrong.
-FORMAT = 3
+FORMAT = 4
 #: Kinds of rows in a segment of a trace: those in numbered parts, and those in one file each.
 IN_PARTS, IN_ONE_FILE = ("events", "steps", "waits"), ("comms", "offers")
 

@@ -179,10 +179,12 @@ class RunEnds(Reason):
 class NotTuning(Reason):
     """Why nothing is tuned, now or ever."""
 
-    NOTHING = "the job runs no all_gather or reduce_scatter that a tuner can reach: nothing to tune"
+    NOTHING = (
+        "the job runs nothing that is tuned (all_gather, reduce_scatter, with --all-reduce all_reduce) "
+        "where a tuner can reach it: nothing to tune"
+    )
     TOO_SMALL = (
-        "the all_gather and reduce_scatter that a tuner can reach take {share:.1%} of a step: "
-        "too small a share to tune"
+        "the tuned collectives that a tuner can reach take {share:.1%} of a step: too small a share to tune"
     )
     NOT_LOADED = (
         "NCCL has not loaded the plugin in any process here, so nothing can be tuned: keep the job's variables that "
@@ -195,7 +197,7 @@ class NotTuning(Reason):
     )
     NOT_LOADED_AS_TOLD = NOT_LOADED + "; rank 0 says: {why}"
     NOT_ASKED = (
-        "NCCL runs all_gather or reduce_scatter but never asks the tuner (symmetric kernels, copy engines, another "
+        "NCCL runs collectives that are tuned but never asks the tuner (symmetric kernels, copy engines, another "
         "tuner): `dynamiccl doctor` names the variables that cause this"
     )
     NOT_TOLD = (
@@ -262,7 +264,7 @@ class NotAgreeing(Reason):
     NO_GROUP = "NCCL runs here, but there is no process group of torch.distributed through which its ranks could agree"
     NO_PLUGIN = "rank {rank} has no plugin"
     NOTHING_COUNTED = (
-        "no all_gather or reduce_scatter is counted yet: the job has run too few, or NCCL tells the profiler of none "
+        "no collective that is tuned is counted yet: the job has run too few, or NCCL tells the profiler of none "
         "(NCCL_PROFILER_PLUGIN)"
     )
     NOT_ALL_VOTED = (

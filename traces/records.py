@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .names import ALGOS as ALGOS
+from .names import ALL_REDUCE, ALL_REDUCE_WAYS
 from .names import CHANNELS as CHANNELS
 from .names import FUNCS as FUNCS
 from .names import PAIRS as PAIRS
@@ -193,6 +194,12 @@ class Table:
     def deciding(self) -> tuple[Rule, ...]:
         """Its rows without the ceilings: none where NCCL is left untouched."""
         return tuple(rule for rule in self.rules if not rule.threads)
+
+    @property
+    def all_reduce(self) -> str:
+        """What a job's option must say so that this table can hold: rows of all_reduce are the user's word, whatever
+        algorithm they name."""
+        return ALL_REDUCE_WAYS[-1] if any(rule.func == ALL_REDUCE for rule in self.deciding) else ""
 
     @property
     def trial(self) -> Trial:

@@ -67,6 +67,8 @@ class Coverage:
 
     covers: dict[str, Spans] = field(default_factory=dict)
     gaps: dict[str, dict[str, Spans]] = field(default_factory=dict)  # by reason, then by key
+    #: Of each process (``pid`` in tables) which start of the job it is of; "": it was not told.
+    starts: dict[int, str] = field(default_factory=dict)
 
     def named(self, key: str) -> Spans:
         """The positions of one ring of which it says anything."""
@@ -109,6 +111,7 @@ def read_segments(folder: Path) -> list[Segment]:
             told = read_json(path)
             coverage = Coverage(_spans(told["coverage"]["covers"]))
             coverage.gaps = {why: _spans(gaps) for why, gaps in told["coverage"]["gaps"].items()}
+            coverage.starts = {int(pid): str(start) for pid, start in told["coverage"]["starts"].items()}
             parts = {kind: int(told["parts"].get(kind, 0)) for kind in IN_PARTS}
             found.append(Segment(path.stem.removeprefix("segment-"), parts, coverage))
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:

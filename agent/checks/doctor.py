@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...envs.nccl.plugin.build import (
+    ALL_REDUCE_VARIABLE,
     PluginBuildError,
     compiler,
     load_fault,
@@ -26,7 +27,7 @@ from ...envs.nccl.steps.nvml import gpus
 from ...envs.nccl.steps.user_numbers import wrong_number
 from ...envs.nccl.variables import ALGO, PROTO
 from ...traces.here import configured, machine, release_of
-from ...traces.names import PAIRS, TUNED_FUNCS
+from ...traces.names import PAIRS_OF, TUNABLE_FUNCS, tuned_funcs
 from ...traces.outside import shown
 from .facts import Facts
 from .faults import FAULTS, Fault
@@ -62,7 +63,7 @@ def _never_offered(facts: Facts) -> tuple[int, Any, str] | None:
     if facts.release((0,), (2, 23)):
         switched_off.add("pat")
     for number, rule in enumerate(facts.table.rules, 1):
-        if rule.func not in TUNED_FUNCS or rule.decision.algo is None:
+        if rule.func not in TUNABLE_FUNCS or rule.decision.algo is None:
             continue
         offered = [pair for pair in facts.narrowing.offered(rule.func) if pair[0] not in switched_off]
         if (rule.decision.algo, rule.decision.proto) not in offered:
@@ -75,12 +76,16 @@ def _set_of(facts: Facts) -> str:
     return " ".join(f"{name}={facts.env[name]}" for name in (ALGO, PROTO) if facts.env.get(name))
 
 
+def _leaves_nothing(facts: Facts) -> bool:
+    return facts.narrowing.leaves_nothing(facts.all_reduce)
+
+
 def _removed(facts: Facts) -> tuple[str, str] | None:
     """The two variables as they are set, and the cells that they take away, by function."""
     cells = facts.narrowing.removed
     texts = []
-    for func in TUNED_FUNCS:
-        pairs = [f"{algo}/{proto}" for algo, proto in PAIRS if (func, algo, proto) in cells]
+    for func in tuned_funcs(facts.all_reduce):
+        pairs = [f"{algo}/{proto}" for algo, proto in PAIRS_OF[func] if (func, algo, proto) in cells]
         texts += [f"{', '.join(pairs)} of {func}"] if pairs else []
     return (_set_of(facts), " and ".join(texts)) if texts else None
 
@@ -116,13 +121,14 @@ CHANGE, NOTE = True, False
 #: and {found}: what the condition returns.
 # fmt: off
 TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
-    ("nothing offered", lambda f: f.narrowing.leaves_nothing and not _more_than_a_value(f) and _set_of(f),
-     "{found} takes every algorithm and protocol from all_gather and reduce_scatter: nothing is left to tune",
-     "unset {found}, or name one that these two have: ring, nvls, collnetdirect, pat; LL, LL128, Simple", CHANGE),
-    ("narrowed offer", lambda f: not f.narrowing.leaves_nothing and _removed(f),
+    ("nothing offered", lambda f: _leaves_nothing(f) and not _more_than_a_value(f) and _set_of(f),
+     "{found} takes every algorithm and protocol from what is tuned here: nothing is left to tune",
+     "unset {found}, or name one that all_gather and reduce_scatter have: ring, nvls, collnetdirect, pat; LL, LL128, "
+     "Simple", CHANGE),
+    ("narrowed offer", lambda f: not _leaves_nothing(f) and _removed(f),
      "{found[0]} takes {found[1]} out of NCCL's offer: a table has none of these",
      "nothing if that is wanted: the rest is tuned", NOTE),
-    ("unguarded LL128", lambda f: f.narrowing.unguarded and _set_of(f),
+    ("unguarded LL128", lambda f: not set(tuned_funcs(f.all_reduce)).isdisjoint(f.narrowing.unguarded) and _set_of(f),
      "{found} enables LL128 without NCCL's safety test, by its name or by excluding another protocol: on paths that "
      "tear 128 bytes apart it corrupts data", "add LL128 to what is excluded, e.g. NCCL_PROTO=^LL,LL128; nothing where "
      "LL128 is known to be safe", NOTE),
@@ -281,8 +287,11 @@ def _release_text(facts: Facts) -> str:
     return release or "none among this Python's packages"
 
 
-def gather(command: list[str] | None = None, table: Table | None = None) -> Facts:
-    """The facts of this machine and environment, and of ``command`` as far as its words tell."""
+def gather(
+    command: list[str] | None = None, table: Table | None = None, all_reduce: str | None = None
+) -> Facts:
+    """The facts of this machine and environment, and of ``command`` as far as its words tell. ``all_reduce``: the
+    job's option, where the command has one; else a row of ``table`` tells, or the option's variable."""
     try:
         has_compiler = not needs_compiler() or bool(compiler())
     except PluginBuildError:
@@ -316,4 +325,12 @@ def gather(command: list[str] | None = None, table: Table | None = None) -> Fact
         python,
         fault,
         wheel,
+        _way(env, table, all_reduce),
     )
+
+
+def _way(env: Mapping[str, str], table: Table | None, all_reduce: str | None) -> str:
+    """See :func:`gather`."""
+    if all_reduce is not None:
+        return all_reduce
+    return env.get(ALL_REDUCE_VARIABLE, "") if table is None else table.all_reduce

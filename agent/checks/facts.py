@@ -34,6 +34,7 @@ class Facts:
     python: Interpreter = field(default_factory=Interpreter)  # the command's, as far as it is known
     plugin_fault: str = ""  # why the plugin that is there cannot be loaded, in the loader's words
     wheel: str = ""  # the package of the NCCL that PyTorch loads
+    all_reduce: str = ""  # the job's option
 
     @property
     def newer(self) -> str:

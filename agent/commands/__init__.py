@@ -439,14 +439,19 @@ def refuse_traps(
     emulated: bool = False,
     table: Table | None = None,
     but: tuple[str, ...] = (),
+    all_reduce: str | None = None,
 ) -> None:
     """Refuse to start if ``dynamiccl doctor`` finds something that must be changed, unless forced.
 
-    ``but``: traps that do not matter for this command.
+    ``but``: traps that do not matter for this command. ``all_reduce``: the job's option, where the command has one.
     """
     from ..checks.doctor import WITHOUT_NCCL, examine, gather
 
-    found = [trap for trap in examine(gather(command, table)) if trap.must_change and trap.name not in but]
+    found = [
+        trap
+        for trap in examine(gather(command, table, all_reduce))
+        if trap.must_change and trap.name not in but
+    ]
     if emulated:  # NCCL has no part in it
         found = [trap for trap in found if trap.name in WITHOUT_NCCL]
     if found and not force:

@@ -110,21 +110,21 @@ def _prepare_together(
     run = RunFolder.create()
     run.table.publish(table)
     nobody_reads_kernel_times = {"DYNAMICCL_SAMPLE_EVERY": "0"}
-    return job_env(run.path, headroom) | nobody_reads_kernel_times, run
+    return job_env(run.path, headroom, table.all_reduce) | nobody_reads_kernel_times, run
 
 
 def _prepare_alone(
     table: Table, command: list[str], headroom: int | None, force: bool
 ) -> tuple[dict[str, str], None]:
     """The job's environment with the table in it. Nothing is watched: no probe, no profiler, no ring."""
-    from ...envs.nccl.plugin.build import nccl_env, plugin_path
+    from ...envs.nccl.plugin.build import ALL_REDUCE_VARIABLE, nccl_env, plugin_path
     from ...envs.nccl.shm import encode_table
 
     _check_size(table, 1024, "")
     without_watching = ("autoload", "no profiler", "plugin path", "shared memory", "launch blocking")
     refuse_traps(command, force, table=table, but=without_watching)
-    message = encode_table(table).hex()
-    return {**nccl_env(plugin_path(), headroom=headroom), "DYNAMICCL_TABLE": f"hex:{message}"}, None
+    ours = {"DYNAMICCL_TABLE": f"hex:{encode_table(table).hex()}", ALL_REDUCE_VARIABLE: table.all_reduce}
+    return {**nccl_env(plugin_path(), headroom=headroom), **ours}, None
 
 
 def _check_size(table: Table, most: int, cure: str) -> None:

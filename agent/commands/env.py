@@ -76,7 +76,7 @@ def env(
         return
     refuse_scales(cluster, bytes_scale, compute_scale)
     emulated, facts = emulation_here(cluster, bytes_scale, compute_scale, seed)
-    refuse_traps(None, force, emulated=emulated is not None)
+    refuse_traps(None, force, emulated=emulated is not None, all_reduce=all_reduce or "")
     own_channels = untouched_from(headroom, untouched)
     with refusing(PluginBuildError, ValueError, OSError):
         try:

@@ -277,7 +277,7 @@ def _start(asked: dict[str, Any]) -> None:
         cluster = Emulated().cluster
     scales = asked["bytes_scale"], asked["compute_scale"]
     emulated, facts = emulation_here(cluster, *scales, asked["seed"])
-    refuse_traps(command, asked["force"], emulated=emulated is not None)
+    refuse_traps(command, asked["force"], emulated=emulated is not None, all_reduce=asked["all_reduce"] or "")
     if not command:
         n_processes = asked["ranks"] or (2 if emulated else n_gpus)
         facts |= {"stage": asked["stage"], "n_processes": n_processes}
@@ -363,6 +363,8 @@ def _attach(call: Call, where: str, again: bool) -> None:
 
 def _serve(call: Call, where: str, again: bool, signals: Signals) -> RunSummary:
     """Tune the run at ``where`` to its end, and print what it came to."""
+    with refusing(ValueError, OSError):
+        path = run_folder(where)  # a wrong one is told before the imports, which take seconds
     from ...envs.live.locks import Busy
     from ...envs.nccl.shm import RunFolder
     from ...traces.files import TraceError
@@ -373,7 +375,6 @@ def _serve(call: Call, where: str, again: bool, signals: Signals) -> RunSummary:
     from ..report.outputs import default_url
 
     with refusing(TraceError, Busy, ValueError, OSError):
-        path = run_folder(where)
         become_owner(path)
         run = RunFolder(path)
         said = {name: call.values[name] for name in call.given}

@@ -34,8 +34,8 @@ from .tuner import WindowLine
 _CURES = {
     NotTuning.OTHER_BACKEND: "Run the job on NCCL, or try it on the emulated cluster: "
     "dynamiccl tune --cluster dgx-h100-2x8",
-    NotTuning.NOTHING: "DDP reduces gradients by all_reduce, which is tuned with --all-reduce alone: the last bits of "
-    "sums change. Or shard the model: FSDP2 (fully_shard), DeepSpeed ZeRO, or FSDP of Accelerate or Lightning.",
+    NotTuning.NOTHING: "Tuned are all_gather and reduce_scatter, and with --all-reduce DDP's all_reduce: the last bits "
+    "of its sums change. Or shard the model: FSDP2 (fully_shard), DeepSpeed ZeRO, or FSDP of Accelerate or Lightning.",
     NotTuning.TOO_FEW_STEPS: f"Give the job at least {FEWEST_STEPS} steps: fewer seldom reach a verdict.",
     NotTuning.NO_STEP: "A step is a step of a PyTorch optimizer. A job without one, such as inference, is not tuned.",
 }

@@ -205,8 +205,8 @@ class Tuner:
         self._charge(plan, search, saved, search.lost - lost, was_over)
         if self.result.goes_on and not search.is_over:
             self.result.searches()
-        self._tell(plan, search)
         is_other = not np.array_equal(search.confirmed, before)
+        self._tell(plan, search, is_other)
         if was_over or search.marks.reopened or is_other:
             self._conclude()
 
@@ -303,8 +303,8 @@ class Tuner:
         notes = [found, *critical(self.result.exposed()), *untried] if profiles else []
         self._line("profile", {}, step_ms, "measured", notes)
 
-    def _tell(self, plan: Plan, search: Search) -> None:
-        """Tell the window that was just recorded, and what came of it."""
+    def _tell(self, plan: Plan, search: Search, is_other: bool) -> None:
+        """Tell the window that was just recorded, and what came of it; ``is_other``: another table is in force."""
         last = search.last
         assert last is not None
         table = self.windows.decisions(plan.configs)
@@ -316,7 +316,7 @@ class Tuner:
         events = self._window_events(plan, search, letter)
         events += self._comparison_events(search)
         is_job = plan.configs.any() or not search.confirmed.any()
-        if plan.kind == WATCH and is_job and not events and not search.is_trying:
+        if plan.kind == WATCH and is_job and not (events or is_other or search.is_trying):
             return  # nothing but the job as it runs
         verdict = "given-up" if last.is_aborted else "few-calls" if plan.one_of else "measured"
         self._line(PHASES[plan.kind], table, last.ms, verdict, events)

@@ -49,17 +49,12 @@ def read_losses(trace: Trace) -> Losses | None:
     life = last_life(trace)
     lines = log_lines(Path(trace.folder).parent / JOB_LOG)
     starts = [place for place, line in enumerate(lines) if isinstance(line.get(FIRST_STEP), int)]
-    first = 0
-    if starts:
-        lines = lines[starts[-1] :]
-        first = lines[0][FIRST_STEP]
+    lines = lines[starts[-1] :] if starts else []
     pairs = values(lines, "loss")
     if not pairs:
         return None
+    first = lines[0][FIRST_STEP]
     steps, losses = np.array([step for step, _ in pairs]) - first, np.array([loss for _, loss in pairs])
-    has_gone_back = bool((np.diff(steps) <= 0).any())
-    if not starts and (life is not trace or has_gone_back):
-        return None  # several lives, and nothing says where the last one begins
     tuned = np.isin(steps, steps_under_tables(life))
     held_out = [(step - first, loss) for step, loss in values(lines, "held_out")]
     return Losses(steps, losses, tuned, held_out, first)

@@ -204,7 +204,9 @@ class RunSummary(OfFiles, OfEnd, OfSearch, OfCosts, OfVerdict, OfJob):
 
     def __bool__(self) -> bool:
         """False where a run has come to nothing yet."""
-        return self.is_decided or any((self.ended, self.dropped, self.failure))
+        # After its verdict the job may have changed, and be searched anew.
+        had_verdict = self.steps_to_verdict is not None
+        return self.is_decided or had_verdict or any((self.ended, self.dropped, self.failure))
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> RunSummary:

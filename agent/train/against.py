@@ -107,3 +107,12 @@ def sim_against_rule(**options: Any) -> AgainstBaseline:
     env = SimEnv(**options)
     beside = SimEnv(**options)
     return AgainstBaseline(env, beside)
+
+
+class WholeJobs(gym.Wrapper[Any, Any, Any, Any]):
+    """A job that is over has no later turns: PPO adds a value of them to an episode that was only cut."""
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """The same step, terminated where it was cut."""
+        seen, reward, ended, cut, info = self.env.step(action)
+        return seen, reward, ended or cut, False, info

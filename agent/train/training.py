@@ -30,7 +30,7 @@ from ...envs.search.config import SearchConfig
 from ...envs.sim_env import SimEnv
 from ...traces.header import git
 from ..policies.lstm import LstmPolicy
-from .against import AgainstBaseline
+from .against import AgainstBaseline, WholeJobs
 from .recurrent import MaskedLstmPolicy
 
 #: Called after each rollout with (turns done, turns in all, newest row of the learning curve).
@@ -225,16 +225,7 @@ def _job(run: Path | None) -> gym.Env[Any, Any]:
     make = partial(ReplayEnv, run) if run else SimEnv
     env = make(config=SearchConfig())
     beside = make(config=SearchConfig())
-    return Monitor(_WholeJobs(AgainstBaseline(env, beside, most=MOST)))
-
-
-class _WholeJobs(gym.Wrapper[Any, Any, Any, Any]):
-    """A job that is over has no later turns: PPO adds a value of them to an episode that was only cut."""
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """The same step, terminated where it was cut."""
-        seen, reward, ended, cut, info = self.env.step(action)
-        return seen, reward, ended or cut, False, info
+    return Monitor(WholeJobs(AgainstBaseline(env, beside, most=MOST)))
 
 
 class _AfterRollout(BaseCallback):

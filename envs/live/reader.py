@@ -118,6 +118,7 @@ class Reader:
             if source is None:  # what was announced before we came
                 source = self.sources.begin(ring, self._living())
                 self.assembler.add(ring.known(), ring.process)
+            source.start = ring.start()
             n_gaps = len(ring.gaps)
             self.held_ms = max(self.held_ms, ring.waited_ns() // 1_000_000)
             records = ring.drain()

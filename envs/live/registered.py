@@ -20,13 +20,22 @@ from ...traces.spaces import N_CHANNELS, N_PAIRS
 Array = np.ndarray[Any, Any]
 
 
+def _with_ll(events: pd.DataFrame, slot: Slot) -> set[int]:
+    """The communicators of the slot's class, where some of its calls run LL over nodes; else none."""
+    if slot.n_nodes < 2:
+        return set()
+    calls = of_class(events, slot)
+    has_ll = (calls["proto"] == "ll").any()
+    return set(calls["comm_id"]) if has_ll else set()
+
+
 class Guard:
     """Which settings must not run in each slot. Buffers may be registered later, as by a first capture: then more."""
 
     def __init__(self, profiles: Sequence[SlotProfile], events: pd.DataFrame) -> None:
         """``events``: of all functions, in some default steps."""
         self._profiles = profiles
-        self._events = events
+        self._ll = {profile.slot: _with_ll(events, profile.slot) for profile in profiles}
         self.slots = set[Slot]()  # in which Simple would newly follow LL
 
     def look(self, assembler: Any) -> list[Why]:
@@ -48,11 +57,9 @@ class Guard:
     def _follows_ll(self, slot: Slot, registered: set[int], assembler: Any) -> bool:
         """Whether calls of the slot's class run LL over nodes, and a communicator of the class has registered buffers.
         It may be one that came later: a table's rows hold for the class."""
-        calls = of_class(self._events, slot)
-        is_ll = calls["proto"] == "ll"
-        if slot.n_nodes < 2 or not is_ll.any():
+        here = self._ll[slot]
+        if not here or not registered:
             return False
-        here = set(calls["comm_id"])
         known = getattr(assembler, "comms", {})
         for comm_id in registered:
             comm = known.get(comm_id)

@@ -37,6 +37,7 @@ class Source:
     earlier: Spans  # positions that earlier segments of the trace name
     named: set[int]  # the rank in its name, if any
     ranks: set[int] = field(default_factory=set)  # whose steps were seen in it
+    start: str = ""  # of the job that its process is of, see Ring.start
     stepped_at: float = 0.0  # when the first of them was seen (monotonic seconds)
 
     def is_unwritten(self, rows: Array) -> Array:
@@ -112,6 +113,7 @@ class Sources:
             ring = one.ring
             held_back = assembler.held_back(ring.process).astype(np.int64)
             waiting = spans_of(np.sort(held_back) - 1)
+            found.starts[ring.process] = one.start
             found.covers[ring.key] = without(ring.tail, ring.gaps, waiting, one.earlier)
             found.gaps[UNWATCHED][ring.key], found.gaps[LOST][ring.key] = one.gaps()
         return found

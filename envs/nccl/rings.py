@@ -24,7 +24,7 @@ RING_MAGIC, RING_VERSION = b"DCCLRNG1", 3
 _NO_RING = b"DCCLNONE"  # begins a file that says why a rank has no ring
 _HEAD = struct.Struct("<8sIIQII")  # magic, version, record_bytes, capacity, pid, places for known records
 _HEAD_BYTES = 128
-_CALLS_AT, _HEAD_AT, _KNOWN_AT, _WAITED_AT, _LIFE_AT = 32, 64, 72, 80, 88
+_CALLS_AT, _HEAD_AT, _KNOWN_AT, _WAITED_AT, _LIFE_AT, _START_AT = 32, 64, 72, 80, 88, 96
 _NUMBER = struct.Struct("<Q")
 _BUSY = np.uint64(2**64 - 1)
 _PATIENCE_S = 1.0  # how long a record may stay half written before it counts as lost
@@ -122,6 +122,12 @@ class Ring:
             if len(raw) == 16
             else (0, 0)
         )
+
+    def start(self) -> str:
+        """The start of the job that the process is of, by the life of its rank 0; "" while it has not been told."""
+        raw = os.pread(self._fd, 8, _START_AT)
+        life = int(_NUMBER.unpack(raw)[0]) if len(raw) == 8 else 0
+        return f"{life:016x}" if life else ""
 
     def waited_ns(self) -> int:
         """Nanoseconds that threads of this process were held back while the ranks agreed on a table."""

@@ -1,4 +1,4 @@
-"""NCCL_ALGO and NCCL_PROTO: which (algorithm, protocol) they take from all-gather and reduce-scatter.
+"""NCCL_ALGO and NCCL_PROTO: which (algorithm, protocol) they take from the collectives that a table may touch.
 
 Source: NCCL from 2.24 on (``parseList`` in ``src/graph/tuning.cc``, 2.31: ``src/tuning/cost_model.cc``)::
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...traces.names import ALGOS, PAIRS, PROTOS, TUNED_FUNCS
+from ...traces.names import ALGOS, PAIRS_OF, PROTOS, TUNABLE_FUNCS, tuned_funcs
 
 ALGO, PROTO = "NCCL_ALGO", "NCCL_PROTO"
 #: NCCL's words for functions, without underscores, as all words here: ``allgather``.
@@ -22,12 +22,12 @@ _FUNCS = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")
 #: NCCL's words -> ours.
 _OUR_ALGOS = {name.replace("_", ""): name for name in ALGOS}
 _OUR_PROTOS = {name: name for name in PROTOS}
-_OUR_FUNCS = {name.replace("_", ""): name for name in TUNED_FUNCS}
+_OUR_FUNCS = {name.replace("_", ""): name for name in TUNABLE_FUNCS}
 _WORDS = {ALGO: _OUR_ALGOS, PROTO: _OUR_PROTOS}
 
 #: (function, algorithm, protocol), e.g. ("all_gather", "ring", "ll128").
 Cell = tuple[str, str, str]
-CELLS: frozenset[Cell] = frozenset((func, *pair) for func in TUNED_FUNCS for pair in PAIRS)
+CELLS: frozenset[Cell] = frozenset((func, *pair) for func in TUNABLE_FUNCS for pair in PAIRS_OF[func])
 
 
 @dataclass(frozen=True)
@@ -43,22 +43,22 @@ class Narrowing:
     unguarded: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
 
-    @property
-    def leaves_nothing(self) -> bool:
-        """Neither function has a cell left."""
-        return self.removed == CELLS
+    def leaves_nothing(self, all_reduce: str) -> bool:
+        """No collective that is tuned under this value of the job's option has a cell left."""
+        return not any(self.offered(func) for func in tuned_funcs(all_reduce))
 
     def offered(self, func: str) -> list[tuple[str, str]]:
         """Pairs that the variables leave to a function, in NCCL's order."""
-        return [pair for pair in PAIRS if (func, *pair) not in self.removed]
+        return [pair for pair in PAIRS_OF[func] if (func, *pair) not in self.removed]
 
 
 def narrowing(env: Mapping[str, str]) -> Narrowing:
     """What NCCL_ALGO and NCCL_PROTO of this environment take away; see the module for the grammar.
 
     >>> sorted(narrowing({"NCCL_PROTO": "^LL128"}).removed)
-    [('all_gather', 'ring', 'll128'), ('reduce_scatter', 'ring', 'll128')]
-    >>> narrowing({"NCCL_ALGO": "allreduce:tree", "NCCL_PROTO": ""})
+    [('all_gather', 'ring', 'll128'), ('all_reduce', 'ring', 'll128'), ('all_reduce', 'tree', 'll128'), \
+('reduce_scatter', 'ring', 'll128')]
+    >>> narrowing({"NCCL_ALGO": "broadcast:tree", "NCCL_PROTO": ""})
     Narrowing(removed=frozenset(), unguarded=(), unknown=())
     """
     algos, unknown = _parse(ALGO, env.get(ALGO, ""))
@@ -69,13 +69,13 @@ def narrowing(env: Mapping[str, str]) -> Narrowing:
         has_proto = proto in protos.get(func, PROTOS)
         if not (has_algo and has_proto):
             removed.add((func, algo, proto))
-    unguarded = [func for func in TUNED_FUNCS if "ll128" in protos.get(func, ())]
+    unguarded = [func for func in TUNABLE_FUNCS if "ll128" in protos.get(func, ())]
     strange = (*unknown, *more)
     return Narrowing(frozenset(removed), tuple(unguarded), strange)
 
 
 def _parse(variable: str, value: str) -> tuple[dict[str, set[str]], tuple[str, ...]]:
-    """Tuned function -> words enabled for it, if the value says anything of it; and words that NCCL does not know."""
+    """Function of ours -> words enabled for it, if the value says anything of it; and words that NCCL does not know."""
     enabled = dict[str, set[str]]()
     unknown = list[str]()
     for number, entry in enumerate(filter(None, value.split(";"))):
@@ -92,7 +92,7 @@ def _parse(variable: str, value: str) -> tuple[dict[str, set[str]], tuple[str, .
         words, strange = _words(variable, text)
         unknown += strange
         if not func:
-            enabled |= dict.fromkeys(TUNED_FUNCS, words)
+            enabled |= dict.fromkeys(TUNABLE_FUNCS, words)
         elif func in _OUR_FUNCS:
             enabled[_OUR_FUNCS[func]] = words
     return enabled, tuple(unknown)

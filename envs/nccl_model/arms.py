@@ -13,15 +13,12 @@ import numpy as np
 from numpy import arange, asarray, broadcast_to, concatenate, maximum, minimum, repeat, tile, where
 
 from ...traces.fingerprint import Fingerprint
-from ...traces.names import ALL_REDUCE, TUNABLE_FUNCS
 from ...traces.records import CHANNELS, PAIRS
 from ...traces.spaces import N_CHANNELS, N_CONFIGS, N_PAIRS, action_mask
-from .channels import PAIR_ALGOS, PAIR_PROTOS, RING, planned_channels
+from .channels import NVLS, PAIR_ALGOS, PAIR_PROTOS, RING, planned_channels
 
 Array = np.ndarray[Any, Any]
-_NVLS = PAIRS.index(("nvls", "simple"))
 _COLLNET = PAIRS.index(("collnet_direct", "simple"))
-_SUM = TUNABLE_FUNCS.index(ALL_REDUCE)
 #: The release whose rule holds where none is known: cells of 32 KiB, as from 2.29 on.
 RELEASE = 23007
 
@@ -40,8 +37,7 @@ def channels_of(fingerprint: Fingerprint, release: Array | int | None = None) ->
     own = asarray(fingerprint.own_pair, int)
     own_count = asarray(fingerprint.own_channels, int)
     func = asarray(fingerprint.func, int)
-    is_sum = func == _SUM
-    own_is_nvls = (own == _NVLS) & ~is_sum
+    own_is_nvls = PAIR_ALGOS[func, own] == NVLS
     fleet = _fleet(fingerprint, release, own_is_nvls, own_count)
     n_bytes = asarray(fingerprint.n_bytes, np.int64)
     n_bytes = n_bytes[column]
@@ -61,12 +57,12 @@ def channels_of(fingerprint: Fingerprint, release: Array | int | None = None) ->
     # Large messages get all that the communicator has (2.30.7 src/enqueue.cc, topoGetAlgoInfo), but for NVLS.
     most = fleet.comm_channels
     proto = PAIR_PROTOS[row, pair]
-    is_ring = PAIR_ALGOS[row, pair] == RING
-    of_ll = where((proto == 0) & is_ring, 8 * fleet.n_ranks, 8)
+    algo = PAIR_ALGOS[row, pair]
+    of_ll = where((proto == 0) & (algo == RING), 8 * fleet.n_ranks, 8)
     a_thread = where(proto == 2, 64, of_ll)
     is_large = n_bytes >= 640 * a_thread * most
     everything = planned_channels(fleet, n_bytes, pair, most, row)
-    gets_all = is_large & ((pair != _NVLS) | is_sum[column])
+    gets_all = is_large & (algo != NVLS)
     other = where(gets_all, everything, 0)
     uncounted = where(mine, own_count, other)
     counts = where(asked == 0, uncounted, ran)
@@ -111,8 +107,8 @@ def distinct(fingerprint: Fingerprint, release: Array | int | None = None) -> Ar
     # Where NCCL does not clip a count to what the algorithm has, the plugin sets none (tuner.c): those are no arms.
     n_nodes = asarray(fingerprint.n_nodes)
     over_nodes = n_nodes.reshape(n, 1) > 1
-    is_sum = asarray(fingerprint.func).reshape(n, 1) == _SUM
-    is_nvls = (pair == _NVLS) & ~is_sum
+    func = asarray(fingerprint.func, int)
+    is_nvls = PAIR_ALGOS[func[:, None], pair] == NVLS
     # An observation has no place for counts of CollNet (envs/search/observation.py), so an all_reduce has none there.
     unclipped = (pair == _COLLNET) | (is_nvls & over_nodes)
     has_count = tile(CHANNELS, N_PAIRS) > 0

@@ -13,7 +13,8 @@ import pandas as pd
 from ...traces.assemble import EVENT_COLUMNS, OFFER_COLUMNS, complete
 from ...traces.files import Trace, TraceError
 from ...traces.header import OF_ONE_RANK
-from ...traces.names import PAIRS_OF, TUNED_FUNCS, tuned_funcs
+from ...traces.importers.found import PER_RANK
+from ...traces.names import PAIRS_OF, tuned_funcs
 from ..nccl_model import clusters, cost_model
 from ..nccl_model.clusters import Cluster
 
@@ -118,7 +119,7 @@ def on_cluster(trace: Trace, c: Cluster) -> Trace:
 def _whole(trace: Trace, c: Cluster, notes: list[str]) -> pd.DataFrame:
     """The events; where their ranks are not told with the bytes of all ranks of the cluster. ``notes`` then say so."""
     events = trace.events
-    untold = (events["n_ranks"] == 0) & events["func"].isin(TUNED_FUNCS)
+    untold = (events["n_ranks"] == 0) & events["func"].isin(tuned_funcs(trace.all_reduce))
     if untold.any():
         notes.append(
             f"the ranks of {untold.sum()} calls are not told: taken to be all {c.n_ranks} of the cluster"
@@ -126,7 +127,8 @@ def _whole(trace: Trace, c: Cluster, notes: list[str]) -> pd.DataFrame:
     if not trace.header.get(OF_ONE_RANK):
         return events
     n_bytes = events["n_bytes"]
-    return events.assign(n_bytes=n_bytes.where(~untold, n_bytes * c.n_ranks))
+    is_part = untold & events["func"].isin(PER_RANK)
+    return events.assign(n_bytes=n_bytes.where(~is_part, n_bytes * c.n_ranks))
 
 
 def _modelled(events: pd.DataFrame, c: Cluster, notes: list[str], funcs: Sequence[str]) -> pd.DataFrame:

@@ -42,16 +42,6 @@ from .step_times import ROBUST
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True)
-class Change:
-    """How a job changed: logs of step times under the table."""
-
-    levels: Sequence[float] = ()  # all that it was seen at before
-    level: float | None = None  # the new one; None: unknown
-    moved: float | None = None  # by how much
-    is_other: bool = False  # a regime came back, and its table does not do there what it did
-
-
 #: What a window is to :class:`StepLevel`: as usual; off the usual; back at a level that was seen before; a change.
 AS_USUAL, OFF, RETURNED, MOVED = "usual", "off", "returned", "moved"
 
@@ -65,7 +55,7 @@ class StepLevel:
         self.noise, self.least_change = noise, least_change
         self.odd_windows = ODD if window_steps < LONG_WINDOW else ODD_LONG
         self.levels = list(levels)
-        self.change = Change()
+        self.moved: float | None = None  # by how much (log) at the last change
         self.odd: list[float] = []  # the last windows in a row that are off the usual
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._figures: tuple[float, float] | None = None  # what :meth:`usual` returns
@@ -137,7 +127,7 @@ class StepLevel:
             self._figures = None
             self.odd.clear()
             return RETURNED
-        self.change = Change(self.levels, level, level - middle)
+        self.moved = level - middle
         return MOVED
 
 
@@ -146,6 +136,7 @@ class VisitSchedule:
     table. Times are steps of the job."""
 
     def __init__(self, visit_steps: int, watch_share: float, now: int) -> None:
+        self.visit_steps = visit_steps
         self.usual = visit_steps / watch_share  # between two visits
         self.early = self.usual / EARLY
         self.gap = self.early
@@ -169,8 +160,10 @@ class VisitSchedule:
         may_grow = is_calm and self.gap >= self.usual
         self.gap = longer if may_grow else self.usual
 
-    def stretch(self, times: float) -> None:
-        """A visit takes so many times as many steps as before."""
+    def lengthen(self, visit_steps: int) -> None:
+        """A visit takes so many steps from now on."""
+        times = visit_steps / self.visit_steps
+        self.visit_steps = visit_steps
         self.usual *= times
         self.early *= times
         self.gap *= times
@@ -201,6 +194,24 @@ class Regime:
         return abs(float(np.log(step_ms / self.step_ms))), calls
 
 
+@dataclass(frozen=True)
+class Change:
+    """The job has changed, so the default is measured anew."""
+
+    regime: Regime  # that was left
+    is_harmful: bool = False  # its table is slower than the default
+    is_other: bool = False  # it came back, and its table does not do there what it did
+    default_ms: float | None = None  # of the look at the default that showed that; None: something else did
+    moved: float | None = None  # by how much a step of the default is longer (log); None: unknown
+    levels: Sequence[float] = ()  # logs of step times that it was seen at before
+
+    @property
+    def before(self) -> Array:
+        """(s,) configs to try first in a new search."""
+        configs = self.regime.configs
+        return np.zeros_like(configs) if self.is_harmful else configs
+
+
 @dataclass
 class Regimes:
     """Those that a job was tuned in, the latest ones."""
@@ -227,13 +238,12 @@ class Regimes:
                 near.append((step, regime))
         return min(near, key=lambda pair: pair[0])[1] if near else None
 
-    def same(
-        self, left: Regime, change: Change, default_ms: float, call_logs: Array, noise: float
-    ) -> Regime | None:
-        """After a ``change`` out of ``left``: the regime that the default is as in now, if any: one that was tuned, or
-        the one left at another pace: all steps are slower or faster by the same, and the network is as it was."""
+    def same(self, change: Change, default_ms: float, call_logs: Array, noise: float) -> Regime | None:
+        """After a change: the regime that the default is as in now, if any: one that was tuned, or the one left at
+        another pace: all steps are slower or faster by the same, and the network is as it was."""
         if change.is_other:
             return None
+        left = change.regime
         found = self.find(default_ms, call_logs, noise)
         if found is not None or change.moved is None or abs(change.moved) >= PACE:
             return found

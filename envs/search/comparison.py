@@ -173,14 +173,13 @@ class TimedWindow:
 
 @dataclass(frozen=True)
 class Window:
-    """What was measured, as the phases take it in."""
+    """What was measured, as the loop takes it in."""
 
     plan: Plan
     seen: Measured
     steps: Array  # (k,) ms, the steps that measure the table
     ms: float  # their trimmed mean
     is_aborted: bool
-    is_guilty: bool  # aborted, and its likeliest cause had aborted one before
     quads: Quads | None = None  # None: a look at what holds now, or a few calls
     current: TimedWindow | None = None  # the turns of the current table
 

@@ -5,8 +5,8 @@ steps under all decisions at once (``Windows.measure``), a comparison, or the en
 forbids nothing. The search itself keeps what is promised: NCCL's offer, the abort of a step that is too slow, the
 budget, and the comparison: a table replaces the current one only if :mod:`comparison` proves a gain.
 
-This file only dispatches. A phase plans windows and takes them in: :mod:`explore` until the verdict, :mod:`refine` with
-trials after it, :mod:`monitor` for the rest of the job. What they share is in :mod:`state`.
+This file keeps the account and teaches the belief. :mod:`loop` says what runs next: a table that the policy proposes,
+or looks at the current one, which :mod:`monitor` understands. What all of them know is in :mod:`state`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from typing import Any
 import numpy as np
 
 from .belief.prior import Prior
-from .change import Regimes
 from .comparison import Comparison, TimedWindow, Window
 from .config import HORIZON, SearchConfig
-from .explore import Explore, Remeasure
 from .interfaces import (
     GO_ON,
     LEAVE,
     N_WHAT,
     PROFILE,
     SEARCH,
+    TABLE,
     WATCH,
     WHAT,
     Job,
@@ -36,10 +35,9 @@ from .interfaces import (
     Policy,
     choices_of,
 )
-from .monitor import Monitor
+from .loop import Loop
 from .observation import observe
-from .refine import Refine
-from .state import Account, Changed, LastWindow, Milestones, NewSearch, Next, Phase, State, Verdict, Watching
+from .state import Account, LastWindow, Milestones, State
 from .step_guard import measuring_steps
 from .step_times import Quads, trimmed_mean
 
@@ -66,7 +64,6 @@ class Search:
         if account is not None:
             self.state.account = account
         self.last: Window | None = None  # the last measurement
-        self._regimes = Regimes()
         before = np.zeros(self.n_slots, np.int64)
         if first is not None and self.state.config.budget:
             slots = np.arange(self.n_slots)
@@ -74,7 +71,7 @@ class Search:
             before = np.where(is_offered, first, 0)
         self.state.account.steps += default.billed
         self.state.begin(default, before)
-        self.phase: Phase = Explore(self.state, before)
+        self.loop = Loop(self.state, before)
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -126,49 +123,50 @@ class Search:
     @property
     def turn(self) -> int:
         """The slot that the policy decides for next; the number of slots: none."""
-        return self.phase.turn
+        return self.loop.turn
 
     @property
     def is_over(self) -> bool:
         """The verdict is there: what comes now are trials, and monitoring."""
-        return isinstance(self.phase, Refine | Monitor)
+        return self.loop.monitor is not None
 
     @property
     def is_done(self) -> bool:
         """The policy has nothing left to decide."""
-        return isinstance(self.phase, Monitor)
+        return self.loop.is_done
 
     @property
     def is_comparing(self) -> bool:
         """A comparison is running before the verdict."""
-        return isinstance(self.phase, Explore) and self.phase.comparison is not None
+        trial = self.loop.trial
+        return trial is not None and trial.kind == TABLE
 
     @property
     def is_trying(self) -> bool:
         """A trial is waiting until the current table is seen to run as usual."""
-        return isinstance(self.phase, Refine) and self.phase.trial is not None
+        return self.is_over and self.loop.trial is not None
 
     @property
     def trials_left(self) -> int:
         """Windows that may still try something after the verdict."""
-        return self.phase.trials_left if isinstance(self.phase, Refine) else 0
+        return self.loop.trials_left
 
     # -- the policy's turns ------------------------------------------------------------------------------------
 
     def plan(self) -> Plan | None:
         """The window to run now, or None if the policy has a turn first."""
-        return self.phase.plan()
+        return self.loop.plan()
 
     def observe(self) -> Array:
         """What the policy sees of the slot whose turn it is, (observation.N_OBSERVATION,) float32."""
-        return observe(self.state, self.phase.look())
+        return observe(self.state, self.loop.look())
 
     @property
     def what_open(self) -> Array:
         """(N_WHAT,) bool: what may come next."""
         allowed = list(WHAT)
         if self.config.more_choices:
-            allowed += self.phase.more_choices
+            allowed += self.loop.more_choices
         every = np.arange(N_WHAT)
         return np.isin(every, allowed)
 
@@ -182,8 +180,7 @@ class Search:
             config, what = kept, GO_ON
         if not self.config.budget:  # nothing may be tried, whatever the policy wants
             config, what = kept, LEAVE
-        found = self.phase.decide(config, what)
-        self._enter(found)
+        self.loop.decide(config, what)
         return is_open
 
     def ask(self, policy: Policy, state: Any = None) -> Any:
@@ -208,7 +205,7 @@ class Search:
             return self._record_turns(plan, seen)
         if plan.kind == PROFILE:
             ms = trimmed_mean(seen.step_ms)
-            window = Window(plan, seen, seen.step_ms, ms, False, False)
+            window = Window(plan, seen, seen.step_ms, ms, False)
             return self._recorded(window, 0.0)
         return self._record_look(plan, seen)
 
@@ -232,8 +229,8 @@ class Search:
         state.long_steps.add(plan.configs, seen.step_ms, usual_ms)
         if plan.kind != WATCH or not plan.configs.any():
             self._learn_look(plan, seen, steps, ms, is_aborted)
-        is_guilty = self._ran(plan, is_aborted)
-        window = Window(plan, seen, steps, ms, is_aborted, is_guilty)
+        self._ran(plan, is_aborted)
+        window = Window(plan, seen, steps, ms, is_aborted)
         return self._recorded(window, saved - anyway)
 
     def _record_turns(self, plan: Plan, seen: Measured) -> float:
@@ -271,18 +268,18 @@ class Search:
         long_steps.add(plan.configs, seen.tried, usual_ms)
         long_steps.add(self.confirmed, seen.current, current_ms)
         self._learn(plan, seen, quads, is_aborted)
-        is_guilty = self._ran(plan, is_aborted)
+        self._ran(plan, is_aborted)
         beside = TimedWindow(current_ms, seen.first_step, seen.last_step)
-        window = Window(plan, seen, steps, ms, is_aborted, is_guilty, quads, beside)
+        window = Window(plan, seen, steps, ms, is_aborted, quads, beside)
         return self._recorded(window, saved - anyway)
 
-    def _ran(self, plan: Plan, is_aborted: bool) -> bool:
-        """A measurement is over. Whether its configs were aborted before, and are guilty now."""
+    def _ran(self, plan: Plan, is_aborted: bool) -> None:
+        """A measurement is over."""
         state = self.state
-        is_guilty = is_aborted and state.guard.abort(plan.configs)
-        state.milestones.aborted += is_aborted
+        if is_aborted:
+            state.guard.abort(plan.configs)
+            state.milestones.aborted += 1
         state.running.ran(plan, is_aborted)
-        return is_guilty
 
     def _learn(self, plan: Plan, seen: Measured, quads: Quads, is_aborted: bool) -> None:
         """The belief learns by how much the two tables differ, and the times of the calls."""
@@ -352,36 +349,16 @@ class Search:
 
     def _recorded(self, window: Window, saved: float) -> float:
         self.last = window
-        self._enter(self.phase.record(window))
+        self.loop.record(window)
         return saved
 
-    # -- phases ------------------------------------------------------------------------------------------------
+    # -- from outside ---------------------------------------------------------------------------------------------
 
     def resume(self, confirmed: Array) -> None:
         """A table was adopted before: straight to monitoring."""
         self.state.current.set(confirmed)
-        self._enter(Verdict(0, confirmed.copy()))
+        self.loop.verdict(trials=0)
 
     def withdraw(self) -> None:
         """The job is to run as if nobody had tuned it."""
         self.state.current.set(np.zeros_like(self.confirmed))
-
-    def _enter(self, found: Next) -> None:
-        """Go on with the next phase."""
-        state = self.state
-        match found:
-            case Verdict():
-                marks = state.milestones
-                marks.verdict = self.steps if marks.verdict < 0 else marks.verdict
-                after = found.chosen, found.levels, found.is_back
-                is_refining = found.trials > 0
-                if is_refining:
-                    self.phase = Refine(state, found.trials, *after)
-                else:
-                    self.phase = Monitor(state, *after)
-            case Watching():
-                self.phase = found.monitor
-            case Changed():
-                self.phase = Remeasure(state, self._regimes, found)
-            case NewSearch():
-                self.phase = Explore(state, found.before, found.is_compared)

@@ -1,39 +1,18 @@
-"""What one search knows and shares between its phases: the job, the current table, the account, what was compared."""
+"""What one search knows: the job, the current table, the account, what was compared."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from .belief.belief import Belief
 from .belief.prior import Prior
-from .change import Change, Regime
-from .comparison import (
-    ADOPTED,
-    OPEN,
-    REJECTED,
-    Comparison,
-    LongSteps,
-    SequentialTest,
-    Terms,
-    Window,
-    level_of,
-)
-from .config import (
-    BUDGET_STEPS,
-    CARRIED_TURN_STEPS,
-    HORIZON,
-    LONGER,
-    TURN_STEPS,
-    WATCH_ALPHA,
-    WATCH_KNOWN,
-    WATCH_TUNED_FOR,
-    SearchConfig,
-)
+from .comparison import ADOPTED, OPEN, REJECTED, Comparison, LongSteps, SequentialTest, Terms, level_of
+from .config import BUDGET_STEPS, CARRIED_TURN_STEPS, HORIZON, LONGER, TURN_STEPS, SearchConfig
 from .interfaces import QUAD, TABLE, Job, Measured, Plan
 from .step_guard import Running, StepGuard, Turns
 from .step_times import DefaultCalls, NoiseEstimate, trimmed_mean
@@ -124,7 +103,7 @@ class Comparisons:
 
     history: list[Comparison] = field(default_factory=list)
     in_search: int = 0  # of this search
-    last_rejected: Comparison | None = None
+    last_rejected: Comparison | None = None  # of them
     rejected: set[bytes] = field(default_factory=set)  # tables that lost in this search
     #: Tables that were dropped for them, in any search.
     with_long_steps: set[bytes] = field(default_factory=set)
@@ -139,6 +118,8 @@ class Comparisons:
     def reject(self, comparison: Comparison) -> None:
         """Its table lost."""
         comparison.outcome = REJECTED
+        if not comparison.is_trial:
+            self.last_rejected = comparison
         self.rejected.add(comparison.table.tobytes())
 
     def has_lost(self, table: Array) -> bool:
@@ -277,12 +258,6 @@ class State:
         comparison.outcome = ADOPTED
         self.current.set(comparison.table, [*self.current.comparisons, comparison])
 
-    def scheduled_looks(self) -> Comparison:
-        """The looks at the default, beside the current table, that monitoring takes now and then."""
-        noise = self.noise.of_quads(self.noise.quads)
-        test = SequentialTest(noise, WATCH_ALPHA, tuned_for=WATCH_TUNED_FOR, known=WATCH_KNOWN)
-        return Comparison(self.current.configs, np.zeros(self.n_slots, np.int64), test)
-
     def decide(self, comparison: Comparison) -> bool | None:
         """Whether its table replaces the current one, see :meth:`Comparison.decide`."""
         if self.turns.steps == TURN_STEPS and comparison.drop_carried():
@@ -297,51 +272,8 @@ class State:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Next: what comes after a search. ``trials``: windows that may still try something."""
-
-    trials: int
-    chosen: Array  # (s,) configs that the policy saw as the last choice
-    levels: Sequence[float] = ()  # logs of step times that the job had under this table before
-    is_back: bool = (
-        False  # in a regime that was tuned before: whether its table still gains is looked at first
-    )
-
-
-@dataclass(frozen=True)
-class Watching:
-    """Next: nothing is tried any more."""
-
-    monitor: Phase
-
-
-@dataclass(frozen=True)
-class Changed:
-    """Next: the job has changed, so the default is measured anew."""
-
-    change: Change
-    regime: Regime  # that was left
-    before: Array  # (s,) configs to try first in a new search
-    is_harmful: bool = False  # its table is slower than the default
-    default_ms: float | None = None  # of the look at the default that showed that; None: something else did
-    trials: int = 0  # that were left
-
-
-@dataclass(frozen=True)
-class NewSearch:
-    """Next: another search."""
-
-    before: Array  # (s,) configs to try first
-    is_compared: bool = False  # they seem to gain: their comparison comes at once
-
-
-#: What a phase returns: what comes next, or None to go on with this phase.
-Next = Verdict | Watching | Changed | NewSearch | None
-
-
-@dataclass(frozen=True)
 class Look:
-    """What a phase adds to the observation of a slot."""
+    """What the loop adds to the observation of a slot."""
 
     slot: int
     chosen: int  # its config in the last round
@@ -349,28 +281,4 @@ class Look:
     outlook: tuple[Array, Array, Array]  # saving, learned and worth (N_CONFIGS,), see ``Belief.outlook``
     idle: float  # see ``observation.Context``
     is_exploring: bool
-    is_refining: bool = False
-
-
-class Phase(Protocol):
-    """One phase of a search."""
-
-    @property
-    def more_choices(self) -> tuple[int, ...]:
-        """What may come next beside GO_ON, RUN, COMPARE and LEAVE, if ``SearchConfig.more_choices``."""
-
-    @property
-    def turn(self) -> int:
-        """The slot that the policy decides for next; the number of slots: none."""
-
-    def plan(self) -> Plan | None:
-        """The next window, or None if the policy has a turn first."""
-
-    def look(self) -> Look:
-        """For the observation of the slot whose turn it is."""
-
-    def decide(self, config: int, what: int) -> Next:
-        """The policy's choice for that slot, and what comes next."""
-
-    def record(self, window: Window) -> Next:
-        """Take in a window that was planned."""
+    is_refining: bool  # after the verdict

@@ -90,13 +90,12 @@ class StepGuard:
             return ABORT * default_ms
         return math.inf
 
-    def abort(self, configs: Array) -> bool:
-        """A window was aborted: the likeliest of the new configs (s,) is taken for the cause. Returns whether it was
-        the cause before."""
+    def abort(self, configs: Array) -> None:
+        """A window was aborted: the likeliest of the new configs (s,) is taken for the cause."""
         is_new = self.is_new(configs)
         slots = np.flatnonzero(is_new).tolist()
         if not slots:
-            return False
+            return
 
         def likely(slot: int) -> float:
             """Probability that the slot's config made the step too slow."""
@@ -107,7 +106,6 @@ class StepGuard:
         slot = max(slots, key=likely)
         cause = slot, configs[slot]
         self.aborted[cause] += 1
-        return bool(self.is_guilty[cause])
 
     @property
     def is_guilty(self) -> Array:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cli_process import run
+from command import refused
 from dynamiccl.envs.nccl.run_folder import RUN_ID, STOP, TABLE, TABLE_FILE_BYTES
 from test_site_switch import JOB
 
@@ -38,8 +39,8 @@ def test_the_job_runs_untuned_and_the_reason_is_said(tmp_path, words, why):
     last = done.stderr.splitlines()[-1]
     assert last.startswith("dynamiccl: dynamiccl cannot start here (") and why in last
     assert last.endswith("): the job runs without it")
-    refused = run(*words, *JOB)
-    assert refused.returncode == 2 and refused.stdout == "", refused.stderr
+    without = refused([*words, *JOB])
+    assert without.exit_code == 2 and without.stdout == "", without.stderr
 
 
 def test_a_plugin_that_cannot_be_built_and_a_program_that_reads_the_summary(tmp_path):
@@ -50,8 +51,8 @@ def test_a_plugin_that_cannot_be_built_and_a_program_that_reads_the_summary(tmp_
 
 
 def test_it_needs_a_command():
-    done = run("tune", "--or-untuned")
-    assert done.returncode == 2 and "needs a COMMAND" in done.stderr
+    done = refused(["tune", "--or-untuned"])
+    assert done.exit_code == 2 and "needs a COMMAND" in done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="not run as root")

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from cli_process import run
+from command import invoke
 from dynamiccl.envs.nccl import site_switch
 from dynamiccl.envs.nccl.site_switch import switched_off
 
@@ -92,11 +93,12 @@ def test_what_only_tunes_is_refused(words):
     assert done.returncode == 2 and "ask the operators" in done.stderr.splitlines()[-1]
 
 
-def test_env_gives_no_variables():
-    done = run("env", env=OFF)
-    assert (done.returncode, done.stdout) == (0, "") and "switched off" in done.stderr
-    assert json.loads(run("env", "--json", env=OFF).stdout) == {}
-    assert run("env", "--headroom", "32", env=OFF).stdout == "export NCCL_MIN_NCHANNELS=32\n"
+def test_env_gives_no_variables(monkeypatch):
+    monkeypatch.setenv("DYNAMICCL_OFF", "1")
+    done = invoke(["env"])
+    assert (done.exit_code, done.stdout) == (0, "") and "switched off" in done.stderr
+    assert json.loads(invoke(["env", "--json"]).stdout) == {}
+    assert invoke(["env", "--headroom", "32"]).stdout == "export NCCL_MIN_NCHANNELS=32\n"
 
 
 @pytest.mark.parametrize("theirs", ["", "/opt/site/libnccl-tuner.so"])

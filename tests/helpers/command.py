@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import patch
 
 from dynamiccl.agent.cli import COMMANDS, run
 from dynamiccl.agent.commands import Group
@@ -41,10 +42,24 @@ def invoke(words):
     return SimpleNamespace(exit_code=status, stdout=told[0], stderr=told[1], output="".join(told))
 
 
+def refused(words):
+    """As ``invoke``, of a command that is to be refused: else it would become its job, in place of this process."""
+
+    def becomes(*_):
+        raise AssertionError(f"not refused: {words}")
+
+    with patch.multiple(os, execv=becomes, execve=becomes, execvp=becomes):
+        return invoke(words)
+
+
+def clean(**env):
+    """This environment without NCCL's variables and ours, and with ``env``."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "DYNAMICCL_"))} | env
+
+
 def start(*words, **env):
-    """The command as a process, in this environment without NCCL's variables and ours, and with ``env``."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "DYNAMICCL_"))}
+    """The command as a process, in the environment that is :func:`clean`."""
     command = [sys.executable, "-m", "dynamiccl.agent.cli", *map(str, words)]
     return subprocess.run(
-        command, env=clean | env, capture_output=True, text=True, errors="replace", check=False
+        command, env=clean(**env), capture_output=True, text=True, errors="replace", check=False
     )

@@ -1,4 +1,7 @@
-"""A rank of a job that PyTorch's own FSDP2 shards: ``python fsdp2_rank.py STEPS``, under torchrun."""
+"""A rank of a job that PyTorch's own FSDP2 shards: ``python fsdp2_rank.py STEPS [recompute]``, under torchrun.
+
+``recompute``: backward recomputes each block (activation checkpointing).
+"""
 
 import os
 import sys
@@ -6,6 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -21,6 +25,8 @@ def main():
         nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
         for _ in range(BLOCKS)
     ]
+    if sys.argv[2:] == ["recompute"]:
+        parts = [checkpoint_wrapper(part) for part in parts]
     net = nn.Sequential(*parts)
     for part in net:
         fully_shard(part, mesh=mesh)

@@ -13,21 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
 #: In the environment: a seed. Communicators made from then on tell later, at random.
 TELLS_LATE = "STAND_IN_TELLS_LATE"
 #: The chance that a group is told later, if nothing else is said, and that the thread comes to the next one at some
 #: moment.
 LATE, COMES = 0.5, 0.3
-
-
-@pytest.fixture(params=["at once", "later"], autouse=True)
-def tells(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both modes of the miniature NCCL, for all tests of the module that imports this."""
-    if request.param == "later":
-        monkeypatch.setenv(TELLS_LATE, str(len(request.node.name)))
-    return str(request.param)
 
 
 class Told:

@@ -82,6 +82,7 @@ def nccl(rank: int) -> Callable[[], int]:
 
     n_ranks = int(os.environ.get("COMM_RANKS") or os.environ.get("WORLD_SIZE", "1"))
     release = os.environ.get("NCCL_RELEASE", "2.29.7")
+    func = os.environ.get("FUNC", "all_gather")
     comms, cost = {}, np.full((7, 3), 10, np.float32)
 
     def collective() -> int:
@@ -93,8 +94,8 @@ def nccl(rank: int) -> Callable[[], int]:
             comms[comm_id] = Communicator(plugin_path(), comm_id, n_ranks, 1, rank, release)
         comm = comms[comm_id]
         for _ in range(8):
-            channels = comm.get_coll_info("all_gather", 4096, cost.copy())
-            comm.stop(comm.start_coll("all_gather", 1, 4096 // n_ranks, "int8", 1, 16, "ring", "ll"))
+            channels = comm.get_coll_info(func, 4096, cost.copy())
+            comm.stop(comm.start_coll(func, 1, 4096 // n_ranks, "int8", 1, 16, "ring", "ll"))
         return channels
 
     return collective

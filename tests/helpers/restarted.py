@@ -5,6 +5,7 @@ from pathlib import Path
 import pandas as pd
 from dynamiccl.traces.assemble import COMM_COLUMNS, EVENT_COLUMNS, OFFER_COLUMNS, STEP_COLUMNS, empty
 from dynamiccl.traces.files import Trace
+from dynamiccl.traces.segments import Coverage, Segment
 
 MS = 1_000_000
 GIB = 1 << 30
@@ -21,6 +22,7 @@ def frame(rows, columns):
 def restarted(lives=LIVES, gap_ms=5000, folder=Path("trace")):
     """A trace of these lives. Ranks have the processes 10 and 11, then 20 and 21, and so on."""
     steps, events, now = [], [], 0
+    starts = {10 * n + rank: f"life of {10 * n}" for n in range(1, len(lives) + 1) for rank in (0, 1)}
     for number, (n_steps, ms, first, generation) in enumerate(lives, 1):
         for index in range(n_steps):
             for rank in (0, 1):
@@ -56,4 +58,5 @@ def restarted(lives=LIVES, gap_ms=5000, folder=Path("trace")):
         empty(COMM_COLUMNS),
         empty(OFFER_COLUMNS),
         log=[{"kind": "begins", "out": "."}, named, verdict, *tables],
+        segments=[Segment("000-0", coverage=Coverage(starts=starts))],
     )

@@ -1,11 +1,12 @@
 """The tables of docs/evidence.md are recomputed from the raw rows on file."""
 
+import json
 import re
 
 import cables_nccl
 import pandas as pd
 import pytest
-from paths import ROOT
+from paths import DATA, ROOT
 
 PAGE = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
 
@@ -76,3 +77,14 @@ def test_a_table_beside_the_socket_cure_is_as_the_page_says(job):
     rows = pd.read_csv(cables_nccl.DATA / "gains" / f"gains-4gbit-flow-1gbit-{job}.csv.gz")
     figures = cables_nccl.against(cables_nccl.medians(rows), "best of our offer", "sockets 1 x 4")
     assert cables_nccl.words(figures) in " ".join(PAGE.split())
+
+
+def test_all_reduces_of_emulated_jobs_were_shortened_as_the_page_says():
+    for name, job in {"ddp": "DDP", "stage_1": "stage 1", "hsdp": "HSDP"}.items():
+        told = json.loads((DATA / "emulated_all_reduce" / f"{name}.json").read_text())
+        mean, low, high = (100 * (1 - 1 / x) for x in (told["speedup"], *told["speedup_ci95"]))
+        assert (
+            told["kept"] and told["emulated"] and told["all_reduce"] and not told["consistency"]["mismatches"]
+        )
+        assert any(row["func"] == "all_reduce" for row in told["tables"][told["in_force"]])
+        assert f"{job} {mean:.1f} % [{low:.1f}, {high:.1f}]" in PAGE

@@ -102,7 +102,7 @@ def test_the_batch_script_is_valid_shell_with_options_of_sbatch():
 )
 def test_a_template_has_the_cap_the_switch_and_never_costs_a_job(name):
     words = re.sub(r'[",\s]+', " ", (EXAMPLES / name).read_text())
-    assert " --or-untuned --budget 0.01 --search-slots 4:/" in words and "/etc/dynamiccl" in words
+    assert " --or-untuned --budget 0.01 --search-slots 1:/" in words and "/etc/dynamiccl" in words
 
 
 def test_the_signal_of_the_batch_script_leaves_time_for_a_checkpoint():

@@ -37,6 +37,19 @@ def test_a_job_whose_tables_change_trains_as_untuned(name, folder):
     assert holds(job) and job["holds"]
 
 
+LATER = [path for path in sorted(FILED.glob("golden_*/*-*.json")) if "job" in json.loads(path.read_text())]
+
+
+@pytest.mark.parametrize("path", LATER, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_filed_job_holds(path):
+    job = json.loads(path.read_text())
+    assert holds(job) and job["holds"]
+    assert job["digest"] == job["untuned_digest"]
+    untuned = json.loads((path.parent / f"untuned-{job['workload']}-{job['ranks']}.json").read_text())
+    if untuned["steps"] == job["steps"]:
+        assert job["digest"] == untuned["digest"]
+
+
 def test_jobs_of_one_workload_have_the_losses_of_one_untuned_run():
     """However long: the digest of a run of as many steps is the untuned one's own."""
     for name in JOBS:
@@ -73,6 +86,17 @@ def test_tuned_jobs_keep_their_summary_and_doctor_compares_both_hosts():
 def test_each_control_was_caught(fault):
     (row,) = [row for row in TABLE["controls"] if row["control"] == fault]
     assert row == read(f"control-{fault}") and row["caught"]
+
+
+def test_all_reduces_were_tuned_in_each_kind_of_job_that_has_them():
+    tuned = [path.stem for path in LATER if path.stem.split("-")[1] in golden_nccl.SUMS]
+    assert {name.split("-")[1] for name in tuned} == set(golden_nccl.SUMS)
+
+
+@pytest.mark.parametrize("fault", CONTROLS)
+def test_each_control_was_caught_among_all_reduces_too(fault):
+    row = read(f"control-{fault}-ddp", "golden_merged")
+    assert row["workload"] == "ddp" and row["caught"]
 
 
 def test_each_stage_of_zero_was_run():

@@ -173,6 +173,36 @@ def test_no_file_imports_one_that_imports_it_not_even_late():
     assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {frozenset({"b", "c"})}
 
 
+#: What a C file gives to others: a function, or a variable, that begins a line and is neither static nor declared only.
+GIVEN = re.compile(
+    r"^(?!static |extern |struct \w+ \{|enum |typedef )\w[^\n;={]*?\b(\w+)(?:\(|\[\w+\]| = |;)", re.M
+)
+
+
+def needs_of_c(sources):
+    """C file -> the others whose functions and variables it names; ``sources``: file -> text."""
+    code = {}
+    for name, text in sources.items():
+        bare = re.sub(r'"(\\.|[^"\\\n])*"|/\*.*?\*/|//[^\n]*', '""', text, flags=re.S)
+        code[name] = re.sub(r"^#[^\n]*|__attribute__\(\(\w+\)\) ", "", bare, flags=re.M)
+    given = {word: name for name, text in code.items() for word in GIVEN.findall(text)}
+    found = {name: {given[w] for w in re.findall(r"\w+", text) if w in given} for name, text in code.items()}
+    return {name: others - {name} for name, others in found.items()}
+
+
+def test_no_file_of_the_plugin_calls_one_that_calls_it():
+    needs = needs_of_c({p.name: p.read_text("utf-8") for p in (ROOT / "envs/nccl/plugin").glob("*.c")})
+    assert in_circles(needs) == set()
+    assert {"table.c", "switch.c", "clock.c"} <= needs["tuner.c"], "or it reads too little"
+    assert not needs["table.c"] | needs["ring.c"]
+    above = "int late;\nbool is_late(int n) {\n  return n > late;\n}\n"
+    below = "// is_late(0)\nstatic int own(void) { return is_late(1); }\n"
+    assert needs_of_c({"a": above, "b": below}) == {"a": set(), "b": {"a"}}
+    assert in_circles(
+        needs_of_c({"a": above + "void more(void) { b(); }", "b": below + "void b(void) {\n}\n"})
+    )
+
+
 def test_the_tuner_beside_a_job_imports_no_simulator_and_nothing_that_draws():
     """Late imports counted."""
     daemon = "agent/daemon/daemon.py"

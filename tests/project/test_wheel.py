@@ -37,29 +37,31 @@ def call(*command, **env):
     return done.stdout
 
 
+def made_in(folder):
+    """A wheel that is made in this folder from what git knows, by the setuptools that is here."""
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.split(
+        b"\0"
+    )
+    for name in filter(None, map(os.fsdecode, files)):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q"]
+    call(*pip, "-w", str(folder / "made"), str(folder))
+    (path,) = (folder / "made").glob("*.whl")
+    return path
+
+
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory):
-    """Two wheels, each made in a folder of its own from what git knows."""
-    made = []
-    for _ in range(2):
-        folder = tmp_path_factory.mktemp("source")
-        files = subprocess.run(
-            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
-        ).stdout.split(b"\0")
-        for name in filter(None, map(os.fsdecode, files)):
-            if (ROOT / name).is_file():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / name, folder / name)
-        call(sys.executable, "-m", "pip", "wheel", str(folder), "--no-deps", "-q", "-w", str(folder / "made"))
-        made += (folder / "made").glob("*.whl")
-    return made
+def made(tmp_path_factory):
+    return made_in(tmp_path_factory.mktemp("source"))
 
 
-def test_the_samples_are_in_the_wheel(wheels):
+def test_the_samples_are_in_the_wheel(made):
     """A new user's first commands read them: `dynamiccl advise --sample`, `dynamiccl show --sample`."""
     samples = [path for path in (ROOT / "agent" / "samples").rglob("*") if path.is_file()]
     names = {f"dynamiccl/{path.relative_to(ROOT)}" for path in samples}
-    assert names <= set(zipfile.ZipFile(wheels[0]).namelist()) and len(names) > 10
+    assert names <= set(zipfile.ZipFile(made).namelist()) and len(names) > 10
     assert sum(path.stat().st_size for path in samples) < 300_000
 
 
@@ -91,15 +93,16 @@ def test_a_cross_compiler_makes_the_wheel_of_another_machine(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_same_sources_make_the_same_bytes(wheels):
-    one, other = wheels
+def test_the_same_sources_make_the_same_bytes(made, tmp_path):
+    """Each in a folder of its own."""
+    one, other = made, made_in(tmp_path)
     assert one.name == other.name and one.name.split("-")[2:4] == ["py3", "none"]
     assert one.read_bytes() == other.read_bytes()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("release", ["3.11", "3.12", "3.13"])
-def test_it_works_on_every_python_without_a_compiler(wheels, tmp_path, release):
+def test_it_works_on_every_python_without_a_compiler(made, tmp_path, release):
     by_pyenv = (Path.home() / ".pyenv" / "versions").glob(f"{release}.*/bin/python")
     found = [path for path in (shutil.which(f"python{release}"), *map(str, by_pyenv)) if path]
     python = next(
@@ -109,7 +112,7 @@ def test_it_works_on_every_python_without_a_compiler(wheels, tmp_path, release):
         pytest.skip(f"no Python {release} here")
     call(python, "-m", "venv", str(tmp_path))
     own = str(tmp_path / "bin" / "python")
-    call(own, "-m", "pip", "install", "-q", "--disable-pip-version-check", str(wheels[0]))
+    call(own, "-m", "pip", "install", "-q", "--disable-pip-version-check", str(made))
     brought = {
         line.split("==")[0].lower() for line in call(own, "-m", "pip", "list", "--format=freeze").splitlines()
     }

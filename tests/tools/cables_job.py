@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from golden_job import trained
+from golden_job import KINDS, trained
 
 FUNCS = {"all_gather": 2, "reduce_scatter": 3}
 PROTOCOLS = {"LL": 0, "LL128": 1, "Simple": 2, "": -1}
@@ -150,7 +150,7 @@ def main():
     parser.add_argument("--backend", required=True)
     parser.add_argument("--backend-module", default="", help="imported first: it registers the backend")
     parser.add_argument("--plan", type=Path, help="of the sweep")
-    parser.add_argument("--kind", choices=("fsdp2", "zero"), default="fsdp2")
+    parser.add_argument("--kind", choices=KINDS, default="fsdp2")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=1)

@@ -23,6 +23,7 @@ import os
 import platform
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from golden_nccl import end
 
 STARTED = time.monotonic()
 HERE = Path(__file__).parent
@@ -58,13 +60,21 @@ def launched(options, out, words, extra, tune=None, seconds=120):
     backend = ["--backend", options.backend, "--backend-module", options.backend_module]
     command = [options.launcher, *verb, "-o", str(out), *script, *words, "--out", str(out), *backend]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **extra}
-    done = subprocess.run(command, env=environment, timeout=seconds, capture_output=True, text=True)
+    started = {
+        "start_new_session": True,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
+    with subprocess.Popen(command, env=environment, **started) as done:
+        try:
+            printed, _ = done.communicate(timeout=seconds)
+        finally:
+            end(done)  # what it has started would disturb the next run
     log = out / ("rank0.log" if tune is None else "host0.log")
     said = log.read_text(errors="replace") if log.exists() else ""
     if done.returncode:
-        raise SystemExit(
-            f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout}{done.stderr}{said[-3000:]}"
-        )
+        raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{printed}{said[-3000:]}")
     return said
 
 
@@ -318,6 +328,8 @@ ARMS = {
     "tuned": {},
 }
 TUNED = "--no-memory --no-job-log"
+#: Jobs of all-reduces: tuned with the option.
+SUMS = ("ddp", "classic")
 
 
 def gains(options):
@@ -367,8 +379,8 @@ def one_run(options, folder, arm, words, seed):
         steps = ["--steps", str(options.tuned_steps)]
         # The results of a short run: `launcher tune -o OUT/untouched-KIND-WIDTHxLAYERS -t "--budget 0" SCRIPT ..`.
         earlier = options.out / f"untouched-{options.kind}-{options.width}x{options.layers}" / "h0"
-        asked = f"--headroom {MOST} --untouched {earlier} {TUNED}"
-        launched(options, folder, [*words, *steps], ARMS[arm], tune=asked, seconds=180)
+        asked = f"--headroom {MOST} --untouched {earlier} {TUNED}" + " --all-reduce" * (options.kind in SUMS)
+        launched(options, folder, [*words, *steps], ARMS[arm], tune=asked, seconds=300)
     elif arm == "raised":
         tables = folder / "tables.json"
         tables.write_text(json.dumps([rows for _, rows in job_tables(options)]))
@@ -417,7 +429,7 @@ def plant(options):
                     if not earlier.exists():
                         launched(options, earlier, [*words, "60"], extra, tune=f"--budget 0 {TUNED}")
                     asked += f" --headroom 4 --untouched {earlier / 'h0'}"
-                launched(options, folder, [*words, str(options.tuned_steps)], extra, tune=asked, seconds=180)
+                launched(options, folder, [*words, str(options.tuned_steps)], extra, tune=asked, seconds=300)
             steps = json.loads((folder / "steps-0.json").read_text())
             (folder / "run.json").write_text(json.dumps(row | steps))
             print(row, len(steps["ms"]), steps["load"][0], verdict(folder), flush=True)
@@ -582,6 +594,8 @@ JOB_WORDS = {
     "fsdp2-512x1": "FSDP2, 8 MiB",
     "zero-512x1": "`zero()` stage 3, 8 MiB",
     "fsdp2-256x4": "FSDP2, 4 x 2 MiB",
+    "ddp-512x1": "DDP, 8 MiB",
+    "classic-512x1": "`zero()` stage 1 by all-reduce, 8 MiB",
 }
 ARM_WORDS = {
     "untouched": "NCCL untouched",
@@ -685,8 +699,9 @@ def plants_table():
         paths = [DATA / "gains" / f"{runs}-{name}-verdicts.csv" for runs in PLANTED_RUNS]
         told = pd.concat([pd.read_csv(path) for path in paths if path.exists()])
         gained = [words(one) for one in list(turns.values())[1:]]
-        rows.append([f"{name} %", flow, *gained, len(told), int(told["kept"].sum())])
-    return table([*heads, "runs of `tune`", "kept"], rows)
+        lost = " to ".join(f"{cost:.1f}" for cost in sorted(told["cost_s"].quantile([0.1, 0.9])))
+        rows.append([f"{name} %", flow, *gained, len(told), int(told["kept"].sum()), f"{lost} s"])
+    return table([*heads, "runs of `tune`", "kept", "the search lost, 8 of 10 runs"], rows)
 
 
 def tuned_table():
@@ -733,6 +748,7 @@ PARTS |= {"file": file_rows, "tables": tables}
 
 
 def main():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the launcher is ended too
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -752,7 +768,7 @@ def main():
         help="begin no run after so long; what is done is not done again",
     )
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--kind", choices=("fsdp2", "zero"), default="fsdp2")
+    parser.add_argument("--kind", choices=("fsdp2", "zero", *SUMS), default="fsdp2")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--arms", default=",".join(ARMS))

@@ -15,7 +15,6 @@ import json
 import pickle
 from pathlib import Path
 
-import cma
 import numpy as np
 from dynamiccl.agent.policies import rule
 from dynamiccl.agent.policies.choosing import make_chooser
@@ -85,6 +84,8 @@ def all_played(points, family, seed, n, parallel):
 
 def search(path, generations, n, parallel):
     """Write the state of CMA-ES and its answer after each generation."""
+    import cma  # here: it imports matplotlib, and the other commands need neither
+
     state = path.with_suffix(".pickle")
     if state.exists():
         strategy = pickle.loads(state.read_bytes())

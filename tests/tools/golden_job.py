@@ -21,12 +21,15 @@ import json
 import os
 from pathlib import Path
 
+#: ``classic``: stage 1 of zero() by all-reduce of the gradients.
+KINDS = ("fsdp2", "hsdp", "ddp", "zero", "classic")
+
 
 def parsed():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kind", choices=("fsdp2", "hsdp", "ddp", "zero"), required=True)
+    parser.add_argument("--kind", choices=KINDS, required=True)
     parser.add_argument("--stage", type=int, default=3, help="of zero()")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--width", type=int, default=64)
@@ -97,7 +100,7 @@ def ddp(model):
     return wrapped, lambda loss: loss.backward(), step
 
 
-def by_zero(model, stage):
+def by_zero(model, stage, classic=False):
     """(backward, step) of a model under ``zero()``."""
     import torch
     from dynamiccl.zero_workload import zero
@@ -106,6 +109,7 @@ def by_zero(model, stage):
         model,
         lambda parameters: torch.optim.AdamW([{"params": list(parameters)}], 1e-3),
         stage=stage,
+        classic=classic,
         param_dtype=torch.float32,
     )
     return engine.backward, engine.step
@@ -127,6 +131,8 @@ def trained(options, world, stage):
         return ddp(model)
     if options.kind == "zero":
         return model, *by_zero(model, stage)
+    if options.kind == "classic":
+        return model, *by_zero(model, 1, classic=True)
     return model, *fsdp2(model, world, 2 if options.kind == "hsdp" else 1)
 
 

@@ -1,6 +1,6 @@
 """Golden runs: does a job train to the bit as it does untuned while its tables change, on NCCL's own library?
 
-  python tests/tools/golden_nccl.py --launcher LAUNCHER --out FOLDER [--quick] [--controls] [--bin FOLDER]
+  python tests/tools/golden_nccl.py --launcher LAUNCHER --out FOLDER [--quick] [--controls [WORKLOAD]] [--bin FOLDER]
 
 LAUNCHER is a program that runs a command on two hosts on which NCCL's library works. Its interface:
 
@@ -13,9 +13,10 @@ which this script sets to ``--bin``: so any installed tree can be tested, also o
 have to be there already. It may have its own backend for torch.distributed (``--backend``, ``--backend-module``).
 
 Jobs are named HOW-WORKLOAD-RANKS. WORKLOAD is fsdp2, zero1, zero2 or zero3; RANKS 2 (one a host) or 4 (two a host).
-Sums of two numbers cannot differ by order, so equal losses count at 4. With ddp and hsdp (2 replicas of 2 shards) all-
-reduces are tuned too (``--all-reduce``): other settings add the numbers of more than two ranks in another order, so
-ddp is at 2 ranks; hsdp adds two numbers at a time. HOW is
+Sums of two numbers cannot differ by order, so equal losses count at 4. With ddp, classic (stage 1 of zero() by all-
+reduce) and hsdp (2 replicas of 2 shards) all-reduces are tuned too (``--all-reduce``). hsdp adds two numbers at a
+time. Other settings add the numbers of more than two ranks in another order: of ddp and classic at 4 ranks the losses
+have to be equal up to the step in which the first all-reduce ran under another setting, and near after it. HOW is
 
   tune    `tune --policy random`: the whole product; its summary.json is kept
   turns   tables of our own are published (``golden_rank.py``): they take turns with the default, A B B A and B A A B
@@ -45,27 +46,33 @@ import numpy as np
 import pandas as pd
 
 HERE = Path(__file__).resolve().parent
-WORKLOADS = ("fsdp2", "zero1", "zero2", "zero3", "ddp", "hsdp")
-#: All-reduces are tuned too; the ranks with which sums keep their bits.
-SUMS = {"ddp": 2, "hsdp": 4}
+WORKLOADS = ("fsdp2", "zero1", "zero2", "zero3", "ddp", "hsdp", "classic")
+#: All-reduces are tuned too, with so many ranks.
+SUMS = {"ddp": (2, 4), "hsdp": (4,), "classic": (2, 4)}
+#: More than two ranks add: other settings change the order, and with it the last bits.
+REORDERED = {(workload, 4) for workload in ("ddp", "classic")}
+#: By so much of themselves such losses may differ.
+NEAR = 1e-3
 HOWS = {"tune": "", "turns": "abba,baab", "few": "few,whole,stay"}
 ALL = [
     f"{how}-{workload}-{ranks}"
     for how in HOWS
     for workload in WORKLOADS
     for ranks in (2, 4)
-    if SUMS.get(workload, ranks) == ranks
+    if ranks in SUMS.get(workload, (ranks,))
 ]
 QUICK = ["tune-fsdp2-2", "tune-zero3-4", "turns-fsdp2-4", "few-fsdp2-2", "turns-zero1-4", "few-zero2-4"]
 #: The name of each fault, and the job in which it is planted. "" is the untuned one.
 CONTROLS = {"protocols": "", "late": "turns", "bit": ""}
-#: Channels that a table may name.
-HEADROOM = 4
+#: Channels that a table may name, by ranks: each is a thread that spins, and two cores have them all.
+HEADROOM = {2: 4, 4: 2}
 #: Optimizer steps by ranks: two busy cores take a second for a step of four ranks.
 STEPS = {2: {"tune": 500, "turns": 400, "few": 400}, 4: {"tune": 120, "turns": 120, "few": 120}}
 #: What has to be equal on all ranks of a collective.
 AGREE = ("algo", "proto", "n_channels", "n_bytes", "table_generation")
 CALL = ["comm_id", "func", "seq"]
+#: An all-reduce as a trace and as a ring names it.
+SUM = ("all_reduce", "4")
 #: Seconds that a job may take, and those that the launcher has to end its processes.
 LIMIT_S, GRACE_S = 400, 20
 #: A control hangs if it took so many times as long as the sound job, and so many seconds more.
@@ -106,7 +113,7 @@ class Runner:
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _end(process)
+            end(process)
         return code, round(time.monotonic() - began, 1)
 
     def job(self, workload, steps, losses, *more):
@@ -129,19 +136,19 @@ class Runner:
         if how == "tune":
             seed = WORKLOADS.index(workload) + ranks
             # The channels are raised by the job's own environment: the option needs an earlier run without it.
-            self.environment["NCCL_MIN_NCHANNELS"] = str(HEADROOM)
+            self.environment["NCCL_MIN_NCHANNELS"] = str(HEADROOM[ranks])
             asked = f"--policy random --seed {seed} --budget 0.9 --no-memory"
             asked += " --all-reduce=protocol" * (workload in SUMS)
             return self.launch(
                 out, "tune", "-r", ranks // 2, "-o", out, "-t", asked, "--", *job, limit_s=limit_s
             )
-        shape = ["--kinds", HOWS[how], "--headroom", HEADROOM, "--out", out / "calls"]
+        shape = ["--kinds", HOWS[how], "--headroom", HEADROOM[ranks], "--out", out / "calls"]
         shape += ["--all-reduce", "protocol"] * (workload in SUMS)
         publisher = ["python", HERE / "golden_rank.py", *shape, "--", "python", "-u"]
         return self.launch(out, "run", "-r", ranks // 2, "-o", out, *publisher, *job, limit_s=limit_s)
 
 
-def _end(process):
+def end(process):
     """End the launcher and all that it has started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
@@ -169,6 +176,22 @@ def first_difference(losses, untuned):
     return min(
         (i for a, b in pairs for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), default=None
     )
+
+
+def furthest(losses, untuned):
+    """The largest difference of a loss from that untuned, as a part of it."""
+    pairs = [(a, b) for one, two in zip(losses, untuned, strict=True) for a, b in zip(one, two, strict=False)]
+    return max(abs(float.fromhex(a) / float.fromhex(b) - 1) for a, b in pairs)
+
+
+def first_tuned_sum(out, events, steps):
+    """The first step, from 0, in which an all-reduce ran under a table with a row; None: none did.
+
+    By the place of the call among the all-reduces of rank 0, which are as many in each step.
+    """
+    sums = events[(events["rank"] == 0) & (events["func"].astype(str).isin(SUM))].sort_values("seq")
+    places = np.flatnonzero(sums["table_generation"].isin(list(tables_of(out))))
+    return int(places[0] * steps // len(sums)) if len(places) else None
 
 
 def events_of(out):
@@ -293,6 +316,12 @@ def golden(runner, name):
     found["channels_run"] = sorted(map(int, events["n_channels"].unique()))
     found |= {"losses": sum(map(len, losses)), "losses_equal": losses == expected, "digest": digest(losses)}
     found |= {"untuned_digest": digest(expected), "seconds": seconds, "untuned_seconds": reference["seconds"]}
+    if (workload, ranks) in REORDERED and len(losses) == ranks:
+        found["first_difference"] = first_difference(losses, expected)
+        found |= {
+            "first_tuned_sum": first_tuned_sum(out, events, steps),
+            "furthest": furthest(losses, expected),
+        }
     if how == "tune":
         found |= {"doctor": audited(runner, out), "summary": summary_of(out)}
     found["holds"] = code == 0 and holds(found)
@@ -303,21 +332,30 @@ def holds(found):
     """Whether a job's counts show that tuning changes nothing, and that there was tuning."""
     is_whole = found["losses"] == found["ranks"] * found["steps"]
     was_tuned = found["switches"] > 0 and found["compared"] > 0
-    return bool(found["losses_equal"] and is_whole and was_tuned and not found["mismatches"])
+    return bool(trains_alike(found) and is_whole and was_tuned and not found["mismatches"])
+
+
+def trains_alike(found):
+    """Whether the losses are those untuned: to the bit, or near from the first sum in another order on."""
+    if found["losses_equal"] or "first_difference" not in found:
+        return found["losses_equal"]
+    first = found["first_tuned_sum"]
+    return first is not None and found["first_difference"] > first and found["furthest"] < NEAR
 
 
 def control(runner, fault):
     """Plant a fault; how it is caught, if it is."""
-    expected, reference = untuned(runner, "fsdp2", 2)
-    out = runner.work / f"control-{fault}"
+    workload = runner.options.controls
+    expected, reference = untuned(runner, workload, 2)
+    out = runner.work / f"control-{fault}-{workload}"
     more = ["--fault", fault]
     limit_s = TIMES * reference["seconds"] + MORE_S
     if fault == "late":
         more += ["--late-tuner", _late_tuner(runner)]
     if CONTROLS[fault]:
-        code, seconds = runner.tuned(CONTROLS[fault], "fsdp2", 2, out, limit_s, *more)
+        code, seconds = runner.tuned(CONTROLS[fault], workload, 2, out, limit_s, *more)
     else:
-        code, seconds = runner.untuned("fsdp2", 2, out, limit_s, *more)
+        code, seconds = runner.untuned(workload, 2, out, limit_s, *more)
     losses = losses_of(out / "losses")
     steps = STEPS[2][CONTROLS[fault] or "tune"]
     compared, mismatches, example = compare(events_of(out))
@@ -332,7 +370,13 @@ def control(runner, fault):
         caught.append(f"the losses differ from step {step} on")
     if mismatches:
         caught.append(f"{mismatches} of {compared} collectives with different settings: {example}")
-    found = {"control": fault, "caught": caught, "exit_status": code, "seconds": seconds}
+    found = {
+        "control": fault,
+        "workload": workload,
+        "caught": caught,
+        "exit_status": code,
+        "seconds": seconds,
+    }
     return found | {"compared": compared, "mismatches": mismatches}
 
 
@@ -360,6 +404,11 @@ def kept(path, run):
 
 def tell(found):
     equal = "equal" if found["losses_equal"] else "DIFFERENT"
+    if "first_difference" in found and not found["losses_equal"]:
+        equal = (
+            f"equal up to step {found['first_difference']} (first all-reduce under a table: step "
+            f"{found['first_tuned_sum']}), then within {found['furthest']:.1g} of themselves, not"
+        )
     kinds = ", ".join(f"{n} {kind}" for kind, n in found["kinds"].items())
     print(
         f"{found['job']:<15}{found['compared']:>7,} collectives compared, {found['mismatches']} mismatches, "
@@ -381,7 +430,13 @@ def parsed():
     parser.add_argument("--backend", default="ncclcpu")
     parser.add_argument("--backend-module", default="nccl_cpu")
     parser.add_argument("--quick", action="store_true", help="six jobs")
-    parser.add_argument("--controls", action="store_true", help="the positive controls too")
+    parser.add_argument(
+        "--controls",
+        nargs="?",
+        const="fsdp2",
+        choices=WORKLOADS,
+        help="the positive controls too, in this workload",
+    )
     parser.add_argument("--jobs", default="", help="these only, after commas; none: no job")
     options = parser.parse_args()
     options.out = options.out.absolute()
@@ -400,7 +455,10 @@ def main():
     jobs, controls = [], []
     for fault in CONTROLS if options.controls else ():
         controls.append(
-            kept(options.out / f"control-{fault}.json", lambda fault=fault: control(runner, fault))
+            kept(
+                options.out / f"control-{fault}-{options.controls}.json",
+                lambda fault=fault: control(runner, fault),
+            )
         )
         told = "; ".join(controls[-1]["caught"])
         print(f"control {fault}: " + (f"caught: {told}" if told else "NOT CAUGHT"), flush=True)

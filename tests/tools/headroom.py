@@ -10,7 +10,6 @@ knowledge in one decision would save is in ``perfect.py``.
 """
 
 import argparse
-import csv
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.config import SearchConfig
 from dynamiccl.envs.sim.noise import NoiseStream
 from dynamiccl.envs.sim.windows import SimSearch
+from rows import append, read
 
 FIELDS = ("suite", "world", "job", "arm", "noise", "lost", "verdict", "gain", "harsh", "slower")
 RULE = "rule"
@@ -59,45 +59,35 @@ def arms_of(choices):
 def play_all(path, name, worlds, n_jobs, choices):
     """Append the rows that are missing."""
     suite = JobSuite.load(name)
-    done = set()
-    if path.exists():
-        with path.open() as file:
-            done = {(r["suite"], int(r["job"]), r["arm"], int(r["noise"])) for r in csv.DictReader(file)}
+    done = {(r["suite"], int(r["job"]), r["arm"], int(r["noise"])) for r in read(path)}
     for first in range(0, n_jobs, BATCH):
         for world in worlds:
             for noise in (0, 1):
                 for arm in arms_of(choices):
-                    rows = rows_of(suite, world, first, min(first + BATCH, n_jobs))
-                    rows = np.array([r for r in rows if (name, int(r), arm, noise) not in done], int)
-                    if len(rows):
+                    jobs = rows_of(suite, world, first, min(first + BATCH, n_jobs))
+                    jobs = np.array([r for r in jobs if (name, int(r), arm, noise) not in done], int)
+                    if len(jobs):
                         scores = play(
-                            ExpectedImprovement(), *opened(suite, rows, noise, arm), after=AFTER
+                            ExpectedImprovement(), *opened(suite, jobs, noise, arm), after=AFTER
                         ).scores
-                        append(path, name, world, rows, arm, noise, scores)
+                        append(path, FIELDS, told_of(name, world, jobs, arm, noise, scores))
                 print(f"{name} {world}: jobs {first} to {first + BATCH}, noise {noise}", flush=True)
 
 
-def append(path, name, world, rows, arm, noise, scores):
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file)
-        if is_new:
-            writer.writerow(FIELDS)
-        for k, row in enumerate(rows):
-            figures = scores.lost[k], scores.verdict[k], scores.gain[k]
-            told = [f"{value:.5f}" for value in figures]
-            writer.writerow(
-                [name, world, int(row), arm, noise, *told, int(scores.is_harsh[k]), int(scores.is_harmed[k])]
-            )
+def told_of(name, world, jobs, arm, noise, scores):
+    """One row a job."""
+    for k, job in enumerate(jobs):
+        figures = scores.lost[k], scores.verdict[k], scores.gain[k]
+        told = [f"{value:.5f}" for value in figures]
+        yield [name, world, int(job), arm, noise, *told, int(scores.is_harsh[k]), int(scores.is_harmed[k])]
 
 
 def table(path, world, arms):
     """Lost steps by alternative, (jobs, noises), of the jobs that all of ``arms`` have played under both noises."""
     found = {}
-    with path.open() as file:
-        for r in csv.DictReader(file):
-            if world == r["world"] and r["arm"] in arms:
-                found.setdefault((r["suite"], r["job"]), {})[r["arm"], int(r["noise"])] = float(r["lost"])
+    for r in read(path):
+        if world == r["world"] and r["arm"] in arms:
+            found.setdefault((r["suite"], r["job"]), {})[r["arm"], int(r["noise"])] = float(r["lost"])
     whole = [one for one in found.values() if len(one) == 2 * len(arms)]
     return {arm: np.array([[one[arm, 0], one[arm, 1]] for one in whole]) for arm in arms}
 

@@ -67,6 +67,21 @@ def played(name, suite, world, rows, seed, draw):
     return play_part(make_chooser(name), jobs, list(range(len(rows))), seed)
 
 
+def gathered(plays, processes):
+    """The scores by (who, place) of ``plays``: (who, world, a delayed call that returns a PlayedPart). A place is a
+    world, or "all".
+    """
+    records = {}
+    parts = Parallel(processes, return_as="generator")(play for _, _, play in plays)
+    for done, ((who, world, _), part) in enumerate(zip(plays, parts, strict=True), 1):
+        for place in (world, "all"):
+            whole = records.setdefault((who, place), {})
+            for figure, values in part.scores.items():
+                whole.setdefault(figure, []).extend(values)
+        print(f"{done} of {len(plays)} parts", file=sys.stderr, flush=True)
+    return records
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -95,19 +110,13 @@ def main():
         for name in names
         for i in range(0, len(some), PART)
     ]
-    work = (
-        delayed(played)(name, args.suite, world, some, args.seed, args.drawn) for name, world, some in tasks
+    records = gathered(
+        [
+            (name, world, delayed(played)(name, args.suite, world, some, args.seed, args.drawn))
+            for name, world, some in tasks
+        ],
+        args.processes,
     )
-    found = []
-    for part in Parallel(args.processes, return_as="generator")(work):
-        found.append(part)
-        print(f"{len(found)} of {len(tasks)} parts", file=sys.stderr, flush=True)
-    records = {}  # of each policy and world, and of all worlds
-    for (name, world, _), part in zip(tasks, found, strict=True):
-        for place in (world, "all"):
-            whole = records.setdefault((name, place), {})
-            for figure, values in part.scores.items():
-                whole.setdefault(figure, []).extend(values)
     print(
         f"{args.suite}, noise {args.seed}, simulated: {args.rival} -> {args.policy}, default steps in 20,000, "
         f"lost against the {'best table' if args.drawn is None else 'default'}"

@@ -18,7 +18,6 @@ All of it is simulated.
 
 import argparse
 import copy
-import csv
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +27,12 @@ from dynamiccl.envs.bench.job_suites import JobSuite
 from dynamiccl.envs.bench.scores import LossAccount
 from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.config import BUDGET_STEPS, HORIZON, SearchConfig
-from dynamiccl.envs.search.explore import Remeasure
 from dynamiccl.envs.search.interfaces import COMPARE, GO_ON, LEAVE, QUAD, actions_of
-from dynamiccl.envs.search.refine import Refine
+from dynamiccl.envs.search.loop import Loop
 from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.sim.noise import NoiseStream
 from dynamiccl.envs.sim.windows import SimSearch
+from rows import append, read
 
 FIELDS = ("suite", "world", "job", "arm", "lost", "verdict", "gain", "harsh", "slower")
 PROPOSALS, GOES_ON, RETURNS = "proposals", "goes-on", "returns"
@@ -96,19 +95,11 @@ def pays(state, gain, test):
     return gain >= max(state.config.least_gain, test.provable(quads_left) if test else 0.0)
 
 
-class SureRefine(Refine):
+class SureLoop(Loop):
     """Trials that are given up by the truth alone, or by what makes a step too slow."""
 
-    def _judge(self, window, comparison):
-        state = self._state
-        verdict = state.decide(comparison)
-        if window.is_aborted or state.guard.refused[np.arange(state.n_slots), comparison.table].any():
-            verdict = False
-        self.trial = comparison.table if verdict is None and self.trials_left > 0 else None
-        if verdict:
-            self._adopt(comparison)
-        elif verdict is not None:
-            state.comparisons.reject(comparison)
+    def _goes_on(self, trial, comparison):
+        return self.monitor is None or self.trials_left > 0
 
 
 class KnowingSearch(Search):
@@ -119,6 +110,7 @@ class KnowingSearch(Search):
         self.place = self.belongs = truth.place  # of the job; and of what the search knows
         self.kept = {}  # by place: a copy of what the search knew there
         if GOES_ON in known:
+            self.loop.__class__ = SureLoop
             self._decide_by_truth()
 
     def _decide_by_truth(self):
@@ -151,28 +143,27 @@ class KnowingSearch(Search):
     def _keep(self):
         state = self.state
         state.__dict__.pop("decide", None)
-        shared = {id(one): one for one in (state.prior, state.account, state.milestones)}
-        self.kept[self.place] = (*copy.deepcopy((state, self.phase), shared), state.account.rounds)
+        shared = {id(one): one for one in (state.prior, state.account, state.milestones, self.loop._regimes)}
+        self.kept[self.place] = (*copy.deepcopy((state, self.loop), shared), state.account.rounds)
         if GOES_ON in self.known:
             self._decide_by_truth()
 
     def _come_back(self, place):
         """To all that was known there; what runs, and which algorithms are connected, is the job's."""
         running = self.state.running
-        self.state, self.phase, self.state.account.rounds = self.kept.pop(place)
+        self.state, self.loop, self.state.account.rounds = self.kept.pop(place)
         self.state.running.configs = running.configs
         self.state.running._warm |= running._warm
         self.belongs = place
         if GOES_ON in self.known:
             self._decide_by_truth()
 
-    def _enter(self, found):
-        was_remeasuring = isinstance(self.phase, Remeasure)
-        super()._enter(found)
-        if was_remeasuring and not isinstance(self.phase, Remeasure):
+    def record(self, plan, seen):
+        was_changed = self.loop.change is not None
+        saved = super().record(plan, seen)
+        if was_changed and self.loop.change is None:
             self.belongs = self.truth.place
-        if GOES_ON in self.known and type(self.phase) is Refine:
-            self.phase.__class__ = SureRefine
+        return saved
 
 
 class Knowing(ReplayedDecisions):
@@ -244,13 +235,6 @@ def played(suite, rows, known, after):
     return play(Knowing(known), *opened(suite, rows, known), after=after).scores
 
 
-def read(path):
-    if not path.exists():
-        return []
-    with path.open() as file:
-        return list(csv.DictReader(file))
-
-
 def play_all(path, name, worlds, n_jobs, arms):
     """Append the rows that are missing."""
     suite = JobSuite.load(name)
@@ -265,20 +249,17 @@ def play_all(path, name, worlds, n_jobs, arms):
                 rows = np.array([r for r in rows if (name, int(r), arm) not in done], int)
                 if len(rows):
                     after = AFTER_RETURNS if world in RETURNING else AFTER
-                    append(path, name, world, rows, arm, played(suite, rows, ARMS[arm], after))
+                    scores = played(suite, rows, ARMS[arm], after)
+                    append(path, FIELDS, lines_of(name, world, rows, arm, scores))
             print(f"{name} {world}: jobs {first} to {first + BATCH}", flush=True)
 
 
-def append(path, name, world, rows, arm, scores):
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if is_new:
-            writer.writerow(FIELDS)
-        for k, row in enumerate(rows):
-            figures = [f"{v:.5f}" for v in (scores.lost[k], scores.verdict[k], scores.gain[k])]
-            flags = int(scores.is_harsh[k]), int(scores.is_harmed[k])
-            writer.writerow([name, world, int(row), arm, *figures, *flags])
+def lines_of(name, world, rows, arm, scores):
+    """The rows of the file for these jobs."""
+    for k, row in enumerate(rows):
+        figures = [f"{v:.5f}" for v in (scores.lost[k], scores.verdict[k], scores.gain[k])]
+        flags = int(scores.is_harsh[k]), int(scores.is_harmed[k])
+        yield [name, world, int(row), arm, *figures, *flags]
 
 
 def pairs(rows, suite, worlds, arm):

@@ -7,13 +7,14 @@ table's on all communicators of its rank, and of the length that was agreed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from dynamiccl.envs.nccl.agreement.plans import Report, Told, lacking, mismatch
 from dynamiccl.envs.nccl.agreement.protocol import QUAD
 from dynamiccl.envs.nccl.plugin.bindings import Span
 from plugin_model import Clock, due_turn, is_by_calls
-from protocol_scopes import CAPTURED, Scope
+from protocol_scopes import Scope
 
 #: Which of four turns are the trial's, by `swap`.
 #: Calls ahead at which the answers of a plugin are looked at.
@@ -21,10 +22,11 @@ AHEAD = 12
 ORDER = ((True, False, False, True), (False, True, True, False))
 
 
-def expected(scope: Scope, registers: Sequence[Any], comm: int, group: int) -> int:
-    """Generation of the table that answers a group of a communicator; 0: the empty one."""
-    groups = scope.groups_of(comm)
-    sizes = [0 if size == CAPTURED else size for size in groups]
+@cache
+def expected(scope: Scope, registers: tuple[Any, ...], comm: int, group: int) -> int:
+    """Generation of the table that answers a group of a communicator; 0: the empty one. Groups count as on rank 0:
+    where another counts others, no table may hold."""
+    sizes = [scope.size_of(comm, one, rank=0) for one in range(len(scope.groups_of(comm)))]
     count, before = sum(sizes[:group]), sum(sizes[: max(group - 1, 0)])
     stays = answer = 0
     for number, register in enumerate(registers, 1):

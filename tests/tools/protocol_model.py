@@ -22,7 +22,7 @@ from dynamiccl.envs.nccl.agreement.protocol import Decision
 from dynamiccl.envs.nccl.plugin.bindings import Plan, Span
 from plugin_model import ALIKE, EMPTY, NO_LIMIT, Change, Clock, Table
 from protocol_audit import expected, label_of, wrong_conclusion, wrong_label
-from protocol_scopes import CAPTURED, LARGE, Scope
+from protocol_scopes import CAPTURED, LARGE, SUM, Scope
 from protocol_words import thawed
 
 
@@ -74,9 +74,10 @@ def _explored(scope: Scope, most: int) -> tuple[str, int]:
     ranks = tuple(_begins(scope, rank) for rank in range(scope.n_ranks))
     first = World(ranks, registers=(None,) * len(scope.trials))
     seen, edge = {first}, [first]
+    known: Known = {}
     while edge:
         world = edge.pop()
-        found = list(Steps(scope, world).all())
+        found = list(Steps(scope, world, known).all())
         if not found and (stuck := _stuck(scope, world)):
             return stuck, len(seen)
         if scope.reports and (wrong := wrong_conclusion(scope, world)):
@@ -84,10 +85,11 @@ def _explored(scope: Scope, most: int) -> tuple[str, int]:
         for after in found:
             if isinstance(after, str):
                 return after, len(seen)
-            if after not in seen:
-                if len(seen) >= most:
+            n = len(seen)
+            seen.add(after)  # worked out once, its hash, which is most of the work
+            if len(seen) > n:
+                if n >= most:
                     raise RuntimeError(f"more than {most} states")
-                seen.add(after)
                 edge.append(after)
     return "", len(seen)
 
@@ -103,26 +105,41 @@ def _stuck(scope: Scope, world: World) -> str:
     return f"a thread waits for ever: {world}" if short else ""
 
 
-class Steps:
-    """What can happen next in a world."""
+#: (rank, all else but the other ranks) -> what the rank makes of both: in how many worlds it stands does not matter.
+Known = dict[tuple[int, Rank, tuple[Any, ...]], list[tuple[Rank, tuple[Any, ...]] | str]]
 
-    def __init__(self, scope: Scope, world: World) -> None:
-        self.scope, self.world = scope, world
+
+class Steps:
+    """What can happen next in a world. A rank sees nothing of another but the store: its steps are worked out once."""
+
+    def __init__(self, scope: Scope, world: World, known: Known) -> None:
+        self.scope, self.world, self.known = scope, world, known
 
     def all(self) -> Iterator[World | str]:
-        deaths = sum((not rank.alive) + (not rank.agrees) for rank in self.world.ranks)
-        for r, rank in enumerate(self.world.ranks):
-            if rank.alive:
-                yield from self._trains(r, rank)
-            if rank.agrees:
-                yield from self._agrees(r, rank)
-                if rank.untold:
-                    yield self._reports(r, rank)
-            if rank.left:
-                yield self._leaves(r, rank)
+        ranks, store = self.world.ranks, self.world[1:]
+        deaths = sum((not rank.alive) + (not rank.agrees) for rank in ranks)
+        for r, rank in enumerate(ranks):
+            if (found := self.known.get((r, rank, store))) is None:
+                found = [
+                    one if isinstance(one, str) else (one.ranks[r], one[1:]) for one in self._of(r, rank)
+                ]
+                self.known[r, rank, store] = found
+            before, behind = ranks[:r], ranks[r + 1 :]
+            for one in found:
+                yield one if isinstance(one, str) else World((*before, one[0], *behind), *one[1])
             if deaths < self.scope.deaths and rank.agrees:
                 yield self._with(r, rank._replace(agrees=False))
                 yield self._with(r, rank._replace(agrees=False, alive=False))
+
+    def _of(self, r: int, rank: Rank) -> Iterator[World | str]:
+        if rank.alive:
+            yield from self._trains(r, rank)
+        if rank.agrees:
+            yield from self._agrees(r, rank)
+            if rank.untold:
+                yield self._reports(r, rank)
+        if rank.left:
+            yield self._leaves(r, rank)
 
     def _is(self, mutation: str) -> bool:
         return mutation in self.scope.mutations
@@ -213,7 +230,10 @@ class Steps:
 
     def _asks(self, r: int, i: int, clock: Clock) -> Iterator[World]:
         comm = self.scope.comms(r)[i]
-        if self.scope.groups_of(comm)[clock.at] == CAPTURED:
+        group = self.scope.groups_of(comm)[clock.at]
+        if group == SUM and r not in self.scope.all_reduce:
+            yield self._clock(r, i, clock._replace(at=clock.at + 1))
+        elif group == CAPTURED:
             sends = self._is("sends launch all calls") and r == 1
             yield self._clock(r, i, clock._replace(at=clock.at + 1, count=clock.count + sends))
         elif self._count(clock) < clock.limit or self._is("nobody waits at a limit"):
@@ -230,7 +250,7 @@ class Steps:
         if found != right:
             return f"collective of group {clock.at} of communicator {comm}: table {found}, and {right} was decided"
         asked = clock.n_asked + 1
-        ends = asked == min(2, self.scope.groups_of(comm)[clock.at])  # two questions stand for any number
+        ends = asked == min(2, self.scope.size_of(comm, clock.at, r))  # two questions stand for any number
         thread = "answered" if ends else "passed"
         seen = tuple(sorted({*clock.seen, clock.reads})) if self.scope.steps else ()
         n_asked = 0 if ends else asked
@@ -238,8 +258,7 @@ class Steps:
         return after._replace(answers=tuple(sorted((*key, given) for key, given in known.items())))
 
     def _launches(self, r: int, i: int, comm: int, clock: Clock) -> World:
-        groups = self.scope.groups_of(comm)
-        count = clock.count + groups[clock.at]
+        count = clock.count + self.scope.size_of(comm, clock.at, r)
         told = clock.told if self.scope.late else count
         after = clock._replace(thread="asks", at=clock.at + 1, count=count, told=told)
         return self._clock(r, i, after._replace(looked_at=clock.count + 1 if self.scope.one_of else 0))
@@ -344,18 +363,18 @@ class Steps:
 
     def _limits(self, r: int, rank: Rank) -> Iterator[World]:
         """dynamiccl_limit on one communicator after the other, in its single reads and writes."""
-        plans = [self._plan(clock, rank) for clock in rank.clocks]
         again = self.scope.is_again(rank.round)
         rows = rank.buffers[rank.staged.buffer - 1] if rank.staged.buffer else 0
-        has = [again and _keeps(plan, rows) for plan in plans]
+        has = [again and _keeps(self._plan(clock, rank), rows) for clock in rank.clocks]
         done = [
             clock.is_refused or keeps or (clock.limit != NO_LIMIT and clock.limiting < 0)
             for clock, keeps in zip(rank.clocks, has, strict=True)
         ]
         if all(done):
-            votes = zip(self.scope.comms(r), rank.clocks, plans, has, strict=True)
+            votes = zip(self.scope.comms(r), rank.clocks, has, strict=True)
             limits = []
-            for comm, clock, plan, keeps in votes:
+            for comm, clock, keeps in votes:
+                plan = self._plan(clock, rank)
                 a_step = clock.a_step if clock.n_alike >= ALIKE else 0
                 offset = clock.ended_at - a_step * rank.steps
                 limit = 0 if clock.is_refused or keeps else clock.limit
@@ -432,9 +451,9 @@ def _request(scope: Scope, r: int, number: int, results: tuple[Any, ...]) -> Any
     """What a part of round ``number`` asks for next, or its decision at the end."""
     if r == 0:
         table = scope.generation(number), scope.trial(number)
-        part = protocol.lead(number, "", *table, {}, None, protocol.never, {}, {})
+        part = protocol.lead(number, scope.identity(r), *table, {}, None, protocol.never, {}, {})
     else:
-        part = protocol.follow(r, number, "")
+        part = protocol.follow(r, number, scope.identity(r))
     try:
         request = next(part)
         for result in results:

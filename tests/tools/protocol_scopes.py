@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from dynamiccl.traces.records import Trial
 
 #: In a script, a call that goes into a CUDA graph.
 CAPTURED = "captured"
+#: In a script, an all-reduce: it counts, and a table answers it, on the ranks that have the option alone.
+SUM = "sum"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # by identity: it is looked up with each request of each world
 class Scope:
     """A small job. ``trials``: of each round, how many steps its table is tried for, 0 = to stay."""
 
     members: tuple[tuple[int, ...], ...]  # ranks by communicator
     trials: tuple[int, ...] = (1, 0)
     calls: int = 3  # groups of each communicator; of one collective each, unless there is a script
-    script: tuple[Any, ...] = ()  # how many collectives each group has, or CAPTURED: it is not launched
+    script: tuple[Any, ...] = ()  # how many collectives each group has; or SUM, or CAPTURED: not launched
+    all_reduce: tuple[int, ...] = ()  # ranks that have the option for all-reduces
     late: bool = False  # NCCL tells of what is launched at some later time
     one_of: int = 0  # a trial holds in one turn of so many
     turn_steps: int = 0  # a turn is so many steps; 0: one collective
@@ -39,13 +44,34 @@ class Scope:
     mutations: frozenset[str] = field(default_factory=frozenset)
 
     def groups_of(self, comm: int) -> tuple[Any, ...]:
+        return self._groups[comm]
+
+    @cached_property
+    def _groups(self) -> tuple[tuple[Any, ...], ...]:
         if self.steps:
-            return (1,) * self.end_of(comm, len(self.steps) - 1)
-        return self.script or (1,) * self.calls
+            return tuple((1,) * ends[-1] for ends in self._ends)
+        return (self.script or (1,) * self.calls,) * len(self.members)
+
+    def size_of(self, comm: int, group: int, rank: int) -> int:
+        """How many collectives of a group a rank counts."""
+        size = self.groups_of(comm)[group]
+        if size == SUM:
+            return int(rank in self.all_reduce)
+        return 0 if size == CAPTURED else int(size)
+
+    def identity(self, rank: int) -> str:
+        """What must be equal on all ranks."""
+        is_told = "the option is in no identity" not in self.mutations
+        return "all_reduce" if is_told and rank in self.all_reduce else ""
 
     def end_of(self, comm: int, step: int) -> int:
         """Groups of a communicator up to the end of a step."""
-        return sum(one[comm] for one in self.steps[: step + 1])
+        return self._ends[comm][min(step + 1, len(self.steps))]
+
+    @cached_property
+    def _ends(self) -> tuple[tuple[int, ...], ...]:
+        counts = ([step[comm] for step in self.steps] for comm in range(len(self.members)))
+        return tuple(tuple(accumulate(made, initial=0)) for made in counts)
 
     def pace(self, comm: int) -> float:
         """Collectives of a communicator in a step, on average."""
@@ -68,7 +94,14 @@ class Scope:
         return 1 + max(rank for ranks in self.members for rank in ranks)
 
     def comms(self, rank: int) -> tuple[int, ...]:
-        return tuple(comm for comm, ranks in enumerate(self.members) if rank in ranks)
+        return self._comms[rank]
+
+    @cached_property
+    def _comms(self) -> tuple[tuple[int, ...], ...]:
+        def of(rank: int) -> tuple[int, ...]:
+            return tuple(comm for comm, ranks in enumerate(self.members) if rank in ranks)
+
+        return tuple(of(rank) for rank in range(self.n_ranks))
 
 
 ONE = Scope(((0, 1),), calls=4)
@@ -82,6 +115,9 @@ PARTS = {
     "groups": replace(SMALL, script=(2, 1)),
     "captured": replace(SMALL, script=(1, CAPTURED, 1)),
     "few calls": replace(SMALL, one_of=2),
+    "all-reduces count": replace(SMALL, script=(1, SUM, 1), all_reduce=(0, 1)),
+    "all-reduces do not count": replace(SMALL, script=(1, SUM, 1)),
+    "one rank counts all-reduces": replace(SMALL, script=(1, SUM, 1), all_reduce=(0,)),
     "few places for changes": replace(ONE, trials=(1, 1), calls=2, places=1),
     "few buffers": replace(ONE, trials=(1, 1), calls=2, buffers=1),
     "an empty table": replace(ONE, trials=(0, 0), calls=2, buffers=1, empty=(2,)),

@@ -16,7 +16,10 @@ def thawed(scope: Scope, number: int, request: Any, result: Any) -> Any:
         case protocol.Limit():
             return _words(scope, result)
         case protocol.Gather():
-            return [Vote(rank, number, "", _words(scope, limits), "", full) for rank, limits, full in result]
+            return [
+                Vote(rank, number, scope.identity(rank), _words(scope, limits), "", full)
+                for rank, limits, full in result
+            ]
         case protocol.Settle() | protocol.Await():
             return result and Decision(result[0], dict(result[1]))
     return result

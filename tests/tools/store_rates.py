@@ -51,6 +51,7 @@ class Still:
         return {7: CommView(*self.shape, made, {16: 1})}
 
     def hold(self, seconds: int) -> None: ...
+    def started(self, life: int) -> None: ...
 
     def join(self) -> int:
         return 1

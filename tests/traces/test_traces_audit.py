@@ -72,10 +72,18 @@ def test_an_elastic_restart_is_a_life_of_its_own():
     first = calls(ranks=2, pids=[100], table_generation=3)
     first = first[~((first["rank"] == 1) & (first["seq"] >= 40))]
     second = calls(ranks=2, pids=[200], t0=10**6, table_generation=0, n=60)
-    result = audit(join(first, second))
+    starts = {pid: f"life {pid // 100}" for rows in (first, second) for pid in rows["pid"].unique()}
+    result = audit(join(first, second), starts=starts)
     assert (result.calls_checked, result.mismatches) == (40 + 60, 0)
     second.loc[(second["rank"] == 1) & (second["seq"] == 45), "algo"] = "tree"
-    assert audit(join(first, second)).mismatches == 1
+    assert audit(join(first, second), starts=starts).mismatches == 1
+
+
+def test_ranks_of_which_some_were_never_told_of_their_start_are_compared():
+    """No agreement had begun there. No rank was seen in two processes, so all calls are of one life."""
+    events = calls(ranks=2)
+    events.loc[events["rank"] == 1, "algo"] = "tree"
+    assert audit(events, starts={100: "life"}).mismatches == 50
 
 
 def test_a_communicator_made_anew_in_the_same_processes():

@@ -209,7 +209,7 @@ def test_a_run_folder_leads_to_its_trace(tmp_path):
         (lambda p: (p / "header.json").write_text(json.dumps({"format": 99})), "upgrade dynamiccl"),
         (
             lambda p: (p / "header.json").write_text(json.dumps({"format": 2})),
-            "trace format 2, this release reads 3: read it with the release that wrote it",
+            "trace format 2, this release reads 4: read it with the release that wrote it",
         ),
         (lambda p: next(p.glob("comms-*")).write_bytes(b"x"), ".parquet is damaged"),
         (lambda p: next(p.glob("segment-*")).write_text('{"parts": 7}'), "remove it to read the rest"),

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 from dynamiccl.traces.queries.lives import last_life, lives
+from dynamiccl.traces.segments import Coverage, Segment
 from restarted import LIVES, restarted
 
 
@@ -55,6 +56,30 @@ def test_ranks_of_another_tools_recording_are_no_lives():
     """Each file has its own clock and its own process."""
     trace = replace(restarted(), header={"source": "kineto"})
     assert last_life(trace) is trace
+
+
+def test_a_process_that_was_never_told_of_its_start_is_of_the_last_life():
+    """No agreement had begun on it: it ended in its first second, or the store never answered."""
+    trace = restarted()
+    told = trace.segments[0].coverage.starts
+    del told[21]
+    told[11] = ""
+    assert lives(trace).to_dict() == {10: 0, 11: 1, 20: 1, 21: 1}
+    told.clear()
+    assert last_life(trace) is trace
+
+
+def test_lives_at_the_same_time_are_told_apart():
+    """Before: the processes of a life were those that took steps at the same time."""
+    assert lives(restarted(gap_ms=-1000)).to_dict() == {10: 0, 11: 0, 20: 1, 21: 1}
+
+
+def test_a_later_segment_says_what_an_earlier_one_did_not_know():
+    trace = restarted()
+    whole = trace.segments[0].coverage.starts
+    early = Segment("000-0", coverage=Coverage(starts={**whole, 20: "", 21: ""}))
+    trace.segments = [early, Segment("001-0", coverage=Coverage(starts={20: whole[20], 21: whole[21]}))]
+    assert lives(trace).to_dict() == {10: 0, 11: 0, 20: 1, 21: 1}
 
 
 def test_a_rank_that_begins_late_is_of_the_same_life():

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from dynamiccl.traces.assemble import Offer
-from dynamiccl.traces.queries.slots import find_slots, outside_the_offer
+from dynamiccl.traces.queries.slots import find_slots, outside_the_offer, with_sizes
 from dynamiccl.traces.records import ALGOS, PROTOS, Slot
 
 MB = 2**20
@@ -98,6 +98,20 @@ def test_a_collective_that_no_tuner_was_asked_about_is_no_slot():
     )
     (profile,) = find_slots(events.fillna({"asked_bytes": 0}), offers((11, "all_gather", MB)), step_us=2000)
     assert profile.slot.size_class == 20
+
+
+def test_calls_that_no_tuner_was_asked_about_count_for_no_slot():
+    """A symmetric kernel ran some of a slot's calls: no table reaches them, so they are no part of what is to gain."""
+    asked = calls(11, (1, 2)).assign(asked_bytes=MB)
+    events = pd.concat([asked, calls(11, (1, 2), n=2, us=900.0).assign(asked_bytes=0)], ignore_index=True)
+    (profile,) = find_slots(events, offers((11, "all_gather", MB)), step_us=2000)
+    assert (profile.calls, profile.call_us) == (4, 100)
+
+
+def test_the_size_of_a_call_that_nccl_did_not_ask_about_is_its_own():
+    asked = calls(11, (1, 2)).assign(asked_bytes=4 * MB)
+    events = pd.concat([asked, calls(11, (1, 2), n_bytes=8 * MB).assign(asked_bytes=0)], ignore_index=True)
+    assert set(with_sizes(events)["size_class"]) == {22, 23}
 
 
 def test_a_price_that_is_no_price_is_no_offer():

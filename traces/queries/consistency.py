@@ -5,16 +5,18 @@ The tuner makes the same check while it runs (``envs.live.obedience``), but only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from ..files import Trace
+from .lives import starts
 
-Array = np.ndarray[Any, Any]
+_NO_STARTS: Mapping[int, str] = MappingProxyType({})
 
 #: What has to agree on all ranks of one collective, call by call.
 MUST_AGREE = ("algo", "proto", "n_channels", "n_bytes", "table_generation", "step")
@@ -35,13 +37,19 @@ class Consistency:
     examples: list[dict[str, Any]] = field(default_factory=list)  # the first mismatches, each rank's view
 
 
-def audit(events: pd.DataFrame, max_examples: int = 5, must_agree: Sequence[str] = MUST_AGREE) -> Consistency:
+def audit(
+    events: pd.DataFrame,
+    max_examples: int = 5,
+    must_agree: Sequence[str] = MUST_AGREE,
+    starts: Mapping[int, str] = _NO_STARTS,
+) -> Consistency:
     """Compare every collective that two ranks or more have seen.
 
     A call is (communicator, func, seq). Sequence numbers start again when a communicator is made anew under an
     old id or when an elastic job restarts its processes: such lives are told apart, each is compared by itself.
+    ``starts``: see :func:`.lives.starts`.
     """
-    rows = numbered(events[~events["func"].isin(_POINT_TO_POINT)])
+    rows = numbered(events[~events["func"].isin(_POINT_TO_POINT)], starts)
     if rows.empty:
         return Consistency(0, 0)
     call = rows["call"]
@@ -54,11 +62,11 @@ def audit(events: pd.DataFrame, max_examples: int = 5, must_agree: Sequence[str]
     return Consistency(int((ranks_seen > 1).sum()), len(bad), examples)
 
 
-def numbered(events: pd.DataFrame) -> pd.DataFrame:
+def numbered(events: pd.DataFrame, starts: Mapping[int, str] = _NO_STARTS) -> pd.DataFrame:
     """``events`` in the order of time with a column ``call``: what has one number is one collective, as its ranks saw
     it."""
     rows = events.sort_values("enqueue_ns", kind="stable").reset_index(drop=True)
-    rows = rows.assign(life=_lives(rows), again=_restarts(rows))
+    rows = rows.assign(life=_lives(rows, starts), again=_restarts(rows))
     calls = rows.groupby(["comm_id", "func", "seq", "life", "again"], sort=False)
     return rows.assign(call=calls.ngroup())
 
@@ -84,10 +92,11 @@ def across_nodes(traces: Sequence[Trace]) -> AcrossNodes:
     events = events.drop_duplicates(["comm_id", "func", "seq", "rank", "pid", "enqueue_ns"])
     captured = events.loc[events["captured"], "comm_id"].unique()
     events = events[~events["comm_id"].isin(captured)]
-    sizes = audit(events, must_agree=("n_bytes",))
+    of_job = starts(traces)
+    sizes = audit(events, must_agree=("n_bytes",), starts=of_job)
     by_size = events.groupby(["comm_id", "func", "seq"])["n_bytes"]
     is_one_size = by_size.transform("nunique") == 1
-    return AcrossNodes(audit(events[is_one_size], must_agree=SETTING), sizes)
+    return AcrossNodes(audit(events[is_one_size], must_agree=SETTING, starts=of_job), sizes)
 
 
 def _restarts(rows: pd.DataFrame) -> pd.Series[int]:
@@ -97,26 +106,12 @@ def _restarts(rows: pd.DataFrame) -> pd.Series[int]:
     return again.groupby([rows[name] for name in who], sort=False).cummax()
 
 
-def _lives(rows: pd.DataFrame) -> Array:
-    """Number of the job's life within its communicator: 0 unless some rank was seen in two processes.
-
-    Clocks of several hosts may differ, so time is only consulted where there was a restart: processes whose
-    spans overlap then belong to one life.
-    """
-    lives = np.zeros(len(rows), np.int64)
-    by_rank = rows.groupby(["comm_id", "rank"])
-    processes = by_rank["pid"].nunique()
-    restarted = processes.index[processes > 1]
-    for comm_id in restarted.get_level_values("comm_id").unique():
-        of_comm = rows["comm_id"] == comm_id
-        by_process = rows[of_comm].groupby(["rank", "pid"])
-        spans = by_process["enqueue_ns"].agg(["min", "max"]).sort_values("min")
-        began = spans["min"].iloc[0]
-        reached = spans["max"].cummax().shift(fill_value=began)
-        spans["life"] = (spans["min"] > reached).cumsum()
-        index = pd.MultiIndex.from_frame(rows.loc[of_comm, ["rank", "pid"]])
-        lives[of_comm.to_numpy()] = spans["life"].reindex(index).to_numpy()
-    return lives
+def _lives(rows: pd.DataFrame, starts: Mapping[int, str]) -> pd.Series[str]:
+    """The start of the job that each row is of; "" in communicators of which no rank was seen in two processes."""
+    n_processes = rows.groupby(["comm_id", "rank"])["pid"].nunique()
+    again = n_processes.index[n_processes > 1].get_level_values("comm_id")
+    start = rows["pid"].map(lambda pid: starts.get(pid, "")).astype(str)
+    return start.where(rows["comm_id"].isin(again), "")
 
 
 def _example(rows: pd.DataFrame) -> dict[str, Any]:

@@ -1,7 +1,11 @@
-"""A job that is started again (an elastic restart) counts its steps from 0 again: what is of its last life?"""
+"""A job that is started again (an elastic restart) counts its steps from 0 again: what is of its last life?
+
+Segments of a trace say of each process which start of the job it is of, as its ranks told each other.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +17,7 @@ from .steps import of_one_rank
 
 
 def last_life(trace: Trace) -> Trace:
-    """The trace without the events, steps and waits of processes that had ended before the job was started again.
+    """The trace without the events, steps and waits of processes of earlier starts of the job.
 
     A warning says how many steps that leaves out. Verdicts of earlier lives go; tables and windows stay, as generations
     count on. The same trace for one life, and for another tool's recording.
@@ -36,22 +40,25 @@ def last_life(trace: Trace) -> Trace:
     )
 
 
+def starts(traces: Iterable[Trace]) -> dict[int, str]:
+    """Process -> the start of the job that it is of, equal on all nodes. Without those that were never told of it."""
+    segments = [segment for trace in traces for segment in trace.segments]
+    return {pid: start for one in segments for pid, start in one.coverage.starts.items() if start}
+
+
 def lives(trace: Trace) -> pd.Series[int]:
     """The life of each process that took a step, from 0; index: the process. None of a recording of another tool.
 
-    The processes of a life take steps at the same time.
+    The lives are in the order in which they ended. A process that was never told of its start (no agreement had begun)
+    is of the last one.
     """
     if "source" in trace.header:
         return pd.Series(dtype=int)
-    steps = trace.steps
-    start = steps["end_ns"] - steps["duration_ns"]
-    began = start.groupby(steps["pid"]).min().sort_values()
-    if began.empty:
-        return pd.Series(0, index=began.index)
-    ended = steps.groupby("pid")["end_ns"].max()[began.index]
-    reached = ended.cummax().shift(fill_value=began.iloc[0])
-    is_first = (began > reached).astype(int)
-    return is_first.cumsum()
+    ended = trace.steps.groupby("pid")["end_ns"].max()
+    start = ended.index.to_series().map(starts([trace]))
+    last = ended.groupby(start).max()
+    life = start.map(last.rank(method="dense") - 1)
+    return life.fillna(max(len(last) - 1, 0)).astype(int)
 
 
 def _without(rows: pd.DataFrame, pids: pd.Index[int]) -> pd.DataFrame:

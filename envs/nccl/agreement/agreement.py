@@ -112,6 +112,7 @@ class Agreement:
             try:
                 self._store.connect(self._leader.number if self._leader else 0)
                 if self._leader is not None:
+                    self._plugin.started(self._store.start)
                     self._leader.begin_life()
                     self._leader.tell()
                     self._lead_rounds(self._leader)
@@ -183,6 +184,7 @@ class Agreement:
                 continue
             is_new_life, number = self._store.now()
             if is_new_life:
+                self._plugin.started(self._store.start)
                 self._ballot.is_here = False
                 self._acted = min(self._acted, self._store.newest)  # another rank 0 counts anew
             if not self._ballot.is_here:
@@ -273,12 +275,12 @@ class Agreement:
         known = leader.gone, leader.stays, leader.loses, left_out, rhythms, leader.default
         part = protocol.lead(leader.number, self._identity(), generation, trial, *known)
         decision = self._drive(part, proposal)
-        leader.ended(message, decision, left_out, rhythms, self._ballot.comms)
+        steady = leader.ended(message, decision, left_out, rhythms, self._ballot.comms)
         leader.sees(self._ballot.plans())
         if leader.number > 2 and not leader.silent:
             self._store.forget(leader.number - 2)  # all have voted since
         if not self._say_if_plans_differ(leader):
-            self._say_what_came(leader, generation, decision, left_out)
+            self._say_what_came(leader, generation, decision, left_out, steady)
 
     def _say_what_ranks_report(self, leader: Leader) -> None:
         """A communicator that lacked what stays may have it, or be gone."""
@@ -297,15 +299,20 @@ class Agreement:
         return bool(leader.ends)
 
     def _say_what_came(
-        self, leader: Leader, generation: int, decision: Decision, left_out: dict[int, LeftOut]
+        self,
+        leader: Leader,
+        generation: int,
+        decision: Decision,
+        left_out: dict[int, LeftOut],
+        steady: list[int],
     ) -> None:
-        """Of a round."""
+        """Of a round. ``steady``: see :meth:`Leader.ended`."""
         refused = left_out.get(0)
         if decision.switches or leader.is_again:
             for unlike in leader.unlike(left_out):  # rank 0's tables change, so no state says it
                 self._tell(None, unlike, 0)
             lacked = leader.lacked
-            for turns in leader.turns.steady or [0] * (not lacked):
+            for turns in steady or [0] * (not lacked):
                 self._say(*TOGETHER, turns)
             if lacked:
                 self._say(AgreementState.LOSING, lacked)

@@ -30,32 +30,6 @@ _BACK_S = 5.0
 Message = tuple[int, bytes]  # generation, table
 
 
-class Turns:
-    """Whether communicators that rank 0 is not in have turned where its steps end: the next round shows it.
-
-    Long turns end nowhere in particular. Those that lie about as long are taken as they are.
-    """
-
-    def __init__(self) -> None:
-        self.generation = 0  # whose turns the next round checks; 0: none
-        self.rhythms: Rhythms = {}  # of those communicators in them
-        #: Generations of which this round has shown it: their steps count if they look whole.
-        self.steady: list[int] = []
-
-    def check(self, rhythms: Rhythms) -> None:
-        """The next round: whether they have kept their rhythm on all ranks."""
-        is_steady = all(rhythms.get(comm) == rhythm for comm, rhythm in self.rhythms.items())
-        self.steady = [self.generation] if is_steady and self.generation else []
-        self.generation, self.rhythms = 0, {}
-
-    def begin(self, generation: int, foreign: Rhythms) -> None:
-        """Turns begin."""
-        if foreign:
-            self.generation, self.rhythms = generation, foreign
-        else:
-            self.steady.append(generation)
-
-
 class Leader:
     """What rank 0 knows of the other ranks, and which tables are wanted."""
 
@@ -73,7 +47,9 @@ class Leader:
         self.ends: Why | None = None  # nothing but the default is led any more
         self.is_again = False  # the round under way leads what stays again
         self.is_whole = True  # it has had all votes that it waited for
-        self.turns = Turns()
+        # A table in turns, and the rhythms in it of communicators that rank 0 is not in: they may be turns late while
+        # its steps look whole, until the next round shows it.
+        self._turns: tuple[int, Rhythms] = (0, {})
         self._n_ranks, self._published = n_ranks, published
         self.default = rows_hash(published.default(0))  # of rows that leave NCCL untouched
         published.read_note()
@@ -294,28 +270,30 @@ class Leader:
         left_out: Mapping[int, LeftOut],
         rhythms: Rhythms,
         own: Collection[int],
-    ) -> None:
-        """A round is over. ``own``: the communicators that rank 0 is in."""
-        self.turns.steady = []
+    ) -> list[int]:
+        """A round is over. ``own``: the communicators that rank 0 is in.
+
+        Returns the generations of tables in turns of which it has shown that all communicators turn where rank 0's
+        steps end: their steps count if they look whole.
+        """
         if self._is_trial and not decision.switches:
             self._published.trial_is_over()
         self.rounds |= dict.fromkeys(decision.switches, self.number)
         if self._fails_by(left_out):
-            return
+            return []
         is_refused = 0 in left_out and left_out[0].for_good
         if self.is_again:
             self._pause_s = min(2 * self._pause_s, _LACKS_MOST_S)
         elif not (decision.switches or is_refused):
             self._lose(left_out)
-            return
+            return []
         else:
             self.lost = 0
         if self._is_trial:
             self._trial = None
         else:
             self._led(left_out, is_refused)
-        if decision.switches:
-            self._switch(message, decision, left_out, rhythms, own)
+        return self._switch(message, decision, left_out, rhythms, own) if decision.switches else []
 
     def _fails_by(self, left_out: Mapping[int, LeftOut]) -> bool:
         """Note who has left for good; whether plans differ, for the first time."""
@@ -349,18 +327,25 @@ class Leader:
         left_out: Mapping[int, LeftOut],
         rhythms: Rhythms,
         own: Collection[int],
-    ) -> None:
+    ) -> list[int]:
         switched = set(decision.switches)
         # Turns of a step need a rhythm: who has none keeps its table, and is in later rounds as before.
         self.switched = switched | self.switched.difference(left_out)
         self._let_go -= switched
-        self.turns.check(rhythms)
+        (before, kept), self._turns = self._turns, (0, {})
+        is_steady = all(rhythms.get(comm) == rhythm for comm, rhythm in kept.items())
+        steady = [before] if before and is_steady else []
         if trial_of(message[1]).turn_steps:
             agreed = {comm for comm in switched.difference(own) if decision.switches[comm].a_step}
-            self.turns.begin(decision.generation, {comm: rhythms[comm] for comm in agreed})
+            # Long turns end nowhere in particular. Those that lie about as long are taken as they are.
+            if agreed:
+                self._turns = decision.generation, {comm: rhythms[comm] for comm in agreed}
+            else:
+                steady.append(decision.generation)
         if self._is_trial:
             self._let_go |= {comm for comm, one in left_out.items() if not one.for_good}
             self._tries, self._is_withdrawn = frozenset(switched.intersection(own)), False
+        return steady
 
     def unlike(self, left_out: Mapping[int, LeftOut]) -> list[Why]:
         """Why ranks with other code have no part in the round, without what was asked before."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 from ....traces.outside import parse_json
 from ....traces.reasons import NotAgreeing, Why
+from .. import life
 from ..plugin.bindings import Plan, Span
 from ..steps.words import say
 from .lookout import IDLE_S, Lookout
@@ -32,6 +34,7 @@ _AGAIN_S = 0.1
 _PAUSE_S, _A_RANK_S = 0.02, 1e-4  # between two looks of rank 0 for the votes, with many ranks longer
 _LOOKS = 3  # more for those that vote after who was not expected
 _BEGUN, _NOW, _NEWS = "begun", "now", "news"
+_PROCESS = re.compile(r"[0-9a-f]{16}")  # begins the name of a life: that of rank 0
 _NO_ROUND = -1  # of what is no vote
 #: What reading a text of another rank may raise: each of them may have other code, or none of ours.
 _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError)
@@ -76,7 +79,7 @@ class RoundStore:
         self._store, self._seen = self._make(), -1
         if self._rank == 0:
             self._heard = self._round = 0
-            self._live(secrets.token_hex(4))
+            self._live(f"{life.own():016x}.{secrets.token_hex(4)}")
             self._told = (
                 f"{self.life} {number}"  # then, of a round: votes to wait for, whether again, the table
             )
@@ -87,6 +90,12 @@ class RoundStore:
         self.life = life
         self.lookout.close()
         self.lookout = Lookout(life, self._rank, self._n_ranks)
+
+    @property
+    def start(self) -> int:
+        """The start of the job that this rank is of: the life of rank 0's process; 0 where it has other code."""
+        name = self.life.split(".")[0]
+        return int(name, 16) if _PROCESS.fullmatch(name) else 0
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self.life, *parts)))

@@ -150,6 +150,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "part": (None, [ctypes.c_uint32]),
     "sample": (None, [ctypes.c_int]),
     "stage": (ctypes.c_int64, [ctypes.c_uint32, *_MESSAGE]),
+    "started": (None, [ctypes.c_uint64]),
     "switch": (ctypes.c_int, [ctypes.c_uint32, ctypes.c_uint64, ctypes.POINTER(_Span)]),
     "tuners": (ctypes.c_uint32, []),
     "waiting": (ctypes.c_uint32, []),

@@ -19,8 +19,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = (
-    *("table.c", "ring.c", "comms.c", "clock.c", "switch.c", "tuner.c", "next_tuner.c", "profiler.c"),
-    *("room.c", "gil.c"),
+    *("table.c", "ring.c", "comms.c", "switch.c", "steps.c", "clock.c", "control.c"),
+    *("tuner.c", "next_tuner.c", "profiler.c", "room.c", "gil.c"),
 )
 HEADERS = ("abi.h", "plugin.h", "seat.h")
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-fPIC")

@@ -32,11 +32,6 @@ _Static_assert(LEVELS* A_LEVEL == DCCL_MARKS, "marks");
 static _Atomic uint64_t n_threads;
 static _Thread_local uint64_t this_group;  // another number for each group of calls on any thread, of 56 bits
 
-uint32_t dccl_clock_of(const struct dccl_seat* seat) {
-  const uint32_t told = atomic_load_explicit(&seat->told, memory_order_relaxed);
-  return told == DCCL_TOLD_AT_CALLS ? DCCL_COUNTS : DCCL_TOLD_NO_CALLS;
-}
-
 bool dccl_is_captured(const struct dccl_seat* seat) {
   return seat != NULL && atomic_load_explicit(&seat->is_captured, memory_order_relaxed);
 }

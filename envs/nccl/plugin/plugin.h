@@ -82,12 +82,12 @@ int dccl_lookup(dccl_table table, uint64_t class, int func, uint64_t n_bytes, st
 uint64_t dccl_epoch(dccl_table table);  // another one each time that its buffer is filled; 37 bits
 dccl_table dccl_fixed(
     void);  // what dynamiccl_activate or the environment gave; holds where nothing was agreed
-// A table that the next switches of an agreement are to.
-bool dccl_staged(uint32_t owner, dccl_table* table);  // false: none
+void dccl_fix(dccl_table table);          // from now on it holds there
 uint64_t dccl_rows_of(dccl_table table);  // their number << 32 | checksum: equal where the rows are; 0: none
-// Loads the table that DYNAMICCL_TABLE names (a job without a daemon), once.
-void dccl_load_static_table(void);
-void dccl_table_after_fork(void);
+// 0 and the head of a message, or the negative errno that says what is wrong with it.
+int dccl_check_table(const void* message, size_t size, struct dccl_table_head* head);
+// Copies a checked message into a buffer that nobody refers to.
+void dccl_fill(uint32_t buffer, const void* message, const struct dccl_table_head* head);
 
 // ---- ring ----
 
@@ -181,12 +181,14 @@ struct dccl_ring {
   _Atomic uint64_t known;      // known records written so far
   _Atomic uint64_t waited_ns;  // by threads of the job at the limit of a communicator
   uint64_t life;               // of the process: the same in its votes, see envs/nccl/life.py
-  uint64_t reserved_line[4];
+  _Atomic uint64_t start;      // of the job: the life of its rank 0; 0: it has not been told
+  uint64_t reserved_line[3];
   struct dccl_slot slots[];  // the known records, then the ring
 };
 
 _Static_assert(offsetof(struct dccl_ring, head) == 64, "ring");
 _Static_assert(offsetof(struct dccl_ring, life) == 88, "ring");
+_Static_assert(offsetof(struct dccl_ring, start) == 96, "ring");
 _Static_assert(offsetof(struct dccl_ring, slots) == 128, "ring");
 
 static inline size_t dccl_ring_bytes(uint64_t records) {
@@ -198,10 +200,15 @@ void dccl_emit(const struct dccl_record* record);
 // The same for what is told once: kept beside the ring for whoever comes later; `must`: also in a last place.
 void dccl_note(const struct dccl_record* record, bool must);
 void dccl_forget(uint64_t comm_id);  // the communicator is no more: its places may be used again
+// Makes the ring in the run folder; where that cannot be, there is none.
+void dccl_open_ring(const char* path);
+// Nothing is recorded any more. `is_used`: threads of NCCL may still write, so it stays mapped.
+void dccl_close_ring(bool is_used);
 bool dccl_ring_is_open(void);
 struct dccl_ring* dccl_counts(void);  // `calls` and `waited_ns` are counted here, without a ring too
 bool dccl_has_run(void);              // whether this process belongs to a run, with a ring or without
 uint32_t dccl_step_now(void);
+void dccl_set_step(uint32_t step);  // records from now on are of it
 int64_t dccl_now_ns(void);
 
 // ---- the tuner that the job has without us (next_tuner.c) ----
@@ -271,7 +278,6 @@ struct dccl_seat;
 enum { DCCL_TOLD_NOTHING, DCCL_TOLD_LATE, DCCL_TOLD_AT_CALLS };
 struct dccl_seat* dccl_sit(uint64_t comm_id, uint32_t n_ranks, uint32_t n_nodes, uint32_t told);
 void dccl_leave(struct dccl_seat* seat);
-bool dccl_in_use(void);  // whether NCCL has contexts of ours
 // The table that holds for the question of now. Waits while the communicator is at its limit.
 dccl_table dccl_table_now(struct dccl_seat* seat);
 bool dccl_table_is_used(uint32_t buffer);                        // by a switch that may still hold
@@ -306,7 +312,6 @@ void dccl_set_mask(void);
 int dccl_last_tuned(void);
 void dccl_note_tuner(int version);
 void dccl_note_profiler(int version);
-void dccl_comms_after_fork(void);
 
 // ---- control functions, called by the probe ----
 
@@ -315,6 +320,8 @@ void dccl_comms_after_fork(void);
 DCCL_EXPORT int dynamiccl_open(void);
 // The times of records are read from *ns from now on: an emulated job has a clock of its own.
 DCCL_EXPORT void dynamiccl_clock(const int64_t* ns);
+// This process was started together with rank 0 of that life; the ring's reader is told.
+DCCL_EXPORT void dynamiccl_started(uint64_t life);
 // Makes a table message the one that holds where nothing was agreed. Its generation, or a negative errno and
 // the table before stays.
 DCCL_EXPORT int64_t dynamiccl_activate(const void* message, size_t size);

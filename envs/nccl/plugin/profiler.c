@@ -246,6 +246,16 @@ void dynamiccl_sample(int on) {
   dccl_set_mask();
 }
 
+void dynamiccl_boundary(const struct dccl_record* ended, uint32_t next_step, int sample) {
+  if (ended != NULL) {
+    struct dccl_record record = *ended;
+    record.kind = DCCL_STEP;
+    dccl_emit(&record);
+  }
+  dccl_set_step(next_step);
+  dynamiccl_sample(sample);
+}
+
 static int start(int version, void** context, uint64_t comm_id, int* mask, const char* name, int n_nodes,
                  int n_ranks, int rank, nccl_logger log) {
   (void)log;

@@ -26,8 +26,7 @@ enum { RESERVE_TRIES = 100 };
 static struct dccl_ring* _Atomic ring;
 static uint64_t lap_mask;   // records of the ring less one; set before `ring` is
 static int ring_file = -1;  // kept open: its lock says that this process lives
-static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER, noting = PTHREAD_MUTEX_INITIALIZER;
-static _Atomic bool opened, has_run;
+static pthread_mutex_t noting = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic uint32_t step_now;
 
 static const int64_t* _Atomic borrowed_clock;
@@ -146,6 +145,8 @@ struct dccl_ring* dccl_counts(void) {
 bool dccl_ring_is_open(void) { return atomic_load_explicit(&ring, memory_order_relaxed) != NULL; }
 
 uint32_t dccl_step_now(void) { return atomic_load_explicit(&step_now, memory_order_relaxed); }
+
+void dccl_set_step(uint32_t step) { atomic_store_explicit(&step_now, step, memory_order_relaxed); }
 
 // A folder that others may write to could have its files swapped: it is not used. Where there is none the run
 // is over, and nothing is said.
@@ -288,59 +289,30 @@ static struct dccl_ring* create_ring(int folder) {
 // The child of a fork must not write into its parent's ring. It gets one of its own if it becomes a rank.
 static void after_fork(void) {
   atomic_store(&ring, NULL);
-  atomic_store(&opened, false);
   if (ring_file >= 0) close(ring_file);
   ring_file = -1;
-  pthread_mutex_init(&opening, NULL);
   pthread_mutex_init(&noting, NULL);
   atomic_store(&n_alive, 0);
   memset(is_dead, 0, sizeof is_dead);
-  dccl_table_after_fork();
-  dccl_comms_after_fork();
 }
 
 __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, after_fork); }
 
-// The library is unloaded, or the process ends: nothing of it stays mapped. Where NCCL has not let go of us
-// its threads may still write.
-__attribute__((destructor)) static void let_go(void) {
+void dccl_open_ring(const char* path) {
+  const int folder = open_folder(path);
+  if (folder < 0) return;
+  atomic_store_explicit(&ring, create_ring(folder), memory_order_release);
+  close(folder);
+}
+
+void dccl_close_ring(bool is_used) {
   struct dccl_ring* r = atomic_exchange(&ring, NULL);
-  if (r == NULL || dccl_in_use()) return;
+  if (r == NULL || is_used) return;
   munmap(r, dccl_ring_bytes(r->capacity));
   close(ring_file);
 }
 
-bool dccl_has_run(void) { return atomic_load(&has_run); }
-
-// Whoever comes second waits for the first: its records must find the ring.
-int dynamiccl_open(void) {
-  if (!atomic_load(&opened)) {
-    pthread_mutex_lock(&opening);
-    if (!atomic_load(&opened)) {
-      const char* path = getenv("DYNAMICCL_RUN");
-      atomic_store(&has_run, path != NULL && *path);
-      const int folder = dccl_has_run() ? open_folder(path) : -1;
-      if (folder >= 0) {
-        atomic_store_explicit(&ring, create_ring(folder), memory_order_release);
-        close(folder);
-      }
-      dccl_load_static_table();
-      atomic_store(&opened, true);
-    }
-    pthread_mutex_unlock(&opening);
-  }
-  return dccl_ring_is_open();
-}
-
-void dynamiccl_boundary(const struct dccl_record* ended, uint32_t next_step, int sample) {
-  if (ended != NULL) {
-    struct dccl_record record = *ended;
-    record.kind = DCCL_STEP;
-    dccl_emit(&record);
-  }
-  atomic_store_explicit(&step_now, next_step, memory_order_relaxed);
-  dynamiccl_sample(sample);
-}
+void dynamiccl_started(uint64_t life) { atomic_store(&dccl_counts()->start, life); }
 
 void dynamiccl_emit(const struct dccl_record* record) {
   if (record != NULL) dccl_emit(record);

@@ -1,5 +1,5 @@
-// What the parts that keep communicators share: comms.c seats them, clock.c counts their collectives,
-// switch.c says which table holds.
+// What the parts that keep communicators share: comms.c seats them, switch.c says which table holds, steps.c
+// tells their steps, clock.c counts their collectives, and control.c does what the probe asks of all of it.
 #ifndef DYNAMICCL_SEAT_H_
 #define DYNAMICCL_SEAT_H_
 
@@ -63,22 +63,22 @@ extern pthread_mutex_t dccl_seating;
 
 // The seat of a communicator that is in use, or NULL. Holding `dccl_seating`.
 struct dccl_seat* dccl_seated(uint64_t comm_id);
+// The same if its count is a clock. Holding `dccl_seating`.
+struct dccl_seat* dccl_counting(uint64_t comm_id);
 // The change that holds at a collective, or NULL. Holding `dccl_seating`.
 const struct change* dccl_change_at(const struct dccl_seat* seat, uint64_t count);
+// The staged table holds at these collectives. 0 or -EAGAIN, see dynamiccl_switch. Holding `dccl_seating`.
+int dccl_change(struct dccl_seat* seat, dccl_table staged, const struct dccl_span* span);
 // Whether a trial of few calls is under way there, or ahead. Holding `dccl_seating`.
 bool dccl_may_try_few(const struct dccl_seat* seat);
 // Fills in what its steps have in common, see dccl_comm_view. Holding `dccl_seating`.
 void dccl_copy_rhythm(const struct dccl_seat* seat, struct dccl_comm_view* view);
-void dccl_rhythm_after_fork(void);
 // Fills in what it will answer from its next call on, see dccl_comm_view. Holding `dccl_seating`.
 void dccl_copy_plan(const struct dccl_seat* seat, struct dccl_comm_view* view);
 // The step under way is one of the table that answered last.
 void dccl_note_step(const struct dccl_seat* seat);
-// Whether its count is a clock, see dccl_comm_view.
-uint32_t dccl_clock_of(const struct dccl_seat* seat);
 // Marks of its count that are there.
 void dccl_copy_marks(struct dccl_seat* seat, struct dccl_comm_view* view);
-void dccl_switch_after_fork(void);
 
 static inline uint64_t dccl_get(const _Atomic uint64_t* value) {
   return atomic_load_explicit(value, memory_order_acquire);
@@ -86,6 +86,12 @@ static inline uint64_t dccl_get(const _Atomic uint64_t* value) {
 
 static inline uint32_t dccl_get32(const _Atomic uint32_t* value) {
   return atomic_load_explicit(value, memory_order_acquire);
+}
+
+// Whether its count is a clock, see dccl_comm_view.
+static inline uint32_t dccl_clock_of(const struct dccl_seat* seat) {
+  const uint32_t told = atomic_load_explicit(&seat->told, memory_order_relaxed);
+  return told == DCCL_TOLD_AT_CALLS ? DCCL_COUNTS : DCCL_TOLD_NO_CALLS;
 }
 
 #endif  // DYNAMICCL_SEAT_H_

@@ -26,11 +26,15 @@ struct list {
 static _Atomic uint32_t n_waiting;
 static _Atomic int64_t longest_ns = INT64_MAX;  // that a call is held
 _Atomic bool dccl_tries_few;
+_Atomic uint32_t dccl_latest;
 
-void dccl_switch_after_fork(void) {
+static void after_fork(void) {
   atomic_store(&dccl_tries_few, false);
+  atomic_store(&dccl_latest, 0);
   atomic_store(&n_waiting, 0);
 }
+
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, after_fork); }
 
 // ---- answers ----
 
@@ -237,16 +241,10 @@ static uint64_t last_from(const struct dccl_seat* seat) {
   return order % SWITCHES == 0 ? 0 : dccl_get(&seat->changes[(order >> PLACE_BITS) % SWITCHES].from);
 }
 
-// The seat of a communicator that has a clock, or NULL. Holding `dccl_seating`.
-static struct dccl_seat* counting(uint64_t comm_id) {
-  struct dccl_seat* seat = dccl_seated(comm_id);
-  return seat != NULL && dccl_clock_of(seat) == DCCL_COUNTS ? seat : NULL;
-}
-
 int64_t dynamiccl_limit(uint32_t owner, uint64_t comm_id, uint64_t distance) {
   int64_t limit = -ENOENT;
   pthread_mutex_lock(&dccl_seating);
-  struct dccl_seat* seat = counting(comm_id);
+  struct dccl_seat* seat = dccl_counting(comm_id);
   const bool is_there = seat != NULL;
   if (is_there && seat->limit_owner != 0 && seat->limit_owner != owner) {
     limit = -EBUSY;
@@ -266,7 +264,7 @@ int64_t dynamiccl_limit(uint32_t owner, uint64_t comm_id, uint64_t distance) {
   return limit;
 }
 
-static int change(struct dccl_seat* seat, dccl_table staged, const struct dccl_span* span) {
+int dccl_change(struct dccl_seat* seat, dccl_table staged, const struct dccl_span* span) {
   const uint64_t order = dccl_get(&seat->order);
   const struct list before = changes_of(seat, dccl_get(&seat->n_colls), span->from);
   if (before.n >= PLACES) return -EAGAIN;
@@ -289,19 +287,6 @@ static int change(struct dccl_seat* seat, dccl_table staged, const struct dccl_s
   atomic_store(&dccl_tries_few, dccl_is_by_calls(c->length, c->a_step));
   seat->decided = dccl_generation_of(staged);
   return 0;
-}
-
-int dynamiccl_switch(uint32_t owner, uint64_t comm_id, const struct dccl_span* span) {
-  dccl_table staged;
-  if (span->length != 0 && (span->one_of == 0 || span->until == 0)) return -EINVAL;
-  if (!dccl_staged(owner, &staged)) return -EINVAL;
-  pthread_mutex_lock(&dccl_seating);
-  struct dccl_seat* seat = counting(comm_id);
-  const bool is_there = seat != NULL;
-  const bool is_late = is_there && seat->limit_owner == NOBODY;
-  const int error = is_late ? -ETIMEDOUT : is_there ? change(seat, staged, span) : -ENOENT;
-  pthread_mutex_unlock(&dccl_seating);
-  return error;
 }
 
 void dynamiccl_lift(uint32_t owner, uint32_t generation) {

@@ -7,15 +7,11 @@
 // the check sound without fences: a reader that saw a word of the new table also sees the odd sequence number
 // stored before it.
 #include <errno.h>
-#include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/types.h>
 
 #include "plugin.h"
 
-enum { WORDS = sizeof(struct dccl_rule) / 8, MAX_MESSAGE = 64 + 32 * DCCL_MAX_ROWS };
+enum { WORDS = sizeof(struct dccl_rule) / 8 };
 enum { KEY_BITS = 3 };  // a collective's number has so many; a class leaves them free, see rule_is_valid
 _Static_assert(N_FUNCS <= 1 << KEY_BITS, "a collective's number");
 
@@ -31,14 +27,6 @@ struct buffer {
 static struct buffer buffers[DCCL_BUFFERS];
 static _Atomic uint64_t rows_in[DCCL_BUFFERS];  // see dccl_rows_of
 static _Atomic dccl_table fixed;                // where no switch of a communicator holds
-
-enum { AGREEMENTS = 8 };
-// What the agreements of this process have laid ready, by their numbers less 1; guarded by `writing`.
-static struct {
-  bool is_taken, has_table;
-  dccl_table next;
-} stages[AGREEMENTS];
-static pthread_mutex_t writing = PTHREAD_MUTEX_INITIALIZER;
 
 static uint64_t word(const struct buffer* b, uint32_t row, int i) {
   return atomic_load_explicit(&b->row[row][i], memory_order_acquire);
@@ -96,6 +84,8 @@ uint64_t dccl_rows_of(dccl_table table) { return atomic_load(&rows_in[dccl_buffe
 
 dccl_table dccl_fixed(void) { return atomic_load_explicit(&fixed, memory_order_acquire); }
 
+void dccl_fix(dccl_table table) { atomic_store(&fixed, table); }
+
 // ---- messages ----
 
 static uint32_t crc32(uint32_t crc, const void* data, size_t size) {  // as zlib has it
@@ -129,8 +119,7 @@ static bool in_order(const struct dccl_rule* a, const struct dccl_rule* b) {
   return a->max_bytes < b->min_bytes;
 }
 
-// 0, or the negative errno that says what is wrong with a message.
-static int check(const void* message, size_t size, struct dccl_table_head* h) {
+int dccl_check_table(const void* message, size_t size, struct dccl_table_head* h) {
   if (message == NULL || size < sizeof *h || size > SIZE_MAX / 2) return -EINVAL;
   memcpy(h, message, sizeof *h);
   if (h->magic != DCCL_TABLE_MAGIC) return -EINVAL;
@@ -151,7 +140,8 @@ static int check(const void* message, size_t size, struct dccl_table_head* h) {
   return 0;
 }
 
-static void fill(struct buffer* b, const void* message, const struct dccl_table_head* h) {
+void dccl_fill(uint32_t buffer, const void* message, const struct dccl_table_head* h) {
+  struct buffer* b = &buffers[buffer];
   const char* rows = (const char*)message + sizeof *h;
   // Already odd if a fork left the buffer half written.
   const uint32_t odd = head(&b->sequence) | 1;
@@ -167,124 +157,6 @@ static void fill(struct buffer* b, const void* message, const struct dccl_table_
   atomic_store_explicit(&b->n_rows, h->n_rows, memory_order_release);
   atomic_store_explicit(&b->n_any, n_any, memory_order_release);
   atomic_store_explicit(&b->sequence, odd + 1, memory_order_release);
-}
-
-// ---- buffers ----
-
-static bool is_free(uint32_t buffer) {
-  if (buffer == dccl_buffer_of(dccl_fixed())) return false;
-  for (int i = 0; i < AGREEMENTS; i++) {
-    if (stages[i].has_table && dccl_buffer_of(stages[i].next) == buffer) return false;
-  }
-  return !dccl_table_is_used(buffer);
-}
-
-// Fills a buffer that nobody refers to; 0 or -ENOSPC. Holding `writing`.
-static int keep(const void* message, const struct dccl_table_head* h, dccl_table* table) {
-  uint32_t buffer = h->n_rows == 0 ? 0 : 1;
-  while (buffer != 0 && buffer < DCCL_BUFFERS && !is_free(buffer)) buffer++;
-  if (buffer == DCCL_BUFFERS) return -ENOSPC;
-  if (buffer != 0) {
-    fill(&buffers[buffer], message, h);
-    const void* rows = (const char*)message + sizeof *h;
-    atomic_store(&rows_in[buffer],
-                 (uint64_t)h->n_rows << 32 | crc32(0, rows, h->n_rows * sizeof(struct dccl_rule)));
-  }
-  *table = (dccl_table)h->generation << 32 | buffer;
-  return 0;
-}
-
-int64_t dynamiccl_activate(const void* message, size_t size) {
-  struct dccl_table_head h;
-  dccl_table table;
-  int error = check(message, size, &h);
-  if (error) return error;
-  pthread_mutex_lock(&writing);
-  error = keep(message, &h, &table);
-  if (!error) atomic_store(&fixed, table);
-  pthread_mutex_unlock(&writing);
-  return error ? error : (int64_t)h.generation;
-}
-
-int64_t dynamiccl_stage(uint32_t owner, const void* message, size_t size) {
-  struct dccl_table_head h;
-  dccl_table table;
-  if (owner < 1 || owner > AGREEMENTS) return -EINVAL;
-  int error = check(message, size, &h);
-  if (error) return error;
-  pthread_mutex_lock(&writing);
-  stages[owner - 1].has_table = false;
-  error = keep(message, &h, &table);
-  if (!error) {
-    stages[owner - 1].next = table;
-    stages[owner - 1].has_table = true;
-  }
-  pthread_mutex_unlock(&writing);
-  return error ? error : (int64_t)h.generation;
-}
-
-bool dccl_staged(uint32_t owner, dccl_table* table) {
-  if (owner < 1 || owner > AGREEMENTS) return false;
-  pthread_mutex_lock(&writing);
-  const bool is_there = stages[owner - 1].has_table;
-  *table = stages[owner - 1].next;
-  pthread_mutex_unlock(&writing);
-  return is_there;
-}
-
-uint32_t dynamiccl_join(void) {
-  uint32_t owner = 0;
-  pthread_mutex_lock(&writing);
-  for (uint32_t i = 0; i < AGREEMENTS && owner == 0; i++) {
-    if (stages[i].is_taken) continue;
-    stages[i].is_taken = true;
-    owner = i + 1;
-  }
-  pthread_mutex_unlock(&writing);
-  dccl_begin_steps();
-  return owner;
-}
-
-void dynamiccl_part(uint32_t owner) {
-  if (owner < 1 || owner > AGREEMENTS) return;
-  dynamiccl_lift(owner, 0);
-  pthread_mutex_lock(&writing);
-  stages[owner - 1].is_taken = stages[owner - 1].has_table = false;
-  pthread_mutex_unlock(&writing);
-}
-
-// In the child of a fork the thread that was writing is gone.
-void dccl_table_after_fork(void) {
-  pthread_mutex_init(&writing, NULL);
-  memset(stages, 0, sizeof stages);
-}
-
-// ---- a table without a daemon ----
-
-static ssize_t read_hex(const char* text, uint8_t* message) {
-  const size_t length = strlen(text);
-  if (length % 2 || length / 2 > MAX_MESSAGE) return -1;
-  for (size_t i = 0; i < length / 2; i++) {
-    if (sscanf(text + 2 * i, "%2hhx", &message[i]) != 1)
-      return -1;  // what else it takes the checksum refuses
-  }
-  return (ssize_t)(length / 2);
-}
-
-// DYNAMICCL_TABLE is `hex:<the message>`: it travels with the environment, so that every rank that loads the
-// plugin at all has the same table.
-void dccl_load_static_table(void) {
-  static atomic_flag loaded = ATOMIC_FLAG_INIT;
-  const char *source = getenv("DYNAMICCL_TABLE"), *run = getenv("DYNAMICCL_RUN");
-  if (source == NULL || *source == 0 || (run != NULL && *run)) return;
-  if (atomic_flag_test_and_set(&loaded)) return;
-  uint8_t* message = malloc(MAX_MESSAGE);
-  if (message == NULL) return;
-  const ssize_t size = strncmp(source, "hex:", 4) ? -1 : read_hex(source + 4, message);
-  const int64_t generation = size < 0 ? -ENOENT : dynamiccl_activate(message, (size_t)size);
-  free(message);
-  if (generation < 0) {
-    fprintf(stderr, "dynamiccl: DYNAMICCL_TABLE is not a usable table (%s); NCCL decides alone\n",
-            strerror((int)-generation));
-  }
+  atomic_store(&rows_in[buffer],
+               (uint64_t)h->n_rows << 32 | crc32(0, rows, h->n_rows * sizeof(struct dccl_rule)));
 }

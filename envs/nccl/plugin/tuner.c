@@ -177,8 +177,6 @@ static int own_channels(const struct context* c, const struct dccl_question* q, 
   return filled < 1 ? 1 : filled < (uint64_t)most ? (int)filled : most;
 }
 
-// The table's word, after the next tuner's; whether it has one. `cost` is NCCL's own offer, `n_channels` its
-// own count.
 // An all-reduce that NCCL runs on NVLS, NVLS Tree or CollNet keeps that. A row is of a class of sizes, in
 // which NCCL may go from tree to ring: without the user's word it keeps its algorithm.
 static bool is_left_alone(const struct context* c, int own_algo, int algo) {
@@ -186,6 +184,8 @@ static bool is_left_alone(const struct context* c, int own_algo, int algo) {
   return !is_reached || (c->keeps_algo && algo != own_algo);
 }
 
+// The table's word, after the next tuner's; whether it has one. `cost` is NCCL's own offer, `n_channels` its
+// own count.
 static bool apply(const struct context* c, struct memo* m, const struct dccl_question* q, const float* cost,
                   int n_channels) {
   struct dccl_decision d;

@@ -6,6 +6,8 @@ import pytest
 from dynamiccl.agent.checks.doctor import TRAPS, examine
 from dynamiccl.agent.checks.facts import Facts
 from dynamiccl.agent.checks.faults import FAULTS
+from dynamiccl.traces.reasons import NotAgreeing, NotTuning, RunEnds
+from paths import ROOT
 
 
 def refused_releases():
@@ -66,3 +68,21 @@ def test_more_sockets_without_threads_are_said_to_change_nothing():
     (found,) = [one for one in examine(Facts(alone)) if one.name == "sockets"]
     assert "NCCL_NSOCKS_PERTHREAD=4 alone changes nothing" in found.what and not found.must_change
     assert [one for one in examine(Facts(both)) if one.name == "sockets"] == []
+
+
+def test_the_page_names_each_refusal_once_and_codes_that_there_are():
+    """The table of whom to allow: a new refusal needs its place there."""
+    told = (
+        (ROOT / "OPERATING.md")
+        .read_text("utf-8")
+        .partition("<!-- allow -->\n")[2]
+        .partition("<!-- /allow -->")[0]
+    )
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in told.splitlines()[2:]]
+    named = [name.split(": ")[-1] for row in cells for name in re.split("[,;] ", row[2]) if name]
+    refused = {name for name, *_, must_change in TRAPS if must_change}
+    refused |= {fault.name for fault in FAULTS if fault.must_change}
+    assert sorted(named) == sorted(refused)
+    codes = {one.code for kind in (RunEnds, NotTuning, NotAgreeing) for one in kind}
+    left = [code for row in cells for code in re.findall(r"`([\w-]+)`", row[3])]
+    assert len(left) == len(set(left)) > 8 and set(left) <= codes

@@ -4,6 +4,7 @@ import json
 
 import pandas as pd
 import pytest
+import recordings_made
 from command import invoke
 from synthetic_trace import write_run
 
@@ -78,6 +79,11 @@ def test_communicators_with_captured_calls_are_not_compared(nodes):
     for node, where in ((nodes[0], {"captured": True}), (nodes[1], {"n_channels": 3})):
         change(node, **where)
     assert "CUDA graphs" in doctor(*nodes)[0]
+
+
+def test_recordings_of_other_tools_are_not_compared(tmp_path):
+    said, findings = doctor(recordings_made.kineto(tmp_path / "kineto"))
+    assert said == "not compared: another tool's recording does not number the calls" and not findings
 
 
 def test_another_number_of_the_table_is_no_other_setting(nodes):

@@ -39,8 +39,11 @@ def last_line(done: subprocess.CompletedProcess) -> str:
 
 
 @pytest.mark.slow
-def test_the_ranks_take_the_table_together_and_the_last_line_says_how_often_it_was_used(table, tmp_path):
-    done = run("apply", table, "--", *TORCHRUN, WARM="1", STEPS="20", **SOON)
+@pytest.mark.parametrize("func", ["all_gather", "all_reduce"])
+def test_the_ranks_take_the_table_together_and_the_last_line_says_how_often_it_was_used(tmp_path, func):
+    """Before: rows of all_reduce never came in force in a job that runs nothing else: it counted nothing."""
+    table = str(small_gathers(tmp_path, func))
+    done = run("apply", table, "--", *TORCHRUN, WARM="1", STEPS="20", FUNC=func, **SOON)
     assert done.returncode == 0, done.stderr
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [rank["generations"]["plain"] for rank in said] == [[4] * 20] * 2  # channels

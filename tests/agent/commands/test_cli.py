@@ -178,7 +178,7 @@ def test_the_version_is_the_packages_and_names_the_commit():
             "there is no suite none: known are standard, held-out, unseen, mpi-headroom, or a file",
         ),
         (
-            ["bench", "--policy", "none:X", "--jobs", "2", "--out", "{}"],
+            ["bench", "--policy", "none:X", "--jobs", "2", "--processes", "1", "--out", "{}"],
             "1 of 1  none:X: refused|error: no entrant finished: none:X: ",
         ),
         (

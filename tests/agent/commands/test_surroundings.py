@@ -70,6 +70,7 @@ def test_a_job_that_inherits_an_emulated_cluster_is_known_for_one(monkeypatch):
         "ranks": None,
         "stage": 3,
         "search_slots": None,
+        "all_reduce": None,
     }
     for name, value in Emulated("dgx-a100-2x8", 2.0, 3.0, 4).env().items():
         monkeypatch.setenv(name, value)

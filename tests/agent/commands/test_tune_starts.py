@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cli_process import DYNAMICCL, ENV, run
-from command import invoke
+from command import invoke, refused
 from dynamiccl.agent.daemon.request import Request
 from dynamiccl.agent.report.outputs import ROOT, begin, claim
 from dynamiccl.agent.report.runs import has_measured, state
@@ -29,7 +29,6 @@ from untouched_run import write_untouched
         (["--policy", "alchemy"], "lstm"),
         (["--steps", "50"], "too few"),
         (["--", "no-such-program", "train.py"], "no such program"),
-        (["--attach", "/nonexistent"], "no run here"),
         (["--attach", "x", "--", "true"], "not both"),
         (["--attach", "x", "--headroom", "24"], "dynamiccl env"),
         (["--headroom", "24"], "--headroom needs --untouched RUN"),
@@ -46,10 +45,18 @@ from untouched_run import write_untouched
     ],
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path, arguments, word):
-    done = run("tune", "--out", str(tmp_path / "out"), *arguments)
-    assert done.returncode == 2, done.stderr
+    done = refused(["tune", "--out", tmp_path / "out", *arguments])
+    assert done.exit_code == 2, done.stderr
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("error:") and word in lines[0], done.stderr
+
+
+def test_a_tuner_finds_no_run_where_none_is():
+    """In a process of its own, which a tuner makes nice."""
+    done = run("tune", "--attach", "/nonexistent")
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error:") and "no run here" in lines[0], done.stderr
 
 
 def test_no_compiler_is_said_with_the_cure(tmp_path):
@@ -180,20 +187,22 @@ def test_a_sites_options_stand_before_the_users(tmp_path):
     ],
 )
 @pytest.mark.parametrize("off", [False, True])
-def test_a_mistake_in_the_sites_options_means_untuned(options, why, off):
+def test_a_mistake_in_the_sites_options_means_untuned(monkeypatch, options, why, off):
     """Before: all options were ignored, so a job could spend five times the site's budget, or did not start."""
     site = {"DYNAMICCL_TUNE_OPTIONS": options, **({"DYNAMICCL_OFF": "1"} if off else {})}
     done = run("tune", "--", sys.executable, "-S", "-c", "print('trained'); raise SystemExit(7)", env=site)
     assert (done.returncode, done.stdout) == (7, "trained\n"), done.stderr
     said = "DYNAMICCL_OFF=1" if off else f"DYNAMICCL_TUNE_OPTIONS has a mistake: {why}"
     assert said in done.stderr and "the job runs without it" in done.stderr and done.stderr.count("\n") == 1
-    refused = run("tune", "--stage", "5", env=site)
-    assert refused.returncode == 2 and refused.stderr.startswith("error: Invalid value for '--stage'"), (
+    for name, value in site.items():
+        monkeypatch.setenv(name, value)
+    own = refused(["tune", "--stage", "5"])
+    assert own.exit_code == 2 and own.stderr.startswith("error: Invalid value for '--stage'"), (
         "the user's own mistake"
     )
-    without = run("tune", "--attach", "/nonexistent", env=site)
-    assert without.returncode == 2 and "ask the operators" in without.stderr
-    for told in (refused, without):
+    without = refused(["tune", "--attach", "/nonexistent"])
+    assert without.exit_code == 2 and "ask the operators" in without.stderr
+    for told in (own, without):
         assert told.stderr.count("\n") == 1
 
 

@@ -153,7 +153,7 @@ def test_a_decision_that_this_job_may_not_run_is_left_to_nccl():
     job, default = windows.begin()
     masked = np.array([np.flatnonzero(~row)[0] for row in job.mask])
     search = Search(job, default, Prior.load(), first=masked)
-    assert not search.phase.choices.any() and search.plan() is None
+    assert search.loop.trial is None and search.plan() is None
 
 
 @pytest.mark.parametrize("kind", ["folder", "memory"])

@@ -52,3 +52,25 @@ def test_the_lstm_by_default_beside_an_emulated_job_gains(job, tmp_path):
     assert done.stdout == "" and len(said) < 60
     assert [line for line in said if len(line) > 80 and str(tmp_path) not in line] == []
     assert [line for line in said if line.startswith("KEPT ")] and said.index("") < len(said) - 5
+
+
+@pytest.mark.slow
+def test_fsdp2_that_recomputes_its_blocks_is_seen_whole_and_takes_turns_step_by_step(tmp_path):
+    """Activation checkpointing: its second forward pass gathers nothing anew, and the ranks' clock holds."""
+    n_steps, blocks = 120, 4
+    command = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--no-memory", "--out", str(tmp_path)]
+    job = ["--cluster", "dgx-h100-2x8", "--", *FSDP2, str(n_steps), "recompute"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *job], env=env, capture_output=True, text=True, timeout=560, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "summary.json").read_text())
+    # Forward and backward gather each block once, backward scatters it once.
+    assert found["consistency"]["calls_checked"] == n_steps * 3 * blocks
+    assert found["consistency"]["mismatches"] == 0 and found["steps_to_verdict"] is not None
+    trace = Trace.read(tmp_path / "trace")
+    searched = trace.events[trace.events["step"].between(5, found["steps_to_verdict"] - 5)]
+    for func, calls in (("all_gather", 2 * blocks), ("reduce_scatter", blocks)):
+        counts = searched[searched["func"] == func].groupby(["rank", "step"]).size()
+        assert (counts == calls).all() and counts.index.get_level_values("rank").nunique() == 2
+    turns = [line["table"].get("turn_steps", 0) for line in trace.log if line["kind"] == "table"]
+    assert max(turns) == 1 and turns.count(1) >= 2

@@ -17,6 +17,7 @@ from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.verdict import verdict
 from dynamiccl.envs.live.job_ends import Closed
 from dynamiccl.envs.nccl.run_folder import STOP
+from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.nccl.tables import DROPPED, TABLE, load_table, why_dropped
 from dynamiccl.traces.reasons import RunEnds
 from dynamiccl.traces.records import TUNED_FUNCS, Slot
@@ -116,6 +117,28 @@ def test_ranks_that_disagree_are_in_the_metrics_while_the_job_lives_and_their_ta
         last = one.serve()
     assert counts[0] == 0 and counts[-1] == 8 and counts == sorted(counts), counts
     assert looks[4] and last.failure and not last.kept
+
+
+def test_a_run_that_failed_hides_the_same_table_of_an_earlier_run(folder, tmp_path):
+    """Before: it left nothing, so the next job began with the table that had just been withdrawn."""
+    memory = tmp_path / "memory"
+    with tuner_of(WatchedJob(RunFolder.create(), lambda job: False), tmp_path / "first", memory) as one:
+        one.memory._name = "19991231T235959-first.json"
+        one.serve()
+    assert remembered(memory)
+    facts = one.memory.facts
+
+    def disagree(line):
+        job.audit.mismatches = 1
+
+    job = WatchedJob(folder, lambda job: not one.outcome.failure)
+    with tuner_of(job, tmp_path / "second", memory) as one:
+        one.on_window = disagree
+        assert one.serve().failure
+    profiles = one.tuner.windows.profiles
+    for job in ("the next", ""):  # "": the same one
+        found = Memory(str(memory), job, print).recall(facts, profiles)
+        assert all(decision.is_auto for decision in found.values())
 
 
 def test_a_run_that_failed_with_fewer_slots_hides_the_whole_table_of_its_job(tmp_path):

@@ -1,6 +1,7 @@
 """No view of a run says another figure than another: console, ``show``, ``top``, report, JSON and metrics of
 random runs; and no sentence contradicts the summary that it is made from."""
 
+import functools
 import io
 import json
 import math
@@ -90,8 +91,8 @@ def run(request, tmp_path_factory):
     )
 
 
-#: Random runs: few and the same ones in ``make test``, other ones each time in ``make test-random``.
-EXAMPLES = 2 if settings().derandomize else int(os.environ.get("EXAMPLES", "100"))
+#: Random runs: one, the same each time, in ``make test``, other ones each time in ``make test-random``.
+EXAMPLES = 1 if settings().derandomize else int(os.environ.get("EXAMPLES", "100"))
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
@@ -102,6 +103,10 @@ EXAMPLES = 2 if settings().derandomize else int(os.environ.get("EXAMPLES", "100"
     spread=st.floats(0.0005, 0.03),
 )
 @example(seed=12398820, steps=400, part=0.5, spread=0.02734375)
+# The default itself shows that the table is slower.
+@example(seed=47639, steps=400, part=0.0005, spread=0.001953125)
+# It is looked at while the job is searched anew: `show` said "no decisions".
+@example(seed=803, steps=10**6, part=0.0, spread=0.026624208376767385)
 def test_it_holds_in_runs_at_random(tmp_path_factory, seed, steps, part, spread):
     """The same runs each time in ``make test``; ``make test-random`` draws others and prints its seed."""
     one = tuned_run(tmp_path_factory.mktemp("random"), seed, steps, part, spread)
@@ -112,15 +117,19 @@ def test_it_holds_in_runs_at_random(tmp_path_factory, seed, steps, part, spread)
     test_what_is_told_as_it_happens_agrees_with_the_end(one)
 
 
+@functools.cache
+def shown(name, folder, *more):
+    """What a command says of a run that is over, asked once."""
+    done = invoke([name, str(folder), *more])
+    assert done.exit_code == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def views(folder, s):
     """What each view says of the run, as text with its spaces as one."""
     console = Console(file=io.StringIO(), width=80)
     show_summary(console, s)
-    told = {"console": console.file.getvalue()}
-    for name in ("show", "top"):
-        done = invoke([name, str(folder)])
-        assert done.exit_code == 0, done.stdout + done.stderr
-        told[name] = done.stdout
+    told = {"console": console.file.getvalue()} | {name: shown(name, folder) for name in ("show", "top")}
     told["report"] = text_of(write_report(folder / "report.html", s, Trace.read(folder / "trace")))
     return {name: " ".join(text.split()) for name, text in told.items()}
 
@@ -131,9 +140,10 @@ def test_no_two_places_tell_different_figures(run):
     assert vars(read) == revived(json.loads(json.dumps(plain(vars(s)))))
     for name in ("console", "show", "report"):
         assert verdict(s) in told[name] and "4711 collectives compared across ranks" in told[name], name
-    assert json.loads(invoke(["show", str(folder), "--json"]).stdout)["summary"] == plain(vars(read))
+    story = json.loads(shown("show", folder, "--json"))
+    assert story["summary"] == plain(vars(read))
     one = state(folder)
-    assert [one] == json.loads(invoke(["top", str(folder), "--json"]).stdout)
+    assert [one] == json.loads(shown("top", folder, "--json"))
     assert one["verdict"] == verdict(s) and (one["cost_s"], one["budget_s"]) == (s.cost_s, s.budget_s)
     if s.kept:
         gain = re.search(r"([\d.]+ % shorter) \((-?[\d.]+ to [\d.]+)", change(s.speedup, s.speedup_ci95))
@@ -161,7 +171,6 @@ def test_no_two_places_tell_different_figures(run):
             None if scaled is None else pytest.approx(float(scaled))
         )
     # What each collective costs: one figure a slot, of the same whole steps, in the report and in show.
-    story = json.loads(invoke(["show", str(folder), "--json"]).stdout)
     calls_of = {slot["slot"]: slot["calls"] for slot in story["slots"]}
     assert all(chain["calls"] == pytest.approx(calls_of[chain["slot"]]) for chain in story["why"])
     for slot in story["slots"]:
@@ -180,8 +189,8 @@ def _metrics(folder):
 
 def test_no_row_in_force_is_told_to_be_slower_and_none_has_a_part_of_what_was_only_seen_together(run):
     folder, s, _ = run
-    chains = json.loads(invoke(["show", str(folder), "--json"]).stdout)["why"]
-    text = invoke(["show", str(folder)]).stdout
+    chains = json.loads(shown("show", folder, "--json"))["why"]
+    text = shown("show", folder)
     assert not re.search(r"saved|saves|sure +\d", text)
     for chain in chains:
         if not chain["in_force"]:

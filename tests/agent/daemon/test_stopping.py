@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -80,6 +81,13 @@ def test_the_table_of_a_frozen_tuner_is_withdrawn_and_the_tuner_named(run):
     assert found.tuner_left == (holder(run.path / TUNER) or 0)
 
 
+def test_a_frozen_tuner_that_tries_nothing_is_not_waited_for(run):
+    run.publish(2, {})
+    latest = time.monotonic() + 3
+    run.acts = itertools.repeat(lambda: pytest.fail("it waits") if time.monotonic() > latest else None)
+    assert not stopping._tries_a_table(run)
+
+
 def test_the_table_of_a_tuner_that_dies_while_it_is_waited_for_is_withdrawn(run):
     """Before: it stayed, also where the tuner had published a trial meanwhile."""
     run.acts = iter([lambda: run.publish(2, KEPT, 20), run.end])
@@ -147,6 +155,17 @@ def test_a_damaged_word_of_rank_0_proves_nothing(run, text):
 def test_where_the_ranks_have_not_begun_to_agree_no_table_is_in_force(run):
     run.told, run.acts = False, iter([run.end])
     assert end_tuning(run.path, 60).in_force and is_withdrawn(run)
+
+
+@pytest.mark.parametrize("what", ["the ranks have switched", "the job began under a table"])
+def test_where_the_word_of_rank_0_is_gone_a_table_may_be_in_force(run, monkeypatch, what):
+    def poll(job):
+        job.heard.has_switched = what == "the ranks have switched"
+        job.untouched = not job.heard.has_switched
+
+    monkeypatch.setattr(Job, "poll", poll)
+    run.acts = iter([run.end])
+    assert not end_tuning(run.path, 0.2).in_force
 
 
 @pytest.mark.parametrize("n_looks", [1, 2, 5])

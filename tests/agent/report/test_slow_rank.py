@@ -26,7 +26,7 @@ def trace(waits, calls=40, ranks=4, generation=0, rank=2):
             {**call, "rank": r, "start_ns": int(1e3 * at), "end_ns": int(1e3 * end)} for r, at in came.items()
         ]
     steps = pd.DataFrame({"duration_ns": [1_000_000] * calls, "pid": 0, "rank": 0})
-    return SimpleNamespace(header={"source": "test"}, events=pd.DataFrame(rows), steps=steps)
+    return SimpleNamespace(header={"source": "test"}, events=pd.DataFrame(rows), steps=steps, segments=[])
 
 
 def test_a_rank_that_the_others_wait_for_is_named_with_its_price():
@@ -70,7 +70,7 @@ def test_the_rank_is_the_jobs_and_not_its_communicators():
     parts = [part.events.assign(comm_id=n, pid=100 + pids[n]) for n, part in enumerate((fine, slow))]
     steps = pd.DataFrame({"pid": np.arange(100, 108), "rank": np.arange(8), "duration_ns": 1_000_000})
     steps["end_ns"] = steps["duration_ns"]
-    said = find(SimpleNamespace(header={}, events=pd.concat(parts), steps=steps))
+    said = find(SimpleNamespace(header={}, events=pd.concat(parts), steps=steps, segments=[]))
     assert "wait for rank 6" in said
 
 

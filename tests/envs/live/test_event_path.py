@@ -11,7 +11,10 @@ import pytest
 from dynamiccl.agent.commands.show import tell
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.envs.live import job as live
+from dynamiccl.envs.live.job import Job
 from dynamiccl.traces.files import Trace
+from ring_files import RingFile
+from test_obedience import calls
 
 TRAINER = """
 import sys, time
@@ -82,6 +85,18 @@ def test_twenty_thousand_collectives_a_second_are_all_seen(folder, tmp_path):
     sent, _ = watched_job(folder, tmp_path / "trace", 3)
     trace = Trace.read(tmp_path / "trace")
     assert sent == 60_000 == seen_in(trace) and "records_lost" not in trace.header
+
+
+@pytest.mark.parametrize(("most", "first"), [(1000, 0), (25, 20)])
+def test_the_events_of_a_window_are_kept_however_often_it_was_read(folder, monkeypatch, most, first):
+    """The newest, by whole tables, where they are more than ``most``."""
+    monkeypatch.setattr(live, "MOST_EVENTS", most)
+    ring, job = RingFile(folder.path, 0, 100), Job(folder)
+    for seq in range(0, 40, 10):
+        ring.put(calls(0, np.arange(seq, seq + 10)))
+        job.poll()
+        job.take(everything=True)
+    assert job.take_events()["seq"].tolist() == list(range(first, 40))
 
 
 @pytest.mark.slow

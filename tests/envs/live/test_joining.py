@@ -51,6 +51,31 @@ def test_a_life_that_is_over_is_read_where_none_has_followed(folder):
     assert job.last_step == 5000 and job.ranks == {0}
 
 
+def test_what_a_process_writes_before_its_end_is_read_before_its_ring_goes(folder, tmp_path):
+    """It writes once more after its ring was read, and ends before anybody asks whether it lives."""
+    ends = RingFile(folder.path, 0, 100).put(step(5))
+    RingFile(folder.path, 1, 200).put(step(5, 1))
+    job = Job(folder, writer=TraceWriter(tmp_path, {}, part_rows=1))
+    for _ in range(2):
+        job.poll()
+        job.take()
+    (ring,) = [one for one in folder.rings() if one.pid == 100]
+    drain = ring.drain
+
+    def drain_and_end():
+        found, ring.drain = drain(), drain
+        ends.put(step(6)).die()
+        return found
+
+    ring.drain = drain_and_end
+    for _ in range(2):
+        job.poll()
+        job.take()
+    assert job.last_step == 6 and sum(job.lost.values()) == 0
+    job.poll()
+    assert [one.pid for one in folder.rings()] == [200]
+
+
 def test_who_joins_after_the_ring_has_gone_round_knows_the_state_and_has_lost_nothing(folder):
     """Before: it waited for ever, as the job stepped on; and all records of before counted as lost."""
     ring = RingFile(folder.path, 0, 100).put(state(AgreementState.SHUT, NO_PLUGIN))

@@ -47,6 +47,9 @@ class Ring:
         self.step, self.stays, self.lease, self.leases = 0, 0, None, 0
         self.tables, self.began = [], 0
 
+    def start(self):
+        return ""
+
     def known(self):
         return np.zeros(0, COLL_DTYPE)
 
@@ -217,8 +220,9 @@ def test_after_long_turns_with_too_few_steps_they_are_longer(job_of):
     assert turns.others > 60, "what the others took is billed"
 
 
-def test_a_job_whose_long_turns_never_count_is_left_alone_for_a_while(job_of):
+def test_a_job_whose_long_turns_never_count_is_left_alone_for_a_while(job_of, monkeypatch):
     """Each lease costs the job a trial."""
+    monkeypatch.setattr("dynamiccl.envs.live.turns.UNSEEN_S", 0.3)  # of the first ones no step is seen
     job, ring = job_of(refuses=10**9, short=[20] * 100)
     with pytest.raises(NothingToTune) as found:
         job.alternate(TABLE, 32)

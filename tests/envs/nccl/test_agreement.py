@@ -37,6 +37,7 @@ def stub(**more):
     counts = SimpleNamespace(
         join=lambda: 1,
         hold=lambda seconds: None,
+        started=lambda life: None,
         part=lambda owner: None,
         tuners=lambda: 1,
         identity=str,

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from dynamiccl.envs.live.job import Job
@@ -97,10 +98,10 @@ def test_workers_that_torchrun_starts_anew_agree_again():
     first, second = (s["generations"]["dies once"] for s in said)
     assert first == second and len(set(first)) > 1 and min(first[-3:]) > 1
     assert events["pid"].nunique() == 4  # a number of the process's life, not the system's
-    began = [*events.groupby("pid")["enqueue_ns"].min().sort_values().index]
-    for workers in (began[:2], began[2:]):
-        check = audit(events[events["pid"].isin(workers)])
-        assert check.calls_checked > 20 and check.mismatches == 0
+    starts = {one.ring.process: one.start for one in watcher.sources.by_name.values()}
+    assert sorted(Counter(starts.values()).values()) == [2, 2] and all(starts.values())
+    check = audit(events, starts=starts)
+    assert check.calls_checked > 40 and check.mismatches == 0
 
 
 TRAINS = """

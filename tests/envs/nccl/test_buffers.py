@@ -1,10 +1,10 @@
 """Buffers of tables: who holds one, and for how long. The empty table needs none."""
 
 import pytest
+from both_modes import tells
 from dynamiccl.envs.nccl.plugin.bindings import NoRoom
 from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.traces.records import Table
-from nccl_late import tells
 from nccl_releases import Communicator
 from test_switch import call, calls, message, plugin
 

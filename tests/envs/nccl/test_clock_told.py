@@ -124,31 +124,49 @@ def test_no_call_of_200_jobs_runs_in_two_ways_however_nccl_tells(tmp_path):
     holds(tmp_path, range(LONG))
 
 
+def compiled(folder, sources):
+    """Compiles these sources, each to an object beside it."""
+    flags = ("-std=c11", "-D_GNU_SOURCE", "-O1", "-w", "-fvisibility=hidden", "-fPIC", "-c")
+    subprocess.run([*compiler(), *flags, *sources], cwd=folder, check=True)
+
+
 @pytest.fixture(scope="module")
 def mutant(tmp_path_factory):
-    """mutant(name) -> a build of the plugin with that mutation."""
+    """mutant(name) -> a build of the plugin with that mutation. What it leaves as it is is compiled once."""
+    plain = tmp_path_factory.mktemp("plain")
+    for path in HERE.glob("*.[ch]"):
+        shutil.copy(path, plain)
+    compiled(plain, SOURCES)
 
     def build(name):
-        folder = tmp_path_factory.mktemp("mutant")
-        for path in HERE.glob("*.[ch]"):
-            shutil.copy(path, folder)
+        folder = tmp_path_factory.mktemp("mutant") / "plugin"
+        shutil.copytree(plain, folder)
+        changed = set()
         for file, stands, instead in {**MUTATIONS, **HASH_MUTATIONS}[name]:
             text = (folder / file).read_text()
             assert text.count(stands) == 1, f"{file}: {stands}"
             (folder / file).write_text(text.replace(stands, instead))
-        flags = ("-std=c11", "-D_GNU_SOURCE", "-O1", "-w", "-fvisibility=hidden", "-fPIC", "-shared")
-        sources = [str(folder / source) for source in SOURCES]
+            changed.add(file)
+        compiled(folder, changed)
         library = folder / "mutant.so"
-        command = [*compiler(), *flags, *sources, "-o", str(library), "-lpthread", "-ldl"]
-        subprocess.run(command, check=True)
+        objects = [folder / source.replace(".c", ".o") for source in SOURCES]
+        subprocess.run([*compiler(), "-shared", *objects, "-o", library, "-lpthread", "-ldl"], check=True)
         return library
 
     return build
 
 
+#: The job that finds a mutation, where none of the first few does: it is tried first.
+FINDS = {
+    "calls that were priced alone count with the next group": 51,
+    "a mark is there before its call counts": 69,
+}
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_of_the_clock_is_found(mutant, tmp_path, name):
-    seed = found_within(mutant(name), tmp_path, map(Job.of, range(LONG)))
+    seeds = sorted(range(LONG), key=lambda seed: seed != FINDS.get(name))
+    seed = found_within(mutant(name), tmp_path, map(Job.of, seeds))
     assert seed is not None
     print(f"found by job {seed}")
 

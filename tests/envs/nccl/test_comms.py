@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from both_modes import tells
 from dynamiccl.envs.nccl.plugin.build import build_of
 from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.traces import records as rec
 from dynamiccl.traces.records import PROTOS, TABLE_VERSION, Decision, Rule, Table
 from nccl_groups import Groups
-from nccl_late import tells
 from nccl_releases import REACH, Call, Communicator, choose
 from plugin_run import MB, RELEASES, drained, offer, plugin, run
 
@@ -44,6 +44,24 @@ def test_what_nccl_has_done_with_the_plugin_is_told(tmp_path, release, abi, coun
     out = subprocess.check_output([sys.executable, "-c", REACH + COUNTED], env=env, text=True).splitlines()
     assert out == ["0 0 0 0 {}", f"2 5 {abi[0]} {abi[1]} {counts}", out[2]]
     assert out[2] == f"{build_of()} table {TABLE_VERSION} tuner {abi[0]} profiler {abi[1]}"
+
+
+MANY = """
+import numpy as np
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
+from nccl_releases import Communicator
+plugin = Plugin.load()
+comms = [Communicator(plugin.path, 40 + i, 8, 1, 0, "2.29.7") for i in range(258)]
+for comm in comms:
+    comm.get_coll_info("all_gather", 4096, np.full((7, 3), 1, np.float32))
+    comm.stop(comm.start_coll("all_gather", 0, 10, 4, 1, 16, "ring", "ll"))
+print(sum(comm.made for comm in plugin.comms().values()))
+"""
+
+
+def test_a_job_with_more_communicators_than_there_are_seats_runs_on(tmp_path):
+    env = {**os.environ, "DYNAMICCL_RUN": str(tmp_path / "of another node")}
+    assert subprocess.check_output([sys.executable, "-c", REACH + MANY], env=env, text=True) == "256\n"
 
 
 def test_a_collective_says_what_nccl_asked_about(run, plugin, tells):

@@ -107,7 +107,7 @@ class Rank0:
                 self.plans[comm] = Plan(0, was.stays, span.since, rows + 1, span.since, span.until)
             else:
                 self.plans[comm] = Plan(0, rows, span.since)
-        self.leader.ended(found, decision, left_out or {}, RHYTHMS, {7, 9, 11})
+        self.steady = self.leader.ended(found, decision, left_out or {}, RHYTHMS, {7, 9, 11})
         self.sees(*silent)
         return found[0]
 

@@ -57,6 +57,10 @@ def ring():
     plugin.open()
     print(life.own(), Ring.of_this_process(Path(os.environ["DYNAMICCL_RUN"])).life, flush=True)
 ring()
+own = Ring.of_this_process(Path(os.environ["DYNAMICCL_RUN"]))
+assert own.start() == ""
+plugin.started(2**64 - 1)
+assert own.start() == "f" * 16
 child = os.fork()
 if not child:
     ring()

@@ -4,6 +4,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from dynamiccl.envs.nccl import life as process
 from dynamiccl.envs.nccl.agreement import agreement as agreements
 from dynamiccl.envs.nccl.agreement import lookout as lookouts
 from dynamiccl.envs.nccl.agreement.agreement import Agreement
@@ -55,8 +56,10 @@ def test_a_rank_waits_for_the_life_that_follows_one_that_is_over(store, monkeypa
 
     if not is_there_before:
         parts()
+    started = []
     stub = SimpleNamespace(
         join=lambda: 1,
+        started=started.append,
         hold=lambda s: None,
         part=lambda owner: None,
         tuners=lambda: 1,
@@ -74,6 +77,7 @@ def test_a_rank_waits_for_the_life_that_follows_one_that_is_over(store, monkeypa
     wait_until(lambda: store.check([f"{new.life}/vote/1"]))
     assert new.reports([1]) == {1: Report(0, {})}
     assert agreement.stopped is None and new.has_news()
+    assert started == [process.own()] * 2, "both lives of the group are of one start of the job"
     agreement.close()
     agreement.join()
     for one in (stays, new):

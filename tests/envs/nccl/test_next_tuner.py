@@ -8,11 +8,11 @@ import sys
 
 import numpy as np
 import pytest
+from both_modes import tells
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import HERE, cache_folder, compiler, nccl_env, plugin_path
 from dynamiccl.envs.nccl.shm import RunFolder, encode_table
 from dynamiccl.traces.records import ALGOS, OFFER, OFFER_DTYPE, PROTOS, Decision, Slot, Table
-from nccl_late import tells
 from nccl_releases import REACH, Communicator, choose
 
 __all__ = ["tells"]  # a fixture: each test runs in both modes

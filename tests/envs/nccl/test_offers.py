@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from both_modes import tells
 from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.traces.assemble import Assembler
 from dynamiccl.traces.queries.slots import find_slots
 from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Rule, Slot, Table
-from nccl_late import tells
 from nccl_releases import Communicator, choose
 from plugin_run import MB, drained, offer, plugin, run
 

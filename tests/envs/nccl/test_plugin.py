@@ -9,6 +9,7 @@ import zlib
 
 import numpy as np
 import pytest
+from both_modes import tells
 from dynamiccl.envs.nccl.plugin.build import (
     HEADERS,
     HERE,
@@ -23,7 +24,6 @@ from dynamiccl.traces import records as rec
 from dynamiccl.traces.records import ALGOS, PAIRS, PROTOS, Decision, Rule, Slot, Table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nccl_late import tells
 from nccl_releases import Communicator, choose, versions
 from plugin_run import MB, RELEASES, fixed, offer, plugin, run
 

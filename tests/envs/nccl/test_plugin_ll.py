@@ -4,12 +4,12 @@ import subprocess
 import sys
 
 import pytest
+from both_modes import tells
 from command import start
 from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.envs.nccl.tables import to_json
 from dynamiccl.traces import records as rec
 from dynamiccl.traces.records import Decision, Rule, Table
-from nccl_late import tells
 from nccl_releases import REACH, Communicator, choose
 from plugin_run import MB, RELEASES, drained, offer
 from test_plugin import plugin as plugin

@@ -9,6 +9,7 @@ from ctypes import byref, c_int, c_uint64, c_void_p
 
 import numpy as np
 import pytest
+from both_modes import tells
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import plugin_path
 from dynamiccl.envs.nccl.shm import RunFolder, encode_table
@@ -17,7 +18,6 @@ from dynamiccl.traces import records as rec
 from dynamiccl.traces.assemble import Assembler
 from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Slot, Table
 from nccl_halves import _TUNER_INIT
-from nccl_late import tells
 from nccl_releases import Communicator
 
 __all__ = ["tells"]  # a fixture: each test runs in both modes

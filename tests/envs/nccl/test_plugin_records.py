@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from both_modes import tells
 from dynamiccl.envs.nccl.plugin.bindings import Span
 from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.traces import records as rec
 from dynamiccl.traces.records import ALGOS, PROTOS, Table
-from nccl_late import tells
 from nccl_releases import Communicator
 from plugin_run import drained, offer, plugin, run
 

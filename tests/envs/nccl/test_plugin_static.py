@@ -5,8 +5,10 @@ import os
 import re
 import sys
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
+from command import clean, refused
 from command import start as run
 from dynamiccl.agent.checks.doctor import TRAPS, Facts, checked, examine, gather
 from dynamiccl.agent.checks.faults import FAULTS
@@ -17,6 +19,12 @@ from dynamiccl.envs.nccl.tables import MAX_BYTES, load_table, to_json
 from dynamiccl.traces.records import PAIRS, Decision, Rule, Table
 from nccl_late import TELLS_LATE
 from nccl_releases import REACH
+
+
+def said(*words, **env):
+    """What a command says that becomes no job, in this process, with ``env`` as ``run`` has it."""
+    with patch.dict(os.environ, clean(**env), clear=True):
+        return refused(words)
 
 
 def test_there_and_back(tmp_path):
@@ -73,10 +81,10 @@ comm.finalize()
 """
 
 
-def small_gathers(folder):
+def small_gathers(folder, func="all_gather"):
     """A file with a table: all-gathers up to 64 KiB on four channels."""
     path = folder / "gathers.json"
-    path.write_text(to_json(Table(1, (Rule(0, 0, "all_gather", 0, 65536, Decision("ring", "simple", 4)),))))
+    path.write_text(to_json(Table(1, (Rule(0, 0, func, 0, 65536, Decision("ring", "simple", 4)),))))
     return path
 
 
@@ -97,8 +105,8 @@ def test_apply_says_what_is_wrong(tmp_path):
         ((str(tmp_path), "--", "true"), "the run has confirmed no table"),
         ((str(path), "--", "no-such-program"), "not a program"),
     ):
-        done = run("apply", *args)
-        assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+        done = said("apply", *args)
+        assert done.exit_code == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
 def table(*decisions: Decision) -> Table:
@@ -302,9 +310,9 @@ def test_doctor_says_what_it_looked_at():
 def test_doctor_loads_the_plugin_that_is_there(tmp_path):
     """Before: "plugin built, no compiler needed" and status 0, of a library that the machine's loader refuses."""
     (broken := tmp_path / "broken.so").write_bytes(b"of another machine")
-    done = run("doctor", "--json", DYNAMICCL_PLUGIN=str(broken))
+    done = said("doctor", "--json", DYNAMICCL_PLUGIN=str(broken))
     told = json.loads(done.stdout)
-    assert done.returncode == 1 and told["checked"]["plugin"] == "built, but cannot be loaded"
+    assert done.exit_code == 1 and told["checked"]["plugin"] == "built, but cannot be loaded"
     (found,) = (one for one in told["findings"] if one["name"] == "plugin")
     assert str(broken) in found["what"]
 
@@ -312,9 +320,9 @@ def test_doctor_loads_the_plugin_that_is_there(tmp_path):
 def test_doctor_reads_the_environment_and_the_configuration_file(tmp_path):
     conf = tmp_path / "nccl.conf"
     conf.write_text("# site defaults, set in 2021\nNCCL_ALGO=Tree\n")
-    done = run("doctor", "--json", NCCL_CONF_FILE=str(conf), HOME=str(tmp_path))
+    done = said("doctor", "--json", NCCL_CONF_FILE=str(conf), HOME=str(tmp_path))
     told = json.loads(done.stdout)
-    assert done.returncode == 1 and [f["name"] for f in told["findings"]] == ["nothing offered"]
+    assert done.exit_code == 1 and [f["name"] for f in told["findings"]] == ["nothing offered"]
     assert "NCCL_ALGO" in told["checked"]["variables"]
     done = run("doctor", HOME=str(tmp_path))
     assert done.returncode == 0 and "CHANGE" not in done.stdout, done.stdout
@@ -339,11 +347,11 @@ def test_what_must_be_changed_is_refused_with_its_cure_and_nothing_is_started(tm
         command
     ]
     words += job if command != "env" else []
-    found = json.loads(run("doctor", "--json", HOME=str(tmp_path), **trap).stdout)["findings"]
+    found = json.loads(said("doctor", "--json", HOME=str(tmp_path), **trap).stdout)["findings"]
     (cure,) = [finding["cure"] for finding in found if finding["must_change"]]
-    done = run(command, *words, HOME=str(tmp_path), **trap)
+    done = said(command, *words, HOME=str(tmp_path), **trap)
     (line,) = done.stderr.strip().splitlines()
-    assert done.returncode == 2 and line.startswith("error:") and cure in line and "--force" in line, (
+    assert done.exit_code == 2 and line.startswith("error:") and cure in line and "--force" in line, (
         done.stderr
     )
     assert not began.exists() and not (tmp_path / "out").exists() and not done.stdout

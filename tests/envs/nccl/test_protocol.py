@@ -54,7 +54,9 @@ def test_no_order_of_events_splits_a_collective_in_larger_jobs(scope):
     assert explore(scope)[0] == ""
 
 
-@pytest.mark.parametrize("name", ["groups", "captured", "few places for changes"])
+@pytest.mark.parametrize(
+    "name", ["groups", "captured", "few places for changes", "one rank counts all-reduces"]
+)
 def test_no_order_of_events_splits_a_collective_whatever_the_plugin_does(name):
     assert explore(PARTS[name])[0] == ""
 
@@ -81,6 +83,7 @@ MUTATIONS = {
     "there is one place for what is staged": replace(SMALL, left=1, calls=2),
     "an answer that is lost is a refusal": replace(SMALL, reconnects=True),
     "who gives up goes on": replace(SMALL, gives_up=True),
+    "the option is in no identity": PARTS["one rank counts all-reduces"],
 }
 
 

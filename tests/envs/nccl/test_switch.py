@@ -10,12 +10,12 @@ import threading
 import time
 
 import pytest
+from both_modes import tells
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import job_env, plugin_path
 from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.traces.records import MIXED, Decision, Rule, Table
 from nccl_groups import Groups
-from nccl_late import tells
 from nccl_releases import Call, Communicator
 from plugin_run import MB, fixed, offer
 
@@ -371,6 +371,22 @@ def test_two_agreements_of_a_process_do_not_meddle_with_each_other(plugin, join)
     plugin.lift(one, 5)
     thread.join(10)
     assert said == [0, 5, 5] and plugin.join() == two
+    plugin.part(one)
+    plugin.part(two)
+
+
+def test_an_agreement_that_ends_leaves_the_next_no_table_and_takes_none_from_others(plugin, join):
+    """Another one whose table was gone could not switch while its other ranks did."""
+    comm, one, two = join(), plugin.join(), plugin.join()
+    plugin.stage(one, message(5))
+    plugin.stage(two, message(6))
+    plugin.part(one)
+    assert plugin.join() == one
+    with pytest.raises(OSError, match="Invalid argument"):
+        plugin.switch(one, 7, 1, 0)
+    plugin.switch(two, 7, plugin.limit(two, 7, 1), 0)
+    plugin.lift(two, 6)
+    assert calls(comm, 2) == [0, 6]
     plugin.part(one)
     plugin.part(two)
 

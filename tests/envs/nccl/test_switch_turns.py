@@ -3,10 +3,10 @@
 import itertools
 
 import pytest
+from both_modes import tells
 from dynamiccl.envs.nccl.plugin.bindings import Plugin, Span
 from dynamiccl.traces.records import MIXED
 from nccl_groups import Groups
-from nccl_late import tells
 from nccl_releases import Call, Communicator
 from plugin_run import offer
 from test_switch import calls, message, timed_call

@@ -32,13 +32,20 @@ class Says:
 
     def led(self, spans, left_out, silent=()):
         generation = self.rank.round(spans, left_out, silent)
-        Agreement._say_what_came(self, self.rank.leader, generation, Decision(generation, spans), left_out)
+        decision, steady = Decision(generation, spans), self.rank.steady
+        Agreement._say_what_came(self, self.rank.leader, generation, decision, left_out, steady)
 
     def hears(self):
         Agreement._say_what_ranks_report(self, self.rank.leader)
 
     def _say_if_plans_differ(self, leader):
         return Agreement._say_if_plans_differ(self, leader)
+
+
+def test_a_rank_tells_its_plans_only_where_it_is_time_to_look():
+    """Each telling is a request to the store: at each look they would be 67 a second and rank, not 8."""
+    rests = SimpleNamespace(_pace=SimpleNamespace(is_due=lambda: False))
+    assert not Agreement._look_around(rests)
 
 
 def test_a_communicator_without_any_table_is_not_said_to_lack_one():
@@ -126,10 +133,9 @@ def test_who_closes_under_a_table_says_that_it_stays(folder, has_table):
 def test_turns_that_were_steady_are_told_also_if_a_communicator_lacks_the_table():
     """Before: not at all, and the tuner did not count what it had seen in them."""
     said = []
-    turns = SimpleNamespace(steady=[6])
-    lacks = SimpleNamespace(unlike=lambda _: [], lacked=LATE.why, turns=turns, lost=0, is_again=False)
+    lacks = SimpleNamespace(unlike=lambda _: [], lacked=LATE.why, lost=0, is_again=False)
     rank_0 = SimpleNamespace(_say=lambda *word: said.append(word))
-    Agreement._say_what_came(rank_0, lacks, 7, Decision(7, BOTH), {9: LATE})
+    Agreement._say_what_came(rank_0, lacks, 7, Decision(7, BOTH), {9: LATE}, [6])
     assert said == [(*TOGETHER, 6), (AgreementState.LOSING, LATE.why)]
 
 

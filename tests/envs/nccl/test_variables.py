@@ -4,60 +4,103 @@ import sys
 
 import pytest
 from command import invoke, start
-from dynamiccl.agent.checks.doctor import Facts, examine
+from dynamiccl.agent.checks.doctor import Facts, examine, gather
 from dynamiccl.envs.nccl.variables import CELLS, narrowing
+from dynamiccl.traces.names import TUNED_FUNCS
 from dynamiccl.traces.records import Decision, Rule, Table
 
-RING_LL128 = {("all_gather", "ring", "ll128"), ("reduce_scatter", "ring", "ll128")}
+#: Those of all_gather and reduce_scatter.
+TWO = {cell for cell in CELLS if cell[0] in TUNED_FUNCS}
 
 
-def cells(*, func=None, algo=None, proto=None):
+def cells(*, func=None, algo=None, proto=None, of=TWO):
     """The cells that have these parts."""
-    return {c for c in CELLS if func in (None, c[0]) and algo in (None, c[1]) and proto in (None, c[2])}
+    return {c for c in of if func in (None, c[0]) and algo in (None, c[1]) and proto in (None, c[2])}
 
 
 #: Algorithms, protocols, the cells that are removed. NCCL's own comments on its parser give the first three.
 GRAMMAR = [
     ("ring,collnetdirect;allreduce:tree,collnetdirect", "", cells(algo="nvls") | cells(algo="pat")),
     ("", "LL,Simple;allreduce:^LL", cells(proto="ll128")),
-    ("", "^LL128;allreduce:LL128", RING_LL128),
-    ("", "^LL128", RING_LL128),
+    ("", "^LL128;allreduce:LL128", cells(proto="ll128")),
+    ("", "^LL128", cells(proto="ll128")),
     ("", "^ll128,LL", cells(proto="ll128") | cells(proto="ll")),
     ("allreduce:tree", "allreduce:simple", set()),
     ("broadcast:ring;reduce:^tree", "", set()),
     ("", "", set()),
     (";", ";;", set()),
-    ("RING", "sImPlE", CELLS - cells(algo="ring", proto="simple")),
+    ("RING", "sImPlE", TWO - cells(algo="ring", proto="simple")),
     ("allgather:ring", "", cells(func="all_gather") - cells(algo="ring")),
     ("AllGather:Ring;ReduceScatter:NVLS,PAT", "", cells(func="all_gather") - cells(func="all_gather", algo="ring")
      | cells(func="reduce_scatter", algo="ring") | cells(func="reduce_scatter", algo="collnet_direct")),
     ("tree;allgather:^nvls", "", cells(func="reduce_scatter") | cells(algo="nvls")),  # a later entry replaces
     ("allgather:tree;allgather:ring", "", cells(func="all_gather") - cells(algo="ring")),
     ("^", "^", set()),
-    ("tree", "", CELLS),
-    ("nvls", "LL", CELLS),
+    ("tree", "", TWO),
+    ("nvls", "LL", TWO),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("algos", "protos", "removed"), GRAMMAR)
 def test_the_parser_removes_the_cells_that_nccl_removes(algos, protos, removed):
     found = narrowing({"NCCL_ALGO": algos, "NCCL_PROTO": protos})
-    assert found.removed == removed and not found.unknown
-    assert found.leaves_nothing == (removed == CELLS)
+    assert found.removed & TWO == removed and not found.unknown
+    assert found.leaves_nothing("") == (removed == TWO)
+
+
+#: The same of all_reduce, whose places are others.
+SUMS = [
+    ("allreduce:^tree", "", cells(algo="tree", of=CELLS)),
+    ("tree", "allreduce:simple;allgather:ll", cells(func="all_reduce", of=CELLS) - {("all_reduce", "tree", "simple")}),
+    ("allgather:ring", "reducescatter:^LL", set()),
+    ("nvls", "", cells(func="all_reduce", of=CELLS)),
+    ("allreduce:pat", "", cells(func="all_reduce", of=CELLS)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("algos", "protos", "removed"), SUMS)
+def test_it_removes_the_cells_of_all_reduce_that_nccl_removes(algos, protos, removed):
+    found = narrowing({"NCCL_ALGO": algos, "NCCL_PROTO": protos})
+    assert found.removed - TWO == removed and not found.unknown
+    assert found.leaves_nothing("protocol") == (found.removed == CELLS)
+
+
+@pytest.mark.parametrize("way", ["", "protocol"])
+def test_a_job_whose_sums_are_tuned_is_told_what_the_variables_take_from_them(way):
+    """Before: `NCCL_ALGO=allreduce:...` went unexamined, whatever --all-reduce said."""
+    env = {"NCCL_ALGO": "allreduce:tree;allgather:pat,nvls", "NCCL_PROTO": "allreduce:LL128"}
+    told = {finding.name: finding.what for finding in examine(Facts(env, all_reduce=way))}
+    assert ("of all_reduce" in told["narrowed offer"]) == ("unguarded LL128" in told) == bool(way)
+    none = examine(Facts({"NCCL_ALGO": "allreduce:ring;allgather:tree;reducescatter:tree"}, all_reduce=way))
+    assert any(finding.must_change for finding in none) == (not way)
+
+
+@pytest.mark.parametrize(("asked", "way"), [(None, "algo"), ("", ""), ("protocol", "protocol")])
+def test_what_a_command_is_asked_counts_and_not_what_an_earlier_job_left_in_the_environment(
+    monkeypatch, asked, way
+):
+    monkeypatch.setenv("DYNAMICCL_ALL_REDUCE", "algo")
+    assert gather(all_reduce=asked).all_reduce == way
+
+
+def test_a_table_may_not_want_of_an_all_reduce_what_the_variables_remove():
+    table = Table(1, (Rule(0, 0, "all_reduce", 0, 9, Decision("ring", "ll", 8)),))
+    (trap,) = [one for one in examine(Facts({"NCCL_ALGO": "allreduce:tree"}, table=table)) if one.must_change]
+    assert trap.name == "never offered" and "tree/ll128, tree/ll, tree/simple" in trap.cure
 
 
 @pytest.mark.parametrize(
     ("value", "unknown", "removed"),
     [
-        ("ring, tree", ["NCCL_ALGO:  tree"], CELLS - cells(algo="ring")),  # NCCL trims nothing
+        ("ring, tree", ["NCCL_ALGO:  tree"], TWO - cells(algo="ring")),  # NCCL trims nothing
         ("alltoall:ring", ["NCCL_ALGO: alltoall"], set()),
-        ("ring;nvls", ["NCCL_ALGO: nvls"], CELLS - cells(algo="ring")),  # only the first may lack a function
-        ("mesh", ["NCCL_ALGO: mesh"], CELLS),
+        ("ring;nvls", ["NCCL_ALGO: nvls"], TWO - cells(algo="ring")),  # only the first may lack a function
+        ("mesh", ["NCCL_ALGO: mesh"], TWO),
     ],
 )
 def test_words_that_nccl_does_not_know_are_told(value, unknown, removed):
     found = narrowing({"NCCL_ALGO": value})
-    assert list(found.unknown) == unknown and found.removed == removed
+    assert list(found.unknown) == unknown and found.removed & TWO == removed
 
 
 @pytest.mark.parametrize("value", ["LL128", "LL,LL128,Simple", "^LL", "allgather:^Simple"])

@@ -12,6 +12,7 @@ from dynamiccl.envs.replay.decisions import load
 from dynamiccl.envs.replay.predicted import Network, Times, cluster_of
 from dynamiccl.envs.replay.recordings import named, on_cluster
 from dynamiccl.traces.files import Trace, TraceError
+from dynamiccl.traces.header import OF_ONE_RANK
 from dynamiccl.traces.importers.recording import read_recording
 from dynamiccl.traces.writer import TraceWriter
 from synthetic_trace import GATHER, LAYER_BYTES, write_run
@@ -48,6 +49,19 @@ def test_the_network_of_a_size_is_of_that_size(tmp_path):
     networks = [Network.of(trace, *size).cluster for size in sizes]
     assert [(c.n_ranks, c.n_nodes) for c in networks] == sizes
     assert networks[1].ring == cluster("dgx-h100-1x8").ring
+
+
+def test_bytes_of_one_rank_become_those_of_all_but_for_sums(tmp_path):
+    """Where ranks are not told: Nsight gives an all-gather's bytes by rank; of a sum all ranks have the same."""
+    trace = read_recording([recordings_made.kineto(tmp_path / "profiles")])
+    gathers = trace.events[trace.events["func"] == "all_gather"].head(2)
+    trace.events = pd.concat([gathers, gathers.assign(func="all_reduce")], ignore_index=True).assign(
+        n_ranks=0
+    )
+    trace.header |= {OF_ONE_RANK: True, "all_reduce": "protocol"}
+    found = on_cluster(trace, named("dgx-h100-2x8")).events
+    times = found["n_bytes"].to_numpy() / trace.events["n_bytes"].to_numpy()
+    assert times.tolist() == [16, 16, 1, 1] and (found["n_ranks"] == 16).all()
 
 
 def test_a_cluster_of_a_file_is_kept_in_the_recording(tmp_path):

@@ -4,19 +4,11 @@ seen."""
 import numpy as np
 import pytest
 from dynamiccl.envs.search.belief.prior import Prior
-from dynamiccl.envs.search.comparison import Comparison, SequentialTest
-from dynamiccl.envs.search.config import (
-    CHECK_QUADS,
-    PROOF,
-    WATCH_ALPHA,
-    WATCH_KNOWN,
-    WATCH_TUNED_FOR,
-    SearchConfig,
-)
+from dynamiccl.envs.search.config import CHECK_QUADS, PROOF, SearchConfig
 from dynamiccl.envs.search.interfaces import QUAD, TRIAL
-from dynamiccl.envs.search.monitor import HARMFUL, Monitor, Watch
-from dynamiccl.envs.search.refine import Refine
+from dynamiccl.envs.search.loop import Trial
 from dynamiccl.envs.search.step_times import NoiseEstimate
+from test_monitor import monitor_of
 from told_job import Told, run
 
 #: Of a visit of one quad: steps of the current table, and of the default.
@@ -29,14 +21,14 @@ def tuned():
     told = Told(lambda c: 0.05 * (c[0] == 20), noise=0.002)
     search, _ = run(told, Prior.load())
     assert search.confirmed[0] == 20 and search.state.noise.quads == 1
-    search.phase = Monitor(search.state, search.confirmed)
+    search.loop.trial, search.loop.is_done = None, True
     return told, search
 
 
 def visit(told, search, *long):
     """Look at the default, in a measurement with these long steps; its plan."""
-    if not search.phase.wants_default:
-        search.phase.look_at_default()
+    if not search.loop.monitor.wants_default:
+        search.loop.monitor.look_at_default()
     plan = search.plan()
     assert plan.turns and not plan.configs.any()
     told.long = long
@@ -64,7 +56,7 @@ def test_a_long_step_counts_under_either_table(tuned, which):
     steps were charged to the table, which is also seen in windows, and not to the default."""
     told, search = tuned
     none = np.zeros(2, np.int64)
-    seen, table = search.phase._long_steps, search.confirmed.copy()
+    seen, table = search.loop.monitor._long_steps, search.confirmed.copy()
     visit(told, search, which)
     excess = {OF_TABLE: seen._of(table)[1], OF_DEFAULT: seen._of(none)[1]}
     assert excess.pop(which) == pytest.approx(2.0, abs=0.1)
@@ -74,13 +66,13 @@ def test_a_long_step_counts_under_either_table(tuned, which):
 def test_one_long_step_in_a_visit_drops_no_table(tuned):
     """Before: the table was dropped at once. Now the default is looked at once more, with more quads."""
     told, search = tuned
-    watch = search.phase.watch
-    gain = watch.gain
+    monitor = search.loop.monitor
+    gain = monitor.gain
     assert visit(told, search, OF_TABLE).n_steps == QUAD
-    assert search.marks.dropped == 0 and watch.wants_default(search.steps) and watch.gain == gain
+    assert search.marks.dropped == 0 and monitor.wants_default and monitor.gain == gain
     assert visit(told, search, OF_TABLE).n_steps == CHECK_QUADS[0] * QUAD
     assert search.marks.dropped == 0 and search.confirmed[0] == 20
-    assert watch.gain == pytest.approx(gain, abs=0.01) and not watch.wants_default(search.steps)
+    assert monitor.gain == pytest.approx(gain, abs=0.01) and not monitor.wants_default
 
 
 def test_a_table_that_is_slower_is_dropped_by_the_second_visit(tuned):
@@ -93,34 +85,31 @@ def test_a_table_that_is_slower_is_dropped_by_the_second_visit(tuned):
 
 def test_visits_that_show_no_gain_are_not_believed_because_of_the_last_one():
     """Before: one long step after five visits with a small gain made their mean negative."""
-    test = SequentialTest(0.08, WATCH_ALPHA, tuned_for=WATCH_TUNED_FOR, known=WATCH_KNOWN)
-    watch = Watch(
-        Comparison(np.array([18]), np.array([0]), test), 0.005, 8, SearchConfig(), 0, 2, (0.015, 300)
-    )
-    now = 0
+    monitor = monitor_of(0.015, 300, quads=1, quad_noise=0.08)
+    test = monitor.scheduled.test
     for _ in range(PROOF - 1):
-        assert watch.saw_turns(0.015, 0.08, now) == ""
-    assert watch.saw_turns(-0.53, 0.08, now) == "" and watch.wants_default(now) and test.n == PROOF - 1
-    assert watch.saw_turns(0.015, 0.04, now) == "" and not watch.wants_default(now) and test.n == PROOF
+        assert monitor.saw_turns(0.015, 0.08) is None
+    assert monitor.saw_turns(-0.53, 0.08) is None and monitor.wants_default and test.n == PROOF - 1
+    assert monitor.saw_turns(0.015, 0.04) is None and not monitor.wants_default and test.n == PROOF
     for log_ratio in (-0.53, -0.53):
-        found = watch.saw_turns(log_ratio, 0.04, now)
-    assert found == HARMFUL
+        found = monitor.saw_turns(log_ratio, 0.04)
+    assert found.is_harmful
 
 
 def test_a_long_step_beside_a_trial_is_no_level_of_the_job(tuned):
     """Before: the mean of it and another step was: the default was looked at out of turn, and then that was usual."""
     told, search = tuned
-    search.phase = refine = Refine(search.state, 10, search.confirmed)
-    watch = refine._monitor.watch
+    loop = search.loop
+    loop.is_done, monitor = False, loop.monitor
     long_steps = [(), (), (), (), (OF_TABLE,)]
     tables = [(18, 0), (16, 0), (8, 0), (20, 18), (20, 16)]  # each has a first measurement, of one quad
     for table, long in zip(tables, long_steps, strict=True):
-        refine.trial = np.array(table)
+        loop.trial = Trial(TRIAL, np.array(table))
         while search.plan().kind != TRIAL:
             search.record(plan := search.plan(), told.measure(plan))
         told.long = long
         plan = search.plan()
         assert plan.n_steps == QUAD
         search.record(plan, told.measure(plan))
-    assert watch.level.is_known and not watch.is_uneasy
+    assert monitor.level.is_known and monitor.is_calm
     assert search.state.default_ms_now == pytest.approx(100.0, rel=0.02)

@@ -10,10 +10,9 @@ from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.change import Regime, Regimes
-from dynamiccl.envs.search.comparison import Comparison, SequentialTest, level_of
+from dynamiccl.envs.search.comparison import ADOPTED, Comparison, SequentialTest, level_of
 from dynamiccl.envs.search.config import MOST_REGIMES
 from dynamiccl.envs.search.interfaces import LEAVE, RUN, actions_of
-from dynamiccl.envs.search.refine import Refine
 from dynamiccl.envs.search.search import Search
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import SCATTER, STEP_MS, FakeJob
@@ -75,12 +74,14 @@ def test_trials_that_a_change_cut_short_go_on_in_the_regime_that_returned(prior)
     go_until(search, told, lambda s, at=search.steps + 300: s.steps > at)
     told.be("large")
     go_until(search, told, lambda s: s.marks.reopened == 1 and s.is_over)
-    go_until(search, told, lambda s, at=search.steps + 40: s.steps > at, policy=Restless())
+    # Of 16 seeds the return is not seen in 7 after 40 steps here, in 1 after 300.
+    go_until(search, told, lambda s, at=search.steps + 300: s.steps > at, policy=Restless())
     left = search.trials_left
-    assert isinstance(search.phase, Refine) and left > 0
+    assert search.is_over and not search.is_done and left > 0
     told.be("small")
     go_until(search, told, lambda s: s.marks.returned == 1, policy=Restless())
-    assert search.confirmed[0] == 20 and isinstance(search.phase, Refine)
+    assert search.confirmed[0] == 20 and search.is_over and not search.is_done
+    assert not search.loop._compared, "what was seen of a trial in the other regime counts for nothing here"
     assert 0 < search.trials_left <= left  # they go on, and are no more: paces may come and go for good
     go_until(search, told, lambda s: s.is_done)
     assert search.confirmed[0] == 20 and search.trials_left == 0
@@ -126,7 +127,15 @@ def test_all_searches_of_a_job_share_its_level_until_a_table_is_adopted(prior):
     changed(good)
     assert search.confirmed.tolist() == [20, 18]
     changed(lambda configs: 0.10 * (configs[0] == 18))
-    assert search.confirmed[0] == 18 and search.comparisons[-1].test.level > min(map(level_of, numbers))
+    go_until(search, told, lambda s: s.is_done)  # with 6 of 40 seeds a trial after the verdict finds it
+    assert search.confirmed[0] == 18
+    number, numbers_since = 0, []  # of comparisons since a table was adopted
+    for one in search.comparisons:
+        number += 1
+        numbers_since.append(number)
+        number = 0 if one.outcome == ADOPTED else number
+    assert [one.test.level for one in search.comparisons] == [*map(level_of, numbers_since)]
+    assert numbers_since.count(1) > 2, "the level begins anew with each table that was adopted"
 
 
 def test_the_tuner_beside_a_job_of_two_batch_sizes():
@@ -204,11 +213,12 @@ def test_a_table_that_was_dropped_in_a_window_of_its_own_does_not_come_back_at_o
     state = search.state
     told.scale = 1.028
     go_until(search, told, lambda s: s.is_done)
-    search.phase._regime = replace(search.phase._regime, step_ms=1.028 * state.default_ms)
+    monitor = search.loop.monitor
+    monitor._regime = replace(monitor._regime, step_ms=1.028 * state.default_ms)
     table = search.confirmed.copy()
     if by_long_steps:
-        search.phase._long_steps.add(table, np.full(400, 200.0), 100.0)
-        search.phase._long_steps.add(np.zeros(2, np.int64), np.full(400, 100.0), 100.0)
+        monitor._long_steps.add(table, np.full(400, 200.0), 100.0)
+        monitor._long_steps.add(np.zeros(2, np.int64), np.full(400, 100.0), 100.0)
     else:
         told.saving = lambda c: -0.2 * (c > 0).any()
     go_until(search, told, lambda s: s.marks.dropped == 1, windows=1000)

@@ -75,7 +75,7 @@ def test_a_step_that_is_far_too_long_ends_its_window(prior):
     search.state.begin(default, np.zeros(2, int))  # the job has changed
     assert decode(search.observe()).risk[0, 16] == 1
     search = Search(job, default, prior)
-    assert not search.decide(40) and search.phase.choices[0] == 0  # what is masked runs as AUTO
+    assert not search.decide(40) and search.loop.proposal.configs[0] == 0  # what is masked runs as AUTO
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_slots_without_a_turn_run_what_is_believed_best(prior):
     assert plan.kind == SEARCH and plan.configs.tolist() == [8, 18]
     search.record(plan, told.measure(plan))
     search.decide(20, COMPARE)
-    assert search.plan().kind == TABLE and search.phase.comparison.table.tolist() == [20, 18]
+    assert search.plan().kind == TABLE and search.loop.trial.table.tolist() == [20, 18]
 
 
 class Refused(Told):
@@ -328,7 +328,7 @@ def test_a_lasting_change_begins_a_new_search(prior):
             break
         go_on(search, told, 1)
     assert search.marks.reopened == 1 and search.marks.dropped == 0
-    plan, before = search.plan(), search.phase._changed.before.copy()
+    plan, before = search.plan(), search.loop.change.before.copy()
     assert plan.kind == PROFILE
     search.record(plan, told.measure(plan))
     assert (

@@ -118,7 +118,7 @@ def test_no_gain_is_found_in_long_turns_where_there_is_none():
 def test_what_an_open_comparison_has_seen_does_not_count_in_turns_of_another_length():
     told = Told(lambda c: 0.0)
     search = Search(*told.begin(), Prior.load())
-    comparison = search.phase.compare(np.array([20, 0]))
+    comparison = search.loop.compare(np.array([20, 0]))
     search.record(plan := search.plan(), told.measure(plan))
     n, noise = comparison.test.n, search.state.noise.of_quads(1)
     assert n == plan.n_steps // QUAD and comparison.outcome == OPEN

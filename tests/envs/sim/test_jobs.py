@@ -1,5 +1,6 @@
 """Whole jobs: what may be chosen, what a step takes, what is measured, and what a perfect tuner finds."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -103,12 +104,17 @@ def test_joined_jobs_are_the_jobs():
 SMALL = [world for world in (*STANDARD.worlds, *UNSEEN.worlds) if world != "many"]
 
 
+@functools.cache
+def many_of(world):
+    family = UNSEEN if world in UNSEEN.worlds else STANDARD
+    return draw_jobs(family.only(world), np.random.default_rng(6), 250)
+
+
 @pytest.mark.parametrize("world", SMALL)
 @pytest.mark.parametrize(("n_slots", "most"), [(2, 300), (4, 6000)])
 @pytest.mark.parametrize("n", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_oracle_is_the_best_of_all_joint_configs_on_small_jobs(world, n_slots, most, n):
-    family = UNSEEN if world in UNSEEN.worlds else STANDARD
-    jobs = draw_jobs(family.only(world), np.random.default_rng(6), 250)
+    jobs = many_of(world)
     tables = np.where(np.arange(jobs.width) < n_slots, jobs.mask.sum(axis=2), 1).prod(axis=1)
     jobs = jobs.take(np.flatnonzero((jobs.n_slots == n_slots) & (tables <= most))[:n])
     assert len(jobs) == n

@@ -1,5 +1,7 @@
 """The simulated environment: its contract, its truth, and its speed."""
 
+import copy
+
 import dynamiccl  # noqa: F401
 import gymnasium as gym
 import numpy as np
@@ -88,19 +90,19 @@ def test_the_jobs_time_is_that_of_the_steps_it_took(world):
 
 def test_two_accounts_are_settled_at_the_same_step():
     """Before: each where its episode ended, in other noise: an equal table was paid up to 200 default steps more."""
-    settled = []
+    played, settled = SimEnv(STANDARD.only("plain")), []
+    played.settles = False
+    observation, over = played.reset(seed=3)[0], False
+    while not over:
+        action, _ = ExpectedImprovement().predict(observation)
+        observation, _, ended, cut, info = played.step(action)
+        over = ended or cut
     for more in (0, 17):
-        env = SimEnv(STANDARD.only("plain"))
-        env.settles = False
-        observation, over = env.reset(seed=3)[0], False
-        while not over:
-            action, _ = ExpectedImprovement().predict(observation)
-            observation, _, ended, cut, info = env.step(action)
-            over = ended or cut
+        env = copy.deepcopy(played)
         env.reward._run_on(env.windows, env.search.confirmed, info["steps"] + more)
         env.search.state.account.steps += more
         settled.append(env.settle(info["steps"] + 40))
-    assert env.search.confirmed.any()
+    assert played.search.confirmed.any()
     assert settled[0] == settled[1] != 0
 
 
@@ -159,7 +161,9 @@ def test_a_masked_action_keeps_the_current_setting_and_costs_a_little():
     closed = np.flatnonzero(~env.search.open[0])[0]
     _, reward, _, _, info = env.step(actions_of(closed, RUN))
     assert info["masked"] and info["n_masked"] == 1 and reward == -MASKED_PRICE
-    assert env.search.phase.choices[0] == current and info["slot"] == 1  # the next slot's turn, no window
+    assert (
+        env.search.loop.proposal.configs[0] == current and info["slot"] == 1
+    )  # the next slot's turn, no window
     _, _, _, _, info = env.step(actions_of(0, LOOK))
     assert info["masked"] and info["n_masked"] == 2
     _, _, _, _, info = env.step(actions_of(0))

@@ -1,4 +1,4 @@
-"""After the verdict: what is still tried beside the table in force, a slot at a time, and what becomes of it."""
+"""What is tried beside the table in force, and what becomes of it: most of it after the verdict, a slot at a time."""
 
 import math
 from dataclasses import replace
@@ -9,16 +9,26 @@ from dynamiccl.agent.policies.near_tables import NearTables
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.search.belief.belief import Belief
 from dynamiccl.envs.search.belief.prior import Prior
-from dynamiccl.envs.search.comparison import level_of
-from dynamiccl.envs.search.config import CHECK_QUADS, SearchConfig
-from dynamiccl.envs.search.explore import Remeasure
-from dynamiccl.envs.search.interfaces import COMPARE, GO_ON, LEAVE, RUN, TRIAL, WATCH, actions_of, choices_of
+from dynamiccl.envs.search.comparison import ADOPTED, level_of
+from dynamiccl.envs.search.config import ABORT, CHECK_QUADS, SearchConfig
+from dynamiccl.envs.search.interfaces import (
+    COMPARE,
+    GO_ON,
+    LEAVE,
+    PROFILE,
+    RUN,
+    SEARCH,
+    TABLE,
+    TRIAL,
+    WATCH,
+    actions_of,
+    choices_of,
+)
 from dynamiccl.envs.search.observation import EFFECT, KEPT, N_CONTEXT, decode, expand
-from dynamiccl.envs.search.refine import Refine
 from dynamiccl.envs.search.search import Search
 from dynamiccl.traces.fingerprint import N_FEATURES
 from dynamiccl.traces.spaces import N_CONFIGS
-from told_job import Told, good
+from told_job import OPEN, Told, good
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +40,7 @@ def after(told, prior, table=(18, 18), config=None):
     """A search that has just given its verdict for ``table``, by a comparison."""
     job, default = told.begin()
     search = Search(job, default, prior, config)
-    search.phase.compare(np.array(table))
+    search.loop.compare(np.array(table))
     while (plan := search.plan()) is not None:
         search.record(plan, told.measure(plan))
     search.decide(0, LEAVE)
@@ -64,10 +74,52 @@ def savings(**better):
     )
 
 
+def any_choice(search, rng):
+    """A config that may be chosen, and what comes next; the end of proposals is rare."""
+    what = rng.choice(np.flatnonzero(search.what_open))
+    what = GO_ON if what == LEAVE and rng.random() < 0.9 else what
+    return int(rng.choice(OPEN)), int(what)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_is_proposed_a_table_holds_only_by_its_comparison_and_what_is_new_ends_with_a_slow_step(
+    prior, seed
+):
+    """Before the verdict, after it, and after two changes of the job; any choice a policy may make."""
+    rng = np.random.default_rng(seed)
+    told = Told(
+        lambda c: 0.06 * (c[0] == 20) + 0.03 * (c[1] == 18) - 0.9 * (c[0] == 16), noise=0.01, seed=seed
+    )
+    search = Search(*told.begin(), prior, SearchConfig(more_choices=True))
+    kinds = set()
+    for n in range(400):
+        told.scale = (1.0, 1.4, 1.0)[n // 150]
+        while (plan := search.plan()) is None:
+            search.decide(*any_choice(search, rng))
+        kinds.add(plan.kind)
+        state, before, marks = search.state, search.confirmed.copy(), replace(search.marks)
+        assert not plan.turns or np.array_equal(plan.others, before)
+        if plan.turns and state.guard.is_new(plan.configs).any():
+            assert plan.limit_ms <= ABORT * state.default_ms_now
+        n_adopted = sum(one.outcome == ADOPTED for one in search.comparisons)
+        search.record(plan, told.measure(plan))
+        if np.array_equal(search.confirmed, before):
+            continue
+        adopted = [one for one in search.comparisons if one.outcome == ADOPTED]
+        if len(adopted) > n_adopted:
+            (one,) = adopted[n_adopted:]
+            assert np.array_equal(one.table, search.confirmed) and np.array_equal(one.reference, before)
+            assert one.test.interval[0] > 0 and one.test.n >= CHECK_QUADS[0]
+        else:
+            assert search.marks.returned > marks.returned or not search.confirmed.any()
+            assert search.marks.returned > marks.returned or search.marks.reopened > marks.reopened
+    assert {SEARCH, TRIAL, WATCH} <= kinds and (search.marks.aborted or TABLE in kinds)
+
+
 def test_what_is_a_little_faster_takes_its_slots_place(prior):
     told = Told(savings(c20=0.01))
     search = after(told, prior)
-    assert search.confirmed.tolist() == [18, 18] and isinstance(search.phase, Refine) and not search.is_done
+    assert search.confirmed.tolist() == [18, 18] and search.is_over and not search.is_done
     verdict, gain = search.marks.verdict, search.gain
     ran = go_on(search, told, [20, 18].__getitem__)
     assert search.confirmed.tolist() == [20, 18] and search.is_done and search.marks.refined == 1
@@ -117,7 +169,7 @@ def test_the_watch_goes_on_meanwhile(prior):
         search.record(plan, told.measure(plan))
         if search.marks.reopened:
             break
-    assert search.marks.reopened == 1 and isinstance(search.phase, Remeasure) and TRIAL in kinds
+    assert search.marks.reopened == 1 and search.plan().kind == PROFILE and TRIAL in kinds
 
 
 def test_it_ends_with_its_trials_and_with_the_budget(prior):
@@ -181,12 +233,12 @@ def test_what_looked_worse_among_other_changes_is_tried_by_itself(prior):
             search.decide(20)
             search.decide(16)
             search.record(search.plan(), told.measure(search.plan()))
-        search.phase.compare(np.array([18, 18]))
+        search.loop.compare(np.array([18, 18]))
         while not search.is_done:
             plan = search.plan()
             if plan is not None:
                 search.record(plan, told.measure(plan))
-            elif isinstance(search.phase, Refine):
+            elif search.is_over:
                 state = search.ask(policy, state)
             else:
                 search.decide(0, LEAVE)
@@ -241,7 +293,7 @@ def test_a_trial_ends_with_its_first_step_that_is_slower_for_sure(prior):
         told.long = long
         search.record(plan, seen := told.measure(plan))
         assert len(seen.tried) == (1 if choice == 20 else 2), "a stray step ends it as well"
-        comparison = search.phase.comparison_of(plan.configs)
+        comparison = search.comparisons[-1]
         assert comparison.test.n == 1 and comparison.test.mean < 0
         assert search.state.guard.windows[0, choice] == 1 and not search.marks.aborted
 
@@ -263,7 +315,9 @@ def test_where_nothing_was_confirmed_single_slots_are_tried_beside_the_default(p
     job, default = told.begin()
     search = Search(job, default, prior)
     search.decide(0, LEAVE)
-    assert isinstance(search.phase, Refine) and not search.confirmed.any() and search.marks.first_gain < 0
+    assert (
+        search.is_over and not search.is_done and not search.confirmed.any() and search.marks.first_gain < 0
+    )
     ran = go_on(search, told, [20, 0].__getitem__)
     assert search.confirmed.tolist() == [20, 0] and search.is_done and not search.state.current.is_default
     assert (TRIAL, [20, 0]) in ran and search.state.current.comparisons[0].test.n >= CHECK_QUADS[0]
