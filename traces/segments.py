@@ -152,7 +152,9 @@ def read_parquet(path: Path, columns: dict[str, str]) -> pd.DataFrame:
     try:
         with path.open("rb") as file:
             # int64 with gaps must not pass through float64: GPU clock values have more digits than that holds.
-            frame = pq.read_table(file).to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
+            # No threads: one that still lets go of a Python file while the program ends aborts it (Arrow issue 34314).
+            table = pq.read_table(file, use_threads=False, pre_buffer=False)
+            frame = table.to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
         return complete(frame, columns)
     except FileNotFoundError:
         raise
