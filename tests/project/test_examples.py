@@ -53,7 +53,7 @@ def test_every_command_of_ours_exists_with_its_options(path):
         asked = {word for word in ours if re.fullmatch(r"--[a-z-]{3,}", word)}
         if command in ("tune", "top"):
             assert asked <= options_of(command), command
-    assert found or path.suffix == ".timer"
+    assert found or path.name in ("dynamiccl-metrics.timer", "admission.yaml")
 
 
 @pytest.mark.slow
@@ -166,6 +166,12 @@ def test_a_manifest_has_what_the_tuner_needs(name):
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
         assert set(mounts.values()) <= volumes.keys()
+        # What admission.yaml asks for.
+        (switch,) = [m for m in container["volumeMounts"] if m["mountPath"] == "/etc/dynamiccl"]
+        assert switch["readOnly"] and volumes[switch["name"]]["hostPath"]["path"] == "/etc/dynamiccl"
+        # A cap on searches in a claim of the job's own would cap nothing.
+        claims = [volumes[mounts[at]]["persistentVolumeClaim"] for at in ("/results", "/searches")]
+        assert claims[0] != claims[1]
         told = {one["name"]: one.get("value") for one in container["env"]}
         waits_s = int(
             told["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
