@@ -46,7 +46,7 @@ class Belief:
     """The belief over one job of ``s`` slots.
 
     ``features`` (s, N_FEATURES), ``mask`` (s, N_CONFIGS) bool with aliases folded, ``share`` (s,) of the step.
-    Savings are parts of the default's step time; AUTO saves 0. ``mean`` (m,) and ``cov`` (m, m): figure 0 is the
+    Savings are parts of the default's step time; AUTO saves 0. ``mean`` (m,) and its covariance: figure 0 is the
     default's log step time now; the part of slot s holds its exposure, then the log times and the remaining effects
     of its configs.
     """
@@ -59,9 +59,7 @@ class Belief:
         self.share = share
         self.arms = arms  # (a,) configs of each slot
         self.parts = parts  # of ``mean``, by slot
-        mean, cov = begun(prior, features, mask, arms, parts)
-        self.mean = mean
-        self.cov = cov
+        self.mean, self._cov = begun(prior, features, mask, arms, parts)
         self.config = list[Array]()  # of each slot: config -> index among its configs
         for configs in arms:
             index = np.full(N_CONFIGS, -1)
@@ -83,8 +81,7 @@ class Belief:
         self.reveal = reveal * noise
         self.has_calls = has_calls
         # The default's own step time is no surer than a window of it, nor steadier.
-        known = self.cov[0, 0]
-        self.cov[0, 0] = max(known, noise**2)
+        self.cov[0, 0] = max(self.cov[0, 0], noise**2)
         by_noise = DRIFT_PART * noise
         self.drift = max(DRIFT, by_noise)
 
@@ -94,6 +91,11 @@ class Belief:
         self.touched()
 
     # -- reading -----------------------------------------------------------------------------------------------
+
+    @property
+    def cov(self) -> Array:
+        """(m, m), of ``mean``."""
+        return self._cov.whole()
 
     @property
     def n_slots(self) -> int:
@@ -107,7 +109,7 @@ class Belief:
             return kept
         part = self.parts[slot]
         mean = self.mean[part]
-        cov = self.cov[part, part]
+        cov = self._cov.block(part)
         share = self.share[slot]
         found = Effects.of(mean, cov, share)
         self._known.effects[slot] = found
@@ -118,15 +120,17 @@ class Belief:
         much."""
         found = self._known.savings
         if found is None:
-            found = Savings.of(self.mean, self.cov, self._places)
+            found = Savings.of(self.mean, self._cov, self._places)
             self._known.savings = found
         return found
 
-    def _log_times(self, slot: int) -> slice:
+    def _log_times(self, slot: int) -> Array:
         """Where the log times of a slot's configs lie in ``mean``: after its exposure."""
-        exposure = self.parts[slot].start
-        n_configs = len(self.arms[slot])
-        return slice(exposure + 1, exposure + 1 + n_configs)
+        return self.parts[slot].start + 1 + np.arange(len(self.arms[slot]))
+
+    def _variances(self, at: Array) -> Array:
+        """(k,) of the figures ``at`` (k,)."""
+        return self._cov.between(at, at)
 
     def figures(self, slot: int) -> tuple[Array, Array]:
         """Mean and standard deviation (N_CONFIGS,) of what a slot's configs save; zeros for AUTO and what is masked."""
@@ -155,8 +159,7 @@ class Belief:
         longest = 1 + (times - 1) / part  # call, in the default's calls
         limit = math.log(longest)
         logs = self._log_times(slot)
-        variances = self.cov.diagonal()
-        variance = variances[logs] + BROAD**2
+        variance = self._variances(logs) + BROAD**2
         deviation = WIDER * np.sqrt(variance)
         distance = limit - self.mean[logs]
         found = np.zeros(N_CONFIGS)
@@ -216,9 +219,7 @@ class Belief:
         if not self.has_calls:
             explained = with_savings**2 / of_step
             return np.sqrt(np.maximum(explained, 0.0))
-        logs = self._log_times(slot)
-        variances = self.cov.diagonal()
-        of_log = variances[logs] + CALL_FLOOR**2 + CALL_NOISE**2
+        of_log = self._variances(self._log_times(slot)) + CALL_FLOOR**2 + CALL_NOISE**2
         return deviation_of_lead(effect, of_step, of_log, with_savings, with_logs)
 
     @property
@@ -226,9 +227,9 @@ class Belief:
         """Mean and standard deviation (s,) of the part of each slot's time that the step waits for."""
         known = self._known
         if known.exposure is None:
-            at = [part.start for part in self.parts]
+            at = np.array([part.start for part in self.parts])
             means = self.mean[at]
-            variances = self.cov[at, at]
+            variances = self._variances(at)
             exposures = np.clip(means, 0.0, MOST_EXPOSURE)
             deviations = np.sqrt(np.maximum(variances, 0))
             known.exposure = exposures, deviations
@@ -237,9 +238,7 @@ class Belief:
     def saving(self, configs: Array) -> tuple[float, float]:
         """Mean and standard deviation of what a table (s,) saves, as a part of the step."""
         total, at, slopes = self._linear(configs)
-        square = np.ix_(at, at)
-        cov = self.cov[square]
-        variance = float(slopes @ cov @ slopes)
+        variance = float(slopes @ self._cov.block(at) @ slopes)
         variance = max(variance, 0.0)
         return total, math.sqrt(variance)
 
@@ -301,8 +300,7 @@ class Belief:
         """Take in one window under ``configs`` (s,): the log of its step time over the first default's (NaN: not
         measured), the standard deviation of that, logs of the slots' call times over their default's (s,; NaN: not
         sampled), and the steps since the last window."""
-        drifted = self.drift**2 * steps
-        self.cov[0, 0] += drifted
+        self._cov.add(0, self.drift**2 * steps)
         self.off_step = 0.0
         self._observe_calls(configs, call_logs)  # first: they say where to set the tangent for the step
         if np.isfinite(log_step):
@@ -311,6 +309,7 @@ class Belief:
     def _observe_calls(self, configs: Array, call_logs: Array) -> None:
         self.off_calls = np.zeros(self.n_slots)
         at = list[int]()
+        slots = list[int]()
         misses = list[float]()
         noise = CALL_NOISE**2 + CALL_FLOOR**2
         for slot, config in enumerate(configs):
@@ -323,12 +322,12 @@ class Belief:
             near = float(np.clip(seen, *LOG_RANGE))
             miss = near - self.mean[log]
             at.append(log)
+            slots.append(slot)
             misses.append(miss)
-            variance = self.cov[log, log] + noise
-            self.off_calls[slot] = miss / math.sqrt(variance)
         if at:
             figures = np.array(at)
             off = np.array(misses)
+            self.off_calls[slots] = off / np.sqrt(self._variances(figures) + noise)
             variances = np.full(len(at), noise)
             self._see(figures, off, variances)
 
@@ -376,14 +375,14 @@ class Belief:
     def _see_step(self, at: Array, slopes: Array, miss: float, variance: float) -> float:
         """A quantity with these slopes by the figures ``at`` was off by ``miss``. Returns by how many standard
         deviations."""
-        mean, off = see_sum(self.mean, self.cov, at, slopes, miss, variance)
+        mean, off = see_sum(self.mean, self._cov, at, slopes, miss, variance)
         self.mean = mean
         self.touched()
         return off
 
     def _see(self, at: Array, misses: Array, variances: Array) -> None:
         """The figures ``at`` (k,) themselves were off by ``misses``."""
-        self.mean = see_figures(self.mean, self.cov, at, misses, variances)
+        self.mean = see_figures(self.mean, self._cov, at, misses, variances)
         self.touched()
 
     def touched(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .gaussian import Covariance
 from .normal import within
 
 Array = np.ndarray[Any, Any]
@@ -64,13 +65,13 @@ class Savings(NamedTuple):
     by_log: Array
 
     @classmethod
-    def of(cls, mean: Array, cov: Array, places: Places) -> Savings:
+    def of(cls, mean: Array, cov: Covariance, places: Places) -> Savings:
         """From the mean and the covariance of the whole belief."""
         exposure = within(mean[places.exposure], 0.0, MOST_EXPOSURE)
         logs = mean[places.log]
         time = call_time(logs)
-        variance = cov[places.log, places.log]
-        together = cov[places.exposure, places.log]
+        variance = cov.between(places.log, places.log)
+        together = cov.between(places.exposure, places.log)
         wait = mean_wait(exposure, time, variance, together)
         rest = mean[places.rest]
         share = places.share
