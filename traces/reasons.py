@@ -341,7 +341,6 @@ class Happened(Reason):
     )
     TRIALS_OVER = "trials over: {count} windows, at the cost of {cost:seconds}"
     JOB_CHANGED = "the job has changed: measuring NCCL's default again"
-    JOB_IS_BACK = "the job is as it was before a change: its earlier table is used again"
     TABLE_DROPPED = "back to NCCL's default: {why}"
     FAILED = "FAILURE: {why}"
     LOOKS_AGAIN = "looking again for what can be tuned"

@@ -353,8 +353,6 @@ class Daemon:
         costs = self.tuner.costs
         if now.marks.reopened > before.marks.reopened:
             self._say(Happened.JOB_CHANGED())
-        if now.marks.returned > before.marks.returned:
-            self._say(Happened.JOB_IS_BACK())
         if now.is_over and not before.is_over:
             self._say_text(f"verdict after the change: {verdict(self._summary())}")
             self._events.tell(VERDICT)

@@ -9,9 +9,8 @@ import math
 from typing import Any
 
 import numpy as np
-from numpy import arange, asarray, maximum, minimum, where
+from numpy import arange, asarray, maximum, where
 
-from ...envs.search.belief.normal import expected_improvement
 from ...envs.search.interfaces import COMPARE, GO_ON, LEAVE, RUN, actions_of
 from ...envs.search.observation import Seen, decode
 
@@ -45,11 +44,6 @@ FORESIGHT_AFTER = 600.0
 LEAST = 2e-4
 #: Standard deviations by which a config is taken to be worse than its mean: the trial itself costs.
 CAUTION = 0.3
-#: Saving of a slot that the belief does not know, because it adds slots up (standard deviation, part of the step): the
-#: belief is too sure of small slots.
-UNKNOWN = 0.004
-#: Price of the risk of a trial whose only reason is UNKNOWN, in the time of windows.
-RISK_PRICE_UNKNOWN = 200.0
 #: Scores of configs that are not tried lie this far below 0, and that of a config that must be chosen above all others.
 FEAR = 0.5
 #: Halves: a count that was encoded as a number is above n if it is above n - HALF.
@@ -134,17 +128,6 @@ class ExpectedImprovement:
         gain = foresight * seen.worth
         price = where(is_after, RISK_PRICE_AFTER, RISK_PRICE)
         cost = price * seen.risk
-
-        # What the belief does not know may be reason enough.
-        deviation = np.hypot(seen.learned, UNKNOWN)
-        saving = minimum(seen.saving, 0.0)
-        gain_unknown = FORESIGHT_AFTER * expected_improvement(saving, deviation)
-        cost_unknown = RISK_PRICE_UNKNOWN * seen.risk
-        is_better = gain_unknown - cost_unknown > gain - cost
-        is_unknown = is_after & ~seen.current & is_better
-        gain = where(is_unknown, gain_unknown, gain)
-        cost = where(is_unknown, cost_unknown, cost)
-
         worth = gain + seen.saving - CAUTION * seen.learned - cost
         is_enough = gain > FORESIGHT * LEAST
         return asarray(where(is_enough, worth, -np.abs(worth)))

@@ -1,42 +1,15 @@
-"""Has the job changed? The usual step time under one table, and the regimes that a job alternates between.
-
-A regime (another batch size, an evaluation) is known by the default in it: the step's time, and the slots' calls if
-kernels are sampled. When a job has changed, some default steps tell whether it is a regime that was tuned before. Then
-the table adopted in it is the current one again at once, and monitoring begins with these default steps. A table whose
-regime does not come back as it was is never used again.
-
-This file also knows when the default is looked at meanwhile.
-"""
+"""Has the job changed? The usual step time under one table, and when the default is looked at meanwhile."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .comparison import Comparison
-from .config import (
-    EARLY,
-    FAR,
-    FRESH,
-    LEAST_USUAL,
-    LONG_WINDOW,
-    LONGEST,
-    MOST_REGIMES,
-    ODD,
-    ODD_LONG,
-    PACE,
-    PACE_DEVIATIONS,
-    SAME_CALLS,
-    SAME_LEVEL,
-    SAME_STEP,
-    SAME_STEP_DEVIATIONS,
-    USUAL,
-)
+from .config import EARLY, FAR, FRESH, LEAST_USUAL, LONG_WINDOW, LONGEST, ODD, ODD_LONG, SAME_LEVEL, USUAL
 from .step_times import ROBUST
 
 Array = np.ndarray[Any, Any]
@@ -50,12 +23,12 @@ class StepLevel:
     """The usual log step time under one table. Several windows in a row that are off it are a change, unless the job
     was seen at their level before, as a job with two paces is."""
 
-    def __init__(self, noise: float, window_steps: int, least_change: float, levels: Sequence[float]) -> None:
-        """``noise``: standard deviation of a window's log step time; ``least_change``: smaller ones are none (log)."""
+    def __init__(self, noise: float, window_steps: int, least_change: float, levels: list[float]) -> None:
+        """``noise``: standard deviation of a window's log step time; ``least_change``: smaller ones are none (log);
+        ``levels``: logs of step times that the job was seen at under this table, to which new ones are added."""
         self.noise, self.least_change = noise, least_change
         self.odd_windows = ODD if window_steps < LONG_WINDOW else ODD_LONG
-        self.levels = list(levels)
-        self.moved: float | None = None  # by how much (log) at the last change
+        self.levels = levels
         self.odd: list[float] = []  # the last windows in a row that are off the usual
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._figures: tuple[float, float] | None = None  # what :meth:`usual` returns
@@ -127,7 +100,6 @@ class StepLevel:
             self._figures = None
             self.odd.clear()
             return RETURNED
-        self.moved = level - middle
         return MOVED
 
 
@@ -178,80 +150,13 @@ class VisitSchedule:
 
 
 @dataclass(frozen=True)
-class Regime:
-    """A job under the default, and what was adopted in it."""
-
-    step_ms: float
-    call_logs: Array  # (s,) of the default's call times; NaN: not sampled
-    configs: Array  # (s,) of the table; zeros: the default, after a whole search
-    comparisons: tuple[Comparison, ...]  # that adopted it
-
-    def distance(self, step_ms: float, call_logs: Array) -> tuple[float, float]:
-        """Absolute log ratios to a default step and to its calls (the median slot)."""
-        logs = np.abs(np.asarray(call_logs) - self.call_logs)
-        logs = logs[np.isfinite(logs)]
-        calls = float(np.median(logs)) if len(logs) else 0.0
-        return abs(float(np.log(step_ms / self.step_ms))), calls
-
-
-@dataclass(frozen=True)
 class Change:
     """The job has changed, so the default is measured anew."""
 
-    regime: Regime  # that was left
-    is_harmful: bool = False  # its table is slower than the default
-    is_other: bool = False  # it came back, and its table does not do there what it did
-    default_ms: float | None = None  # of the look at the default that showed that; None: something else did
-    moved: float | None = None  # by how much a step of the default is longer (log); None: unknown
-    levels: Sequence[float] = ()  # logs of step times that it was seen at before
+    configs: Array  # (s,) of the table that was left; zeros: the default
+    is_harmful: bool = False  # that table is slower than the default
 
     @property
     def before(self) -> Array:
         """(s,) configs to try first in a new search."""
-        configs = self.regime.configs
-        return np.zeros_like(configs) if self.is_harmful else configs
-
-
-@dataclass
-class Regimes:
-    """Those that a job was tuned in, the latest ones."""
-
-    known: list[Regime] = field(default_factory=list)
-
-    def leave(
-        self, regime: Regime, noise: float, is_harmful: bool = False, default_ms: float | None = None
-    ) -> None:
-        """The job has left it. A regime whose table is slower than the default (``is_harmful``) is forgotten, unless
-        this default is another one than the regime's: ``default_ms``, if a look at it showed that."""
-        before = self.find(regime.step_ms, regime.call_logs, noise)
-        is_elsewhere = default_ms is not None and abs(math.log(default_ms / regime.step_ms)) > _reach(noise)
-        holds = is_elsewhere or not is_harmful
-        others = [one for one in self.known if one is not before]
-        self.known = [*others, *([regime] if holds else [])][-MOST_REGIMES:]
-
-    def find(self, step_ms: float, call_logs: Array, noise: float) -> Regime | None:
-        """The regime with this default; ``noise``: standard deviation of its log step time."""
-        near = list[tuple[float, Regime]]()
-        for regime in self.known:
-            step, calls = regime.distance(step_ms, call_logs)
-            if step < _reach(noise) and calls < SAME_CALLS:
-                near.append((step, regime))
-        return min(near, key=lambda pair: pair[0])[1] if near else None
-
-    def same(self, change: Change, default_ms: float, call_logs: Array, noise: float) -> Regime | None:
-        """After a change: the regime that the default is as in now, if any: one that was tuned, or the one left at
-        another pace: all steps are slower or faster by the same, and the network is as it was."""
-        if change.is_other:
-            return None
-        left = change.regime
-        found = self.find(default_ms, call_logs, noise)
-        if found is not None or change.moved is None or abs(change.moved) >= PACE:
-            return found
-        apart = abs(math.log(default_ms / left.step_ms) - change.moved)
-        is_same_network = left.distance(default_ms, call_logs)[1] < SAME_CALLS
-        is_same_pace = apart < max(SAME_STEP, PACE_DEVIATIONS * noise)
-        return left if is_same_pace and is_same_network else None
-
-
-def _reach(noise: float) -> float:
-    return max(SAME_STEP, SAME_STEP_DEVIATIONS * noise)
+        return np.zeros_like(self.configs) if self.is_harmful else self.configs

@@ -169,19 +169,3 @@ SMALL = 0.05
 SURE = 2.5
 #: Levels of the step time (log) within which a job runs at the same pace.
 SAME_LEVEL = 0.015
-
-# -- regimes: a job that alternates between batch sizes, or trains and evaluates
-# ----------------------------------------
-
-#: Two regimes are the same if the default's step differs by less than this (log) ...
-SAME_STEP = 0.02
-#: ... or by less than this many standard deviations of a window, if that is more ...
-SAME_STEP_DEVIATIONS = 4.0
-#: ... and the median slot's calls by less than this (log).
-SAME_CALLS = 0.10
-#: A job does not change its pace by more than this (log).
-PACE = 0.08
-#: Standard deviations of a window within which a pace is as expected.
-PACE_DEVIATIONS = 3.0
-#: Regimes of a job that are remembered, the latest ones.
-MOST_REGIMES = 8

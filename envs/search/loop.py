@@ -15,13 +15,13 @@ step that is clearly slower: a trial that loses costs a step or two.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from .change import Change, Regimes
+from .change import Change
 from .comparison import Comparison, TimedWindow, Window
 from .config import DISCARD, MOST_SEARCHES, SLOWER, SLOWER_LOG
 from .interfaces import (
@@ -109,7 +109,7 @@ class Loop:
     def __init__(self, state: State, before: Array) -> None:
         """``before`` (s,): configs that are tried first."""
         self._state = state
-        self._regimes = Regimes()
+        self._levels = defaultdict[bytes, list[float]](list)  # of step times that a table was seen at
         self._begin(before)
 
     def _begin(self, before: Array) -> None:
@@ -125,18 +125,23 @@ class Loop:
         if before.any():
             self.trial = Trial(SEARCH, before.copy())
 
-    def verdict(self, trials: int, levels: Sequence[float] = (), is_back: bool = False) -> None:
+    def verdict(self, trials: int) -> None:
         """The policy has nothing to propose for the first time in this search. ``trials``: measurements that may still
-        try something; ``levels``, ``is_back``: see :class:`monitor.Monitor`."""
+        try something."""
         state = self._state
         marks = state.milestones
         marks.verdict = state.account.steps if marks.verdict < 0 else marks.verdict
         self.change = self.trial = self._current_ms = None
         self._compared = {}
-        self.monitor = Monitor(state, levels, is_back)
+        self._watch()
         self.trials_left = trials
         self.proposal = Proposal(state, state.current.configs, is_over=True)
         self._end_if_spent()
+
+    def _watch(self) -> None:
+        """The current table is monitored from now on."""
+        state = self._state
+        self.monitor = Monitor(state, self._levels[state.current.configs.tobytes()])
 
     # -- the policy's turns ------------------------------------------------------------------------------------
 
@@ -275,7 +280,7 @@ class Loop:
         if found is None:
             self._end_if_spent()
         else:
-            self._leave_regime(found)
+            self._leave_table(found)
 
     def _recorded_beside(self, monitor: Monitor, window: Window) -> Change | None:
         """After the verdict the steps of the current table are watched, whatever was measured."""
@@ -343,7 +348,7 @@ class Loop:
         self._compared = {}
         if self.monitor is None:
             return
-        self.monitor = Monitor(state)
+        self._watch()
         self.proposal.begin(is_tried=True)
         if is_first:
             self.trials_left = state.config.trials
@@ -389,10 +394,9 @@ class Loop:
 
     # -- the job has changed -----------------------------------------------------------------------------------
 
-    def _leave_regime(self, change: Change) -> None:
+    def _leave_table(self, change: Change) -> None:
         """The default holds, and is measured anew."""
         state = self._state
-        self._regimes.leave(change.regime, state.noise.of_window, change.is_harmful, change.default_ms)
         state.milestones.reopened += 1
         state.milestones.dropped += change.is_harmful
         state.current.set(np.zeros_like(state.current.configs), [])
@@ -401,20 +405,11 @@ class Loop:
         self.proposal = Proposal(state, state.current.configs, is_over=False)
 
     def _begin_anew(self, change: Change, window: Window) -> None:
-        """A regime that was tuned before has its table again, which is compared with the default at once. Else a new
-        search begins: the table before meets the default first."""
+        """A new search begins: the table before meets the default first."""
         state, before = self._state, change.before
         step_ms = trimmed_mean(window.seen.step_ms)
         state.job = state.job.changed(window.seen.call_us, step_ms / state.default_ms)
         state.default_calls.changed(state.job.call_us)
         state.begin(window.seen, before)
         state.guard.assume_measured(before)
-        known = self._regimes.same(change, state.default_ms, state.default_calls.logs, state.noise.of_window)
-        is_dropped = change.is_harmful and known is change.regime
-        if known is None or is_dropped or state.comparisons.has_lost(known.configs):
-            self._begin(before)
-            return
-        state.current.set(known.configs, known.comparisons)
-        state.milestones.returned += 1
-        is_same = np.array_equal(known.configs, before)
-        self.verdict(self.trials_left, change.levels if is_same else (), is_back=True)
+        self._begin(before)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from .change import AS_USUAL, MOVED, OFF, RETURNED, Change, Regime, StepLevel, VisitSchedule
+from .change import AS_USUAL, MOVED, OFF, RETURNED, Change, StepLevel, VisitSchedule
 from .comparison import Comparison, LongSteps, SequentialTest, Window
 from .config import CHECK_QUADS, HARM, MOST_SURVIVED, SMALL, SURE, WATCH_ALPHA, WATCH_KNOWN, WATCH_TUNED_FOR
 from .interfaces import QUAD, WATCH, Plan
@@ -28,14 +26,11 @@ class Monitor:
     that the table survives.
     """
 
-    def __init__(self, state: State, levels: Sequence[float] = (), is_back: bool = False) -> None:
-        """``levels``: logs of step times that the job had under this table before; ``is_back``: in a regime that was
-        tuned before, whose table is compared with the default first."""
+    def __init__(self, state: State, levels: list[float]) -> None:
+        """``levels``: see :class:`change.StepLevel`."""
         self._state = state
         self.is_looked_at = False  # a policy wants to see the default now
         config, noise, current = state.config, state.noise, state.current
-        calls = state.default_calls.logs
-        self._regime = Regime(state.default_ms_now, calls, current.configs, tuple(current.comparisons))
         # From here on: the job's own may have become more since the comparison.
         self._long_steps = LongSteps()
         self.gain = current.gain[0]  # of the table (log): as it was adopted, and by the looks since
@@ -43,7 +38,6 @@ class Monitor:
         self.scheduled = self._scheduled_looks()
         self.level = StepLevel(noise.of_window, noise.window_steps, config.change, levels)
         self.schedule = VisitSchedule(self._visit_steps, config.watch_share, state.account.steps)
-        self.schedule.is_due = is_back and not current.is_default
         self._turn_steps = state.turns.steps
         self.survived = 0  # visits out of turn
         self._harm = 0.0  # default steps that the job may have lost through the table
@@ -120,7 +114,7 @@ class Monitor:
         self._add_long_steps(window)
         if found is None and not state.current.is_default:
             found = self._check_long_steps()
-        return found and replace(found, default_ms=None if quads is None else window.ms)
+        return found
 
     def saw_turns(self, log_ratio: float, noise: float) -> Change | None:
         """Take in turns of the default and the table, log(default / table) and its standard deviation. Both ran in the
@@ -134,8 +128,7 @@ class Monitor:
             return self._count(log_ratio)
         reach = max(self._state.config.change, SURE * noise)
         if self.looks > 0 and log_ratio < self.gain - reach:
-            is_slower = log_ratio < -reach
-            return Change(self._regime, is_harmful=is_slower, is_other=not is_slower)
+            return self._change(is_harmful=log_ratio < -reach)
         # The job changed its pace, and the table gains what it did.
         self.survived = min(self.survived + 1, MOST_SURVIVED)
         self.level.restart_calm()
@@ -153,7 +146,7 @@ class Monitor:
         least, _ = scheduled.test.interval
         if least > 0:
             self.schedule.gains(is_calm=log_ratio > 0)
-        return Change(self._regime, is_harmful=True) if is_refuted else None
+        return self._change(is_harmful=True) if is_refuted else None
 
     def saw_table(self, ms: float, least_ms: float) -> Change | None:
         """Take in steps of the table. Does their time stay where it was? What it loses meanwhile may be worth a visit.
@@ -176,7 +169,10 @@ class Monitor:
         if has_table:  # turns tell whether that matters
             self.schedule.is_due = True
             return None
-        return Change(self._regime, levels=level.levels, moved=level.moved)
+        return self._change()
+
+    def _change(self, is_harmful: bool = False) -> Change:
+        return Change(self._state.current.configs, is_harmful)
 
     def _count_harm(self, slower: float) -> None:
         if len(self.level.odd) == 1:
@@ -208,7 +204,7 @@ class Monitor:
         none = np.zeros_like(table)
         if self._long_steps.forbids(table, none, self.gain):
             self._state.comparisons.with_long_steps.add(table.tobytes())
-            return Change(self._regime, is_harmful=True)
+            return self._change(is_harmful=True)
         if self._long_steps.gain(table, none, self.gain) <= 0:
             self.schedule.be_early()
         return None

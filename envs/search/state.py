@@ -28,7 +28,6 @@ class Milestones:
     verdict: int = -1
     aborted: int = 0  # windows
     reopened: int = 0  # searches after a change of the job
-    returned: int = 0  # of them, into regimes that were tuned before
     asked_again: int = 0  # searches that a policy wanted after the verdict
     dropped: int = 0  # tables after the verdict
     refined: int = 0  # slots changed for the better after it

@@ -40,8 +40,6 @@ NAMES = (
     "FORESIGHT_AFTER",
     "LEAST",
     "CAUTION",
-    "UNKNOWN",
-    "RISK_PRICE_UNKNOWN",
 )
 SHIPPED = {name: float(getattr(rule, name)) for name in NAMES}
 FAMILIES = {"standard": STANDARD, "held-out": HELD_OUT}
@@ -55,7 +53,7 @@ PART = 24
 
 
 def constants(x):
-    """The rule's constants at a point, logarithms of factors (13,)."""
+    """The rule's constants at a point, logarithms of factors (11,)."""
     return {name: SHIPPED[name] * float(np.exp(v)) for name, v in zip(NAMES, x, strict=True)}
 
 

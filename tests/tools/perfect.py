@@ -143,7 +143,7 @@ class KnowingSearch(Search):
     def _keep(self):
         state = self.state
         state.__dict__.pop("decide", None)
-        shared = {id(one): one for one in (state.prior, state.account, state.milestones, self.loop._regimes)}
+        shared = {id(one): one for one in (state.prior, state.account, state.milestones)}
         self.kept[self.place] = (*copy.deepcopy((state, self.loop), shared), state.account.rounds)
         if GOES_ON in self.known:
             self._decide_by_truth()

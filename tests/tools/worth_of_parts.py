@@ -1,6 +1,6 @@
 """What is each part of the search worth? The rule plays fresh jobs whole, and the same jobs without one part.
 
-  python tests/tools/worth_of_parts.py near-tables regimes --jobs 125
+  python tests/tools/worth_of_parts.py near-tables together --jobs 125
   python tests/tools/worth_of_parts.py few-calls --suite held-out --jobs 25 --seed 2
 
 ``--jobs`` are those of each world; they are drawn by ``--seed`` and are in no suite. In its step t a job meets the same
@@ -22,7 +22,6 @@ from dynamiccl.envs.bench.job_suites import FAMILIES
 from dynamiccl.envs.bench.scores import Scores
 from dynamiccl.envs.bench.submissions import play_part
 from dynamiccl.envs.search import loop, step_guard
-from dynamiccl.envs.search.change import Regimes
 from dynamiccl.traces.spaces import N_CONFIGS
 from joblib import delayed
 from paired_boards import line
@@ -32,25 +31,11 @@ from paired_policies import PART, fresh, gathered
 NEVER = 50.0
 
 
-def _none_of(*_args, **_kwargs):
-    return None
-
-
-def _zeros(gain, _deviation):
-    return np.zeros_like(gain)
-
-
 #: What leaves each part out. Parts that gain, then those that protect.
 WITHOUT = {
     "near-tables": (patch.object(near_tables, "NearTables", lambda policy: policy),),
-    "regimes": (patch.object(Regimes, "same", _none_of),),
     "together": (patch.object(rule, "TOGETHER", 0),),  # windows in which several slots try something
-    "interactions": (
-        patch.object(rule, "expected_improvement", _zeros),
-    ),  # trials of what the belief does not know
-    "price-of-risk": tuple(
-        patch.object(rule, name, 0.0) for name in ("RISK_PRICE", "RISK_PRICE_AFTER", "RISK_PRICE_UNKNOWN")
-    ),
+    "price-of-risk": tuple(patch.object(rule, name, 0.0) for name in ("RISK_PRICE", "RISK_PRICE_AFTER")),
     "few-calls": (
         patch.object(step_guard.StepGuard, "_needs_few_calls", lambda *_: np.zeros(N_CONFIGS, bool)),
     ),

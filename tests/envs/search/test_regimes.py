@@ -1,7 +1,4 @@
-"""Regimes that come and go have tables of their own, found again when they return."""
-
-from dataclasses import replace
-from itertools import cycle, pairwise
+"""A job that changes between regimes, as batch sizes, is searched anew in each of them."""
 
 import numpy as np
 import pytest
@@ -9,14 +6,12 @@ from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.search.belief.prior import Prior
-from dynamiccl.envs.search.change import Regime, Regimes
-from dynamiccl.envs.search.comparison import ADOPTED, Comparison, SequentialTest, level_of
-from dynamiccl.envs.search.config import MOST_REGIMES
-from dynamiccl.envs.search.interfaces import LEAVE, RUN, actions_of
+from dynamiccl.envs.search.comparison import ADOPTED, level_of
+from dynamiccl.envs.search.interfaces import LEAVE
 from dynamiccl.envs.search.search import Search
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import SCATTER, STEP_MS, FakeJob
-from told_job import OPEN, Told, go_until, good, run
+from told_job import Told, go_until, good, run
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +28,6 @@ class Batches(Told):
         self.saving = lambda c: sign * (0.10 * (c[0] == 20) - 0.08 * (c[0] == 18) + 0.02 * (c[1] == 18))
 
 
-class Restless:
-    """Tries another of the open configs at each turn."""
-
-    def __init__(self):
-        self.configs = cycle(OPEN)
-
-    def predict(self, *_):
-        return actions_of([next(self.configs)], RUN), None
-
-
 def begun(prior, seed=0):
     told = Batches(None, noise=0.004, seed=seed)
     told.be("small")
@@ -52,58 +37,25 @@ def begun(prior, seed=0):
     return told, search
 
 
-def test_a_regime_that_returns_has_its_table_at_once_and_a_new_one_is_searched(prior):
+def test_each_regime_gets_the_table_that_is_best_in_it(prior):
     told, search = begun(prior)
-    tables, took = {"small": search.confirmed.tolist()}, []
-    for name in ("large", "small", "large", "small"):
+    for changes, name in enumerate(("large", "small", "large", "small"), 1):
         go_until(search, told, lambda s, at=search.steps + 300: s.steps > at)
         told.be(name)
-        before = search.marks.reopened
-        took.append(go_until(search, told, lambda s, n=before: s.marks.reopened > n and s.is_done))
-        assert search.confirmed.tolist() == tables.setdefault(name, search.confirmed.tolist())
-        assert search.marks.reopened == len(took) and search.marks.returned == len(took) - 1
-    assert tables["large"][0] == 18 and tables["small"] != tables["large"]
-    # In the one that was new there was a search; where one returned, the windows that saw it and the default's.
-    assert max(took[1:]) < 0.7 * took[0] and max(took[1:]) < 100
+        go_until(search, told, lambda s, n=changes: s.marks.reopened == n and s.is_done)
+        assert search.confirmed[0] == {"small": 20, "large": 18}[name]
     go_until(search, told, lambda s, at=search.steps + 500: s.steps > at)
     assert search.confirmed.any() and search.gain[0] > 0.05
 
 
-def test_trials_that_a_change_cut_short_go_on_in_the_regime_that_returned(prior):
-    told, search = begun(prior)
-    go_until(search, told, lambda s, at=search.steps + 300: s.steps > at)
-    told.be("large")
-    go_until(search, told, lambda s: s.marks.reopened == 1 and s.is_over)
-    # Of 16 seeds the return is not seen in 7 after 40 steps here, in 1 after 300.
-    go_until(search, told, lambda s, at=search.steps + 300: s.steps > at, policy=Restless())
-    left = search.trials_left
-    assert search.is_over and not search.is_done and left > 0
-    told.be("small")
-    go_until(search, told, lambda s: s.marks.returned == 1, policy=Restless())
-    assert search.confirmed[0] == 20 and search.is_over and not search.is_done
-    assert not search.loop._compared, "what was seen of a trial in the other regime counts for nothing here"
-    assert 0 < search.trials_left <= left  # they go on, and are no more: paces may come and go for good
+def test_a_job_under_the_default_that_changes_between_two_paces_is_not_searched_for_ever(prior):
+    told = Told(lambda configs: 0.0, noise=0.002)
+    search = Search(*told.begin(), prior)
     go_until(search, told, lambda s: s.is_done)
-    assert search.confirmed[0] == 20 and search.trials_left == 0
-
-
-def test_what_does_not_hold_in_a_regime_any_more_is_taken_back_at_its_first_window_and_not_found_again(prior):
-    told, search = begun(prior)
-    for name in ("large", "small"):
+    for _ in range(10):
         go_until(search, told, lambda s, at=search.steps + 300: s.steps > at)
-        told.be(name)
-        if name == "small":
-            told.saving = lambda c: (
-                -0.2 * (c > 0).any()
-            )  # the same default, but the table is now the worse one
-        go_until(search, told, lambda s, n=search.marks.reopened: s.marks.reopened > n)
-        go_until(search, told, lambda s: s.is_done)
-    assert search.marks.returned == 1 and search.confirmed.any()
-    before, dropped = search.steps, search.marks.dropped
-    go_until(search, told, lambda s: s.marks.dropped > dropped)
-    assert search.steps - before < 30 and not search.confirmed.any()
-    go_until(search, told, lambda s: s.is_done)
-    assert not search.confirmed.any() and search.marks.returned == 1
+        told.scale = 1.3 if told.scale == 1.0 else 1.0
+    assert search.is_done and search.marks.reopened <= 2
 
 
 def test_all_searches_of_a_job_share_its_level_until_a_table_is_adopted(prior):
@@ -139,7 +91,7 @@ def test_all_searches_of_a_job_share_its_level_until_a_table_is_adopted(prior):
 
 
 def test_the_tuner_beside_a_job_of_two_batch_sizes():
-    """Through live windows, slots and decisions: what is published is the regime's own table."""
+    """Through live windows, slots and decisions: no table stays that is bad in the regime."""
     truth = {"batch": 1.0}
     good = {1.0: Decision("ring", "simple", 4), 1.6: Decision("ring", "ll128", 16)}
 
@@ -152,69 +104,26 @@ def test_the_tuner_beside_a_job_of_two_batch_sizes():
     job = FakeJob(step_ms, noise=0.003)
     tuner = Tuner(LiveWindows(job), make_chooser("expected-improvement", 0))
     tuner.run()
-    tables = {}
-    for before, batch in pairwise((1.0, 1.6, 1.0, 1.6, 1.0)):
-        while (
-            not tuner.search.is_done
-        ):  # a change just after a trial took its place is not seen: the watch is new
-            tuner.step()
-        tables[before] = job.confirmed
-        for _ in range(20):
-            tuner.step()
-        truth["batch"], reopened = batch, tuner.search.marks.reopened
-        for _ in range(200):
-            if tuner.search.marks.reopened > reopened and tuner.search.is_over:
+    for changes, batch in enumerate((1.0, 1.6, 1.0, 1.6, 1.0)):
+        truth["batch"] = batch
+        for _ in range(600):
+            if tuner.search.marks.reopened == changes and tuner.search.is_done:
                 break
             tuner.step()
-        tuner.step()
-        assert job.confirmed == tables.get(batch, job.confirmed)
-    assert tuner.search.marks.reopened == 4 and tuner.search.marks.returned == 3 and tuner.outcome.kept
-
-
-def regime(step_ms, us=(100.0, 50.0)):
-    return Regime(
-        step_ms,
-        np.log(np.array(us)),
-        np.array([8, 0]),
-        (Comparison(np.array([8, 0]), np.array([0, 0]), SequentialTest(0.01, 0.05)),),
-    )
-
-
-def test_a_regime_is_known_by_its_default_step_and_its_calls():
-    regimes = Regimes()
-    for step_ms in (100.0, 160.0):
-        regimes.leave(regime(step_ms), 0.002)
-    logs = regime(1.0).call_logs
-    assert regimes.find(101.0, logs, 0.002).step_ms == 100.0 and regimes.find(130.0, logs, 0.002) is None
-    assert regimes.find(158.0, np.full(2, np.nan), 0.002).step_ms == 160.0  # no kernel was sampled
-    assert regimes.find(100.0, logs + 0.3, 0.002) is None  # the network is another
-    assert regimes.find(110.0, logs, 0.03).step_ms == 100.0  # a noisy job
-    regimes.leave(regime(100.5), 0.002)
-    assert sorted(r.step_ms for r in regimes.known) == [100.5, 160.0]
-    regimes.leave(
-        regime(161.0), 0.002, True, 100.0
-    )  # it was slower than the default of another regime: no fault of its own
-    assert sorted(r.step_ms for r in regimes.known) == [100.5, 161.0]
-    regimes.leave(regime(161.0), 0.002, True, 160.0)
-    assert [r.step_ms for r in regimes.known] == [100.5]
-    regimes.leave(regime(100.5), 0.002, True)  # no window of the default says that it is another one
-    assert not regimes.known
-    for k in range(12):
-        regimes.leave(regime(200.0 * 1.1**k), 0.002)
-    assert len(regimes.known) == MOST_REGIMES
+        assert job.confirmed.get(SCATTER) in (None, good[batch])
+        for _ in range(20):
+            tuner.step()
+    assert tuner.search.marks.reopened == 4 and tuner.outcome.kept
 
 
 @pytest.mark.parametrize("by_long_steps", [True, False])
 def test_a_table_that_was_dropped_in_a_window_of_its_own_does_not_come_back_at_once(prior, by_long_steps):
-    """The default was 2.8 % slower since the search began. Before: the default of that time was taken for the one that
-    the table was slower than, so that the regime was kept, and found again by the next default steps."""
+    """The default was 2.8 % slower since the search began."""
     told = Told(good)
     search, _ = run(told, prior)
-    state = search.state
     told.scale = 1.028
     go_until(search, told, lambda s: s.is_done)
     monitor = search.loop.monitor
-    monitor._regime = replace(monitor._regime, step_ms=1.028 * state.default_ms)
     table = search.confirmed.copy()
     if by_long_steps:
         monitor._long_steps.add(table, np.full(400, 200.0), 100.0)
@@ -224,7 +133,7 @@ def test_a_table_that_was_dropped_in_a_window_of_its_own_does_not_come_back_at_o
     go_until(search, told, lambda s: s.marks.dropped == 1, windows=1000)
     assert table.any() and not search.confirmed.any()
     go_until(search, told, lambda s: s.is_over)
-    assert search.marks.reopened == 1 and search.marks.returned == 0
+    assert search.marks.reopened == 1
     assert not by_long_steps or search.confirmed.tolist() != table.tolist()
 
 
@@ -257,4 +166,4 @@ def test_a_table_that_was_dropped_does_not_come_back_as_another_pace(prior):
     go_until(30_000, lambda: search.marks.dropped)
     assert search.marks.dropped == 1
     go_until(200, lambda: False)
-    assert not search.marks.returned
+    assert not search.confirmed.any()
