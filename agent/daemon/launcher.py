@@ -322,7 +322,9 @@ def _write(fd: int, data: bytes) -> None:
         try:
             view = view[os.write(fd, view) :]
         except BlockingIOError:  # another process that has it too may have set O_NONBLOCK
-            select.select([], [fd], [])
+            ready = select.poll()  # select() takes no descriptor above 1,023
+            ready.register(fd, select.POLLOUT)
+            ready.poll()
 
 
 def kill_family(pid: int) -> None:

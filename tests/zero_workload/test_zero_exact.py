@@ -18,7 +18,7 @@ from dynamiccl.zero_workload.engine.agreement import message_numel
 from dynamiccl.zero_workload.engine.outside import Elements
 from dynamiccl.zero_workload.job.data import Corpus
 from dynamiccl.zero_workload.job.model import ModelConfig, Transformer
-from test_zero import TINY, adamw
+from test_zero import TINY, adamw, texts
 from torch import nn
 from world import SIZES_AND_DTYPES, World
 
@@ -198,6 +198,27 @@ def test_gradients_that_add_up_are_held_as_planned(two: World) -> None:
         assert n_bytes == (
             4 * padded // 2 if stage >= 2 else 2 * padded
         )  # sums over micro-batches are in fp32
+
+
+def norms_of_alike_steps(stage: int) -> list[float]:
+    """Gradient norms of three steps of two micro-batches in bfloat16, of the same batches and weights."""
+    torch.manual_seed(0)
+    settings = {"stage": stage, "gradient_accumulation": 2, "max_norm": 1.0}
+    engine = zero(Transformer(TINY), adamw(0.0), bucket_bytes=2**14, **settings)
+    rank, norms = dist.get_rank(), []
+    for _ in range(3):
+        for micro in range(2):
+            engine.backward(engine.model(*texts(micro, rank, rank + 1)))
+            norm = engine.step()
+        norms.append(norm.item())
+    return norms
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_sums_over_micro_batches_begin_anew_with_each_step(two: World, stage: int) -> None:
+    """Before: where they have other digits than the wire, they went on from the step before."""
+    first, *later = two.run(norms_of_alike_steps, stage)[0]
+    assert first > 0 and later == [first] * 2
 
 
 def peak_of_gradients(bucket_bytes: int, layers: int) -> tuple[int, int, int]:

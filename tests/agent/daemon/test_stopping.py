@@ -272,9 +272,15 @@ def results(run, tmp_path):
     memory.leave(tuner)
     leave(out, RunSummary(kept=True, in_force="B", memory=memory.told()))
     RunSummary.read(out).write(run.path)
-    return SimpleNamespace(
-        out=out, recalled=lambda job="train.py": Memory(memory.url, job, print).recall(facts, [profile])
-    )
+
+    def store():
+        tuner.outcome = RunSummary(kept=True, speedup=1.2, speedup_ci95=[1.1, 1.3])
+        memory.leave(tuner)
+
+    def recalled(job="train.py"):
+        return Memory(memory.url, job, print).recall(facts, [profile])
+
+    return SimpleNamespace(out=out, store=store, recalled=recalled)
 
 
 def test_stop_leaves_the_table_beside_and_says_where(run, results):
@@ -304,6 +310,13 @@ def test_a_table_that_did_harm_is_no_later_runs_first_one(run, results, has_left
     assert json.loads(done.stdout)["forgotten"] is has_left
     assert results.recalled() == results.recalled("another.py") == {}
     assert (results.out / DROPPED).exists()
+
+
+def test_a_tuner_that_stores_its_table_as_it_ends_does_not_bring_it_back(run, results):
+    """Before: the table was marked while its tuner lived, which then stored it anew."""
+    run.acts = iter([lambda: run.publish(2, {}), results.store, run.end])
+    done = invoke(["stop", run.path, "--bad", "--json"])
+    assert json.loads(done.stdout)["forgotten"] and not results.recalled()
 
 
 def test_a_memory_that_cannot_be_changed_is_an_error_after_the_run_is_stopped(run, results, tmp_path):

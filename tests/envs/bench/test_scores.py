@@ -130,3 +130,16 @@ def test_a_gain_that_was_never_found_is_later_than_any_other(calm):
     book.first_gain[:] = np.nan
     assert _steps(summary(book.scores())["steps_to_first_gain"]) == "never, never"
     assert _steps([100.0, 100.0, None]) == "100, never" and _steps(None) == "-"
+
+
+def test_entrants_share_a_rank_only_with_all_that_they_cannot_be_told_from():
+    """Before: each was compared with the one before it alone, so that small steps made one rank of all."""
+    n, rng = 400, np.random.default_rng(1)
+    blank = {name: np.zeros(n) for name in Scores.__annotations__}
+
+    def of(mean):
+        noise = rng.normal(size=n)
+        return Scores(**blank | {"lost": mean + 50 * (noise - noise.mean())})
+
+    entrants = {str(mean): of(mean) for mean in (219, 224, 229, 234, 239)}
+    assert list(ranks(entrants).values()) == [1, 1, 3, 3, 5]

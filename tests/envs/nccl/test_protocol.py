@@ -174,6 +174,7 @@ def test_the_decision_is_the_largest_limit_and_a_trial_ends_some_steps_later():
         ([vote(0)], False, "1 of 2 ranks"),
         ([vote(0), vote(1, identity="other")], False, "rank 1 has other, rank 0 has same"),
         ([vote(0), vote(1, marks={16: 8})], True, "the first 16 collectives"),
+        ([vote(0, marks={16: 7, 32: 9}), vote(1, marks={16: 7, 32: 8})], True, "the first 32 collectives"),
         ([vote(0, marks={16: 7, 32: 9}), vote(1)], False, ""),
         ([vote(0, marks={2048: 9}), vote(1)], False, "cannot be compared"),
         ([vote(0, marks={16: 7, 2048: 9}), vote(1, marks={16: 7, 48: 3})], False, ""),

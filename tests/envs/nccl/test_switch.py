@@ -201,7 +201,7 @@ def test_a_process_that_was_frozen_does_not_give_up_as_it_goes_on(plugin):
         job.send_signal(signal.SIGCONT)
         time.sleep(0.2)
         said, told = job.communicate("go on\n", timeout=30)
-    assert said == "[1, 2, 2]\n" and "does not answer" not in told, told
+    assert said == "[1, 2, 2]\n" and "has not answered" not in told, told
 
 
 def test_limits_are_not_before_the_last_switch_and_are_refused_where_switches_would_be_forgotten(
