@@ -100,7 +100,7 @@ format: setup
 
 # The boards from nothing, put on record and into envs/README.md: hours of two cores.
 bench: setup
-	for board in standard:120 held-out:60 unseen:60 mpi-headroom:60; do \
+	for board in standard:400 held-out:200 unseen:200 mpi-headroom:200; do \
 		$(RUN) bench --suite $${board%:*} --jobs $${board#*:} && \
 		$(BIN)/python tests/tools/make_board.py $${board%:*} || exit 1; done
 

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...envs.bench.job_suites import JobSuite
-from ...envs.bench.scores import Scores, by_stratum, ranks, summary
+from ...envs.bench.scores import Scores, bootstrap, by_stratum, ranks, summary
 from ...envs.bench.submissions import AGAIN, claimed, replay, rows_of
 from ...envs.search.config import HORIZON
 from .run import READERS, UNRANKED
 
+#: World of which most steps are not played but extrapolated: a table may be lost and found again in them.
+MOVING = "moving"
 #: A row of the board, see :meth:`Board.rows`.
 Row = Mapping[str, Any]
 #: What a row says beside the entrant's name.
@@ -63,6 +65,13 @@ def _lost(row: Row) -> str:
     return f"{row['lost']:,.0f} {interval}"
 
 
+def _calm(row: Row) -> str:
+    if row["calm"] is None:
+        return "-"
+    mean, interval = row["calm"]
+    return f"{mean:,.0f} {_between(interval)}"
+
+
 def _gain(row: Row) -> str:
     interval = _between(row["gain_delivered_ci95"], ".0%")
     return f"{row['gain_delivered']:.0%} {interval}"
@@ -85,6 +94,11 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str], str], ...] = (
         _lost,
         f"what a job of {HORIZON:,} steps lost, in default steps, compared with the best table from the start; "
         "100 are 0.5 %",
+    ),
+    (
+        f"without `{MOVING}`",
+        _calm,
+        f"the same of all other worlds: in `{MOVING}` the steps that are not played decide, and they scatter most",
     ),
     ("gain delivered [95 %]", _gain, "the final tables' share of the gain that the best tables have"),
     (
@@ -116,7 +130,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str], str], ...] = (
 
 
 #: Columns that a terminal has room for, and their heads there.
-BRIEF = {0: "", 1: "policy", 2: "lost of 20,000 steps", 3: "of the gain", 5: "steps to verdict (median, p90)"}
+BRIEF = {0: "", 1: "policy", 2: "lost of 20,000 steps", 4: "of the gain", 6: "steps to verdict (median, p90)"}
 
 
 def meanings(places: Iterable[int]) -> list[str]:
@@ -187,6 +201,9 @@ class Board:
             place = f"{'=' if shared.count(rank[name]) > 1 else ''}{rank[name]}" if name in rank else "-"
             row: dict[str, Any] = {"rank": rank.get(name), "place": place, "entrant": name, **figures}
             row["by_stratum"] = by_stratum(self.scores[name], self.strata)
+            calm = self.scores[name].lost[self.strata != MOVING]
+            is_other = 0 < len(calm) < self.n_jobs
+            row["calm"] = (float(calm.mean()), bootstrap(calm)) if is_other else None
             found.append(row)
         return sorted(found, key=lambda row: (float(row["lost"]), row["entrant"]))
 
