@@ -18,7 +18,7 @@ def text(page):
 def test_the_pages_say_what_the_filed_rows_give():
     told = budget.figures(ROWS)
     assert " | ".join(budget.cells(told)) in text("docs/evidence.md")
-    assert f"Of {told['jobs']} simulated jobs {budget.ended(told['small'])}" in text("docs/start.md")
+    assert f"Of {told['jobs']:,} simulated jobs {budget.ended(told['small'])}" in text("docs/start.md")
     faster, default, slower = map(budget.percent, told["small"]["ends"])
     said = f"with `--budget 0.01` {faster} of jobs end faster, {default} on NCCL's default, {slower} slower"
     assert said in text("README.md")

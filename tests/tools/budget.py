@@ -119,8 +119,9 @@ def figures(rows, names=BOARDS):
 
 
 def percent(share):
-    """``78 %``."""
-    return f"{share:.0%}".replace("%", " %")
+    """``78 %``; below 1 % with a decimal: 0.5 % is not 0."""
+    told = f"{share:.1%}" if 0 < share < 0.01 else f"{share:.0%}"
+    return told.replace("%", " %")
 
 
 def ended(one):
@@ -137,7 +138,7 @@ def cells(told):
     ]
     return (
         "what `--budget 0.01` still finds",
-        f"{told['jobs']} jobs of the boards, LSTM, the same noise, 1 % and 5 %: {ended(small)}, and {ended(usual)}; "
+        f"{told['jobs']:,} jobs of the boards, LSTM, the same noise, 1 % and 5 %: {ended(small)}, and {ended(usual)}; "
         f"of the gain {found[0]} and {found[1]} delivered; a step above 1.5 times the default in "
         f"{percent(small['harsh'])} and {percent(usual['harsh'])}; "
         f"loses {told['more']:.0f} [{low:.0f}, {high:.0f}] of 20,000 steps more",
