@@ -42,11 +42,12 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
 def tune(out: Path, *options: str) -> None:
     """Tune the job of :func:`both` on the emulated cluster; the run's folder is ``out``.
 
-    Every second step takes kernel times: left to itself, a job on a busy machine may take none while a table is tried.
+    Every step takes kernel times. Else a block of turns is sampled whole or not at all, and on a busy machine, where few
+    tables are tried, none may be.
     """
     command = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--cluster", Emulated().cluster]
     command += ["--steps", str(STEPS), "--no-memory", "--quiet", "--out", str(out), *options]
-    finish(command, DYNAMICCL_SAMPLE_EVERY="2")
+    finish(command, DYNAMICCL_SAMPLE_EVERY="1")
 
 
 def finish(command: list[str], **env: str) -> None:
