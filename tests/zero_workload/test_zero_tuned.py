@@ -42,7 +42,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
 def tune(out: Path, *options: str) -> None:
     """Tune the job of :func:`both` on the emulated cluster; the run's folder is ``out``.
 
-    Every step takes kernel times. Else a block of turns is sampled whole or not at all, and on a busy machine, where few
+    Every step takes kernel times. Else a block of turns is sampled whole or not at all. On a busy machine, where few
     tables are tried, none may be.
     """
     command = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--cluster", Emulated().cluster]
