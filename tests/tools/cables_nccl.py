@@ -686,8 +686,9 @@ def turns_table():
     return table(heads, rows)
 
 
-#: Files of the runs of `tune` on planted gains.
+#: Files of the runs of `tune` on planted gains: of 350 to 800 steps, and of 2,000.
 PLANTED_RUNS = ("plants-tune", "plants-headroom-512x1", "plants-headroom-256x1")
+LONG_RUNS = ("plants-long-512x1",)
 
 
 def plants_table():
@@ -696,11 +697,15 @@ def plants_table():
     rows = []
     for name, flow in PLANTS.items():
         turns = by_turns(pd.read_csv(DATA / "gains" / f"plants-turns-{name}.csv.gz"), 0)
-        paths = [DATA / "gains" / f"{runs}-{name}-verdicts.csv" for runs in PLANTED_RUNS]
-        told = pd.concat([pd.read_csv(path) for path in paths if path.exists()])
         gained = [words(one) for one in list(turns.values())[1:]]
-        lost = " to ".join(f"{cost:.1f}" for cost in sorted(told["cost_s"].quantile([0.1, 0.9])))
-        rows.append([f"{name} %", flow, *gained, len(told), int(told["kept"].sum()), f"{lost} s"])
+        for kinds, length in ((PLANTED_RUNS, ""), (LONG_RUNS, ", 2,000 steps")):
+            paths = [DATA / "gains" / f"{runs}-{name}-verdicts.csv" for runs in kinds]
+            if not (found := [pd.read_csv(path) for path in paths if path.exists()]):
+                continue
+            told = pd.concat(found)
+            lost = " to ".join(f"{cost:.1f}" for cost in sorted(told["cost_s"].quantile([0.1, 0.9])))
+            kept = int(told["kept"].sum())
+            rows.append([f"{name} %{length}", flow, *gained, len(told), kept, f"{lost} s"])
     return table([*heads, "runs of `tune`", "kept", "the search lost, 8 of 10 runs"], rows)
 
 
