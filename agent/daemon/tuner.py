@@ -341,7 +341,7 @@ class Tuner:
             table, against = self.result.sides(comparison)
             if not comparison.is_trial:
                 events += self.names.describe(table, against)
-                events.append(Happened.COMPARES(table=table, against=side(against)))
+                events.append(Happened.COMPARES(table=side(table), against=side(against)))
         for comparison in over:
             is_told = comparison.outcome == ADOPTED or not comparison.is_trial
             if comparison.outcome in (ADOPTED, REJECTED) and is_told:
