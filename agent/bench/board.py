@@ -24,6 +24,7 @@ REMARKS = {
     "random": "(random settings)",
     "coordinate-descent": "(as AutoCCL)",
     "nvidia-price": "(NCCL's own price of an SM)",
+    "thompson": "(a small search: Thompson sampling on the belief)",
     "sweep": "(as FlagCX)",
     "oracle": "(knows the truth)",
 }

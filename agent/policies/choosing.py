@@ -36,7 +36,7 @@ _PACKAGES = ("stable_baselines3", "sb3_contrib", "torch")
 #: The folder of this package.
 _PACKAGE = Path(__file__).resolve().parents[2]
 #: Those of ``classical.CLASSICAL``.
-CLASSICAL = ("default", "random", "coordinate-descent", "sweep", "nvidia-price")
+CLASSICAL = ("default", "random", "coordinate-descent", "sweep", "nvidia-price", "thompson")
 #: Policies that can be asked for by name.
 POLICIES = (LSTM, RULE, *CLASSICAL)
 

@@ -16,6 +16,7 @@ import numpy as np
 from ...traces.records import CHANNELS
 from ...traces.spaces import N_CHANNELS, N_CONFIGS
 from .searcher import Searcher, Turn
+from .thompson import Thompson
 
 
 class Default(Searcher):
@@ -182,10 +183,11 @@ def _lacks_time(config: int, turn: Turn) -> bool:
 
 
 #: By name.
-CLASSICAL: dict[str, type[Searcher]] = {
+CLASSICAL: dict[str, type[Searcher] | type[Thompson]] = {
     "default": Default,
     "random": Random,
     "coordinate-descent": CoordinateDescent,
     "sweep": Sweep,
     "nvidia-price": NvidiaPrice,
+    "thompson": Thompson,
 }

@@ -21,7 +21,7 @@ from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.envs.bench.job_suites import FAMILIES
 from dynamiccl.envs.bench.scores import Scores
 from dynamiccl.envs.bench.submissions import play_part
-from dynamiccl.envs.search import loop, step_guard
+from dynamiccl.envs.search import change, comparison, loop, monitor, state, step_guard
 from dynamiccl.traces.spaces import N_CONFIGS
 from joblib import delayed
 from paired_boards import line
@@ -31,15 +31,56 @@ from paired_policies import PART, fresh, gathered
 NEVER = 50.0
 
 
-#: What leaves each part out. Parts that gain, then those that protect.
+class Forgets(change.StepLevel):
+    """The usual step time, without a memory of levels that the job was seen at before."""
+
+    @property
+    def levels(self):
+        return []
+
+    @levels.setter
+    def levels(self, _):
+        pass
+
+
+def no_call_times(self):
+    """``State._begin_belief`` of a job whose kernels are never sampled."""
+    noise = self.noise.of_quads(self.noise.quads) / np.sqrt(2)
+    self.belief.begin(noise, self.config.reveal, False)
+
+
+def never(*_):
+    return False
+
+
+#: What leaves each part out. Parts that gain, then those that protect, then those that watch a kept table.
 WITHOUT = {
     "near-tables": (patch.object(near_tables, "NearTables", lambda policy: policy),),
     "together": (patch.object(rule, "TOGETHER", 0),),  # windows in which several slots try something
+    "early-comparison": (patch.object(rule, "is_proven", lambda seen: np.zeros(len(seen.open), bool)),),
+    "call-times": (patch.object(state.State, "_begin_belief", no_call_times),),
     "price-of-risk": tuple(patch.object(rule, name, 0.0) for name in ("RISK_PRICE", "RISK_PRICE_AFTER")),
     "few-calls": (
         patch.object(step_guard.StepGuard, "_needs_few_calls", lambda *_: np.zeros(N_CONFIGS, bool)),
     ),
-    "long-steps": (patch.object(loop, "SLOWER_LOG", NEVER),),  # the end of a trial with its first slow step
+    "slow-step": (patch.object(loop, "SLOWER_LOG", NEVER),),  # the end of a trial with its first slow step
+    "abort": (
+        patch.object(step_guard.StepGuard, "limit_ms", lambda *_: np.inf),
+    ),  # what is new ends with such a step
+    "warm-up": (
+        patch.object(step_guard, "WARM_STEPS", 0),
+    ),  # steps and quads that do not count after a new algorithm
+    "long-steps": (
+        patch.object(comparison.LongSteps, "allows", lambda *_: True),
+        patch.object(comparison.LongSteps, "forbids", never),
+    ),
+    "carried": (patch.object(comparison.Comparison, "drop_carried", never),),  # turns of two steps
+    "scheduled-looks": (patch.object(change.VisitSchedule, "wants", lambda self, _: self.is_due),),
+    "looks-out-of-turn": (
+        patch.object(monitor.Monitor, "_count_harm", lambda *_: None),
+    ),  # for what may be lost
+    "changes": tuple(patch.object(change, name, 10**9) for name in ("ODD", "ODD_LONG")),  # of the job's pace
+    "levels": (patch.object(monitor, "StepLevel", Forgets),),  # seen before: no change
 }
 WHOLE = "whole"
 
