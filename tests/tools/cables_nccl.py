@@ -688,7 +688,7 @@ def turns_table():
 
 #: Files of the runs of `tune` on planted gains: of 350 to 800 steps, and of 2,000.
 PLANTED_RUNS = ("plants-tune", "plants-headroom-512x1", "plants-headroom-256x1")
-LONG_RUNS = ("plants-long-512x1",)
+LONG_RUNS = ("plants-long-512x1", "plants-long-later-512x1")
 
 
 def plants_table():
