@@ -13,13 +13,13 @@ import numpy as np
 
 from ...envs.search.interfaces import COMPARE, GO_ON, LEAVE, RUN, actions_of
 from ...envs.search.observation import Seen, decode
-from .rule import MOST_RISK, promises_gain
+from .rule import HALF, MOST_RISK, promises_gain
 
 Array = np.ndarray[Any, Any]
 
 #: Measurements for which a gain counts.
 FORESIGHT = 600.0
-#: Price of a step that is too slow, and the least worth of a measurement; both in steps of a measurement.
+#: Price of a step that is too slow, and the least worth of a measurement; both in the time of a measurement.
 RISK_PRICE, LEAST = 3.0, 4e-3
 
 
@@ -38,42 +38,36 @@ class Thompson:
     ) -> tuple[Array, Any]:
         """See ``envs.search.interfaces.Policy``. ``deterministic`` makes no difference: the draws are the policy."""
         seen = decode(observation)
-        chosen = self._draw(seen)
-        actions = actions_of(chosen, _what_next(seen, chosen))
+        best = _best(seen)
+        chosen = self._draw(seen, best)
+        actions = actions_of(chosen, _what_next(seen, chosen, chosen == best))
         return (actions if np.ndim(observation) == 2 else actions[0]), state
 
-    def _draw(self, seen: Seen) -> Array:
-        """(n,) the config of each slot."""
-        kept = np.where(_column(seen.is_refining), seen.current, _is_best(seen))
-        own = kept.argmax(axis=1)
-        beyond = seen.saving - np.take_along_axis(seen.saving, _column(own), axis=1)
+    def _draw(self, seen: Seen, best: Array) -> Array:
+        """(n,) the config of each slot. What it has is a candidate too: ``best`` (n,), after the verdict that of the
+        current table."""
+        rows = np.arange(len(best))
+        own = np.where(seen.is_refining, seen.current.argmax(axis=1), best)
+        beyond = seen.saving - seen.saving[rows, own][:, None]
         worth = FORESIGHT * seen.worth + np.minimum(beyond, 0) - RISK_PRICE * seen.risk
-        is_worth_it = seen.open & (seen.risk < MOST_RISK) & (worth > LEAST)
+        may_run = seen.open & (seen.risk < MOST_RISK) & (worth > LEAST)
+        may_run[rows, own] = True
         drawn = seen.saving + seen.learned * self._rng.standard_normal(seen.saving.shape)
-        scores = np.where(is_worth_it | kept, drawn, -np.inf)
-        return np.asarray(scores.argmax(axis=1))
+        return np.asarray(np.where(may_run, drawn, -np.inf).argmax(axis=1))
 
 
-def _column(x: Array) -> Array:
-    return np.asarray(x)[:, None]
+def _best(seen: Seen) -> Array:
+    """(n,) the config with the best mean among those that are not too risky."""
+    allowed = seen.open & (seen.risk < MOST_RISK)
+    return np.asarray(np.where(allowed, seen.saving, -np.inf).argmax(axis=1))
 
 
-def _is_best(seen: Seen) -> Array:
-    """(n, N_CONFIGS) bool: the config with the best mean among those that are not too risky."""
-    allowed = np.where(seen.open & (seen.risk < MOST_RISK), seen.saving, -np.inf)
-    return np.asarray(np.arange(allowed.shape[1]) == _column(allowed.argmax(axis=1)))
-
-
-def _what_next(seen: Seen, chosen: Array) -> Array:
+def _what_next(seen: Seen, chosen: Array, is_best: Array) -> Array:
     """(n,) what comes after the config. Before the verdict a table that explores in no slot is compared if it promises
     a gain, else the search ends; after it each config but the current one is a trial."""
-    explores = (seen.context.exploring > 0.5) | ~_at(_is_best(seen), chosen)
-    is_over = seen.is_last_slot & ~explores
+    explores = (seen.context.exploring > HALF) | ~is_best
     end = np.where(promises_gain(seen), COMPARE, LEAVE)
-    searching = np.where(is_over, end, GO_ON)
-    trying = np.where(_at(seen.current, chosen), GO_ON, RUN)
+    searching = np.where(seen.is_last_slot & ~explores, end, GO_ON)
+    is_current = seen.current[np.arange(len(chosen)), chosen]
+    trying = np.where(is_current, GO_ON, RUN)
     return np.where(seen.is_refining, trying, searching)
-
-
-def _at(figures: Array, chosen: Array) -> Array:
-    return np.asarray(figures[np.arange(len(chosen)), chosen])

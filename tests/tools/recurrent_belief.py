@@ -242,7 +242,7 @@ class Network(nn.Module):
         """States (N, N_CONFIGS, k) after the setting ``which`` (N,) of each slot has heard something, or has not."""
         every = torch.arange(len(which))
         before = config[every, which]
-        after = is_told * self.config(told, before) + (1 - is_told) * before
+        (after,) = kept(is_told, (self.config(told, before),), (before,))
         return config.index_put((every, which), after)
 
 
@@ -266,7 +266,7 @@ def loss_of(network, b):
 
 def figures_of(mean, sd, truth, is_open):
     """Of one job: squared errors, those of near settings, shares in 50 and 90 %, what the best means save."""
-    error, deviation = (mean - truth)[is_open], sd[is_open]
+    error, deviation = (mean - np.clip(truth, LOW, HIGH))[is_open], sd[is_open]
     near = error[truth[is_open] > -NEAR]
     best = np.where(is_open, mean, -np.inf)
     best[:, 0] = 0.0
@@ -282,14 +282,14 @@ def show(network, jobs):
     rows = {check: [] for check in CHECKS}
     for first in range(0, len(jobs), BATCH):
         b = Batch(jobs[first : first + BATCH])
-        of_job, is_open, truth = b.job.numpy(), b.open.numpy(), b.truth.numpy()
+        of_job, is_open = b.job.numpy(), b.open.numpy()
         for check, (mean, log_sd) in network(b).items():
             mean, sd = mean.numpy(), torch.exp(log_sd).numpy()
             for k, job in enumerate(b.jobs):
                 here = of_job == k
                 if check in job["said"] and is_open[here].any():
                     known, deviation = job["said"][check]
-                    asked = truth[here], is_open[here]
+                    asked = job["truth"], is_open[here]
                     mine = figures_of(mean[here], sd[here], *asked)
                     rows[check].append([mine, figures_of(np.clip(known, LOW, HIGH), deviation, *asked)])
     for check, found in rows.items():

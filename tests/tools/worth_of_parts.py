@@ -21,7 +21,8 @@ from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.envs.bench.job_suites import FAMILIES
 from dynamiccl.envs.bench.scores import Scores
 from dynamiccl.envs.bench.submissions import play_part
-from dynamiccl.envs.search import change, comparison, loop, monitor, state, step_guard
+from dynamiccl.envs.search import change, comparison, loop, monitor, step_guard
+from dynamiccl.envs.search.belief.belief import Belief
 from dynamiccl.traces.spaces import N_CONFIGS
 from joblib import delayed
 from paired_boards import line
@@ -43,10 +44,12 @@ class Forgets(change.StepLevel):
         pass
 
 
-def no_call_times(self):
-    """``State._begin_belief`` of a job whose kernels are never sampled."""
-    noise = self.noise.of_quads(self.noise.quads) / np.sqrt(2)
-    self.belief.begin(noise, self.config.reveal, False)
+BEGIN = Belief.begin
+
+
+def without_call_times(self, noise, reveal, _):
+    """The belief of a job whose kernels are never sampled."""
+    BEGIN(self, noise, reveal, False)
 
 
 def never(*_):
@@ -58,7 +61,7 @@ WITHOUT = {
     "near-tables": (patch.object(near_tables, "NearTables", lambda policy: policy),),
     "together": (patch.object(rule, "TOGETHER", 0),),  # windows in which several slots try something
     "early-comparison": (patch.object(rule, "is_proven", lambda seen: np.zeros(len(seen.open), bool)),),
-    "call-times": (patch.object(state.State, "_begin_belief", no_call_times),),
+    "call-times": (patch.object(Belief, "begin", without_call_times),),
     "price-of-risk": tuple(patch.object(rule, name, 0.0) for name in ("RISK_PRICE", "RISK_PRICE_AFTER")),
     "few-calls": (
         patch.object(step_guard.StepGuard, "_needs_few_calls", lambda *_: np.zeros(N_CONFIGS, bool)),
